@@ -1,0 +1,186 @@
+"""Local files: every document found, every mistake told with its file and line."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from torchtitan.config import ConfigError
+from torchtitan.data import DataConfig, check_data, load_tokenizer, open_source
+from torchtitan.data.documents import Documents, ParquetDocuments, find_files, open_documents
+from torchtitan.data.order import drawn_order
+
+
+def opened(path: Path, kind: str | None = None, document_bytes: int = 65536) -> Documents:
+    files, found = find_files(path, kind)  # type: ignore[arg-type]
+    return open_documents(path, files, found, text_key="text", document_bytes=document_bytes)
+
+
+def contents(documents: Documents) -> list[str]:
+    return [documents[index] for index in range(len(documents))]
+
+
+def test_text_folder(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("eins\r\n", newline="")
+    (tmp_path / "a.py").write_text("zwei é")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    assert contents(opened(tmp_path)) == ["zwei é", "eins\r\n"]
+
+
+def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    lines = [f"line {number}\n" for number in range(50)]
+    path.write_text("".join(lines))
+    documents = contents(opened(path, document_bytes=100))
+    assert "".join(documents) == "".join(lines)
+    assert all(80 < len(d) <= 100 and d.endswith("\n") for d in documents[:-1])
+
+
+def test_long_lines_are_cut_at_characters(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("世界é" * 40 + "\n" + "x" * 7)
+    documents = contents(opened(path, document_bytes=10))
+    assert "".join(documents) == path.read_text()
+    assert max(len(d.encode()) for d in documents) <= 12
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"fine\n" * 30 + b"caf\xe9 au lait\n")
+    for document_bytes in (20, 65536):
+        documents = opened(path, document_bytes=document_bytes)
+        with pytest.raises(ConfigError, match=r"latin\.txt:31: not UTF-8 text"):
+            contents(documents)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n\r\n{"text": "two\\n\\ud800"}')
+    (tmp_path / "b.json").write_text('{"id": 1, "text": "three"}\r\n')
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "notes.md").write_text("not data")
+    expected = ["one", "two\n\N{REPLACEMENT CHARACTER}", "three"]
+    assert contents(opened(tmp_path)) == expected
+    assert contents(opened(tmp_path, "text"))[-1] == "not data"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"data\.jsonl:3: not a line of JSON: Unterminated string"),
+        ('["text"]', r"data\.jsonl:3: not a JSON object, but list"),
+        ('{"body": "a", "id": 1}', r"data\.jsonl:3: no key 'text' .*it has 'body', 'id'"),
+        ('{"text": null}', r"data\.jsonl:3: 'text' is not a string, but NoneType"),
+    ],
+)
+def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    documents = opened(path)
+    assert documents[0] == "fine"
+    with pytest.raises(ConfigError, match=message):
+        documents[1]
+
+
+def write_parquet(path: Path, texts: list[str | None], group: int = 10) -> None:
+    table = pyarrow.table({"text": texts, "id": list(range(len(texts)))})
+    pyarrow.parquet.write_table(table, path, row_group_size=group)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(57)]
+    write_parquet(tmp_path / "a.parquet", texts[:35])
+    write_parquet(tmp_path / "b.parquet", texts[35:])
+    documents = opened(tmp_path)
+    assert contents(documents) == texts
+    assert documents.windows == [0, 57]
+
+
+def test_parquet_is_shuffled_inside_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParquetDocuments, "window_rows", 20)
+    write_parquet(tmp_path / "a.parquet", [str(number) for number in range(95)])
+    documents = opened(tmp_path)
+    assert documents.windows == [0, 20, 40, 60, 80, 95]
+    order = [int(index) for index in drawn_order(documents.windows, seed=0, epoch=0, shuffle=True)]
+    assert sorted(order) == list(range(95)) != order
+    changes = sum(a // 20 != b // 20 for a, b in itertools.pairwise(order))
+    assert changes == 4
+    assert [documents[index] for index in order] == [str(index) for index in order]
+
+
+def test_parquet_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["a"] * 24 + [None])
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 25: 'text' is not a string"):
+        opened(path)[24]
+    config = DataConfig(dataset=str(path), text_key="body")
+    with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' .*it has text, id"):
+        open_source(config, load_tokenizer(None), seed=0)
+    path.write_bytes(b"PAR?")
+    with pytest.raises(ConfigError, match=r"a\.parquet: not a Parquet file"):
+        opened(path)
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no text files"):
+        opened(tmp_path)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match="holds no documents: its text files are empty"):
+        opened(tmp_path)
+    with pytest.raises(ConfigError, match="holds no parquet files"):
+        opened(tmp_path, "parquet")
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no documents: its jsonl files are empty"):
+        opened(tmp_path)
+    write_parquet(tmp_path / "a.parquet", ["a"])
+    with pytest.raises(ConfigError, match="holds jsonl and parquet files: choose one kind"):
+        opened(tmp_path)
+    assert contents(opened(tmp_path, "parquet")) == ["a"]
+
+
+def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
+    fingerprints = []
+    for folder, text in [("a", "same"), ("b", "same"), ("c", "longer")]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.jsonl").write_text(json.dumps({"text": text}))
+        fingerprints.append(opened(tmp_path / folder).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"dataset": "python_stdlb"}, "data.dataset", "did you mean 'python_stdlib'?"),
+        ({"dataset": "no/such/path"}, "data.dataset", "neither an existing path nor one of"),
+        ({"dataset": "jsonl"}, "data.dataset_path", "'jsonl' needs the file or folder"),
+        ({"dataset_path": "no/such"}, "data.dataset_path", "no file or folder 'no/such'"),
+        ({"dataset": "/", "dataset_path": "/"}, "data.dataset_path", "already a path, '/'"),
+        ({"dataset": "synthetic", "dataset_path": "/"}, "data.dataset_path", "reads no files"),
+        ({"lanes": 9}, "data.lanes", "9 is not a multiple of the 12 sequences"),
+        ({"lanes": 0}, "data.lanes", "use -1 or 12, 24, 36, ..."),
+        ({"lanes": 24, "num_workers": 5}, "data.num_workers", "use 0, 1, 2, 4, 8"),
+    ],
+)
+def test_check_finds_mistakes(settings: dict[str, object], key: str, message: str) -> None:
+    config = DataConfig.model_validate(settings)
+    mistakes = check_data(config, local_batch_size=2, accumulation=2, ranks=3)
+    assert [found for found, _ in mistakes] == [key]
+    assert message in mistakes[0][1]
+
+
+def test_check_accepts_what_works() -> None:
+    for settings in ({}, {"dataset": "c4"}, {"dataset": "/"}, {"lanes": 24, "num_workers": 8}):
+        config = DataConfig.model_validate(settings)
+        assert check_data(config, local_batch_size=2, accumulation=2, ranks=3) == []
+
+
+def test_opening_reports_the_same_mistakes() -> None:
+    config = DataConfig(dataset="fineweb", dataset_path="no/such")
+    with pytest.raises(ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: 'fineweb' is"):
+        open_source(config, load_tokenizer(None), seed=0)

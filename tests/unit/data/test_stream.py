@@ -1,0 +1,409 @@
+"""The stream: one order for every layout, nothing lost or repeated, exact resume."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan.config import ConfigError
+from torchtitan.data import (
+    Batch,
+    DataConfig,
+    DataStream,
+    build_stream,
+    load_tokenizer,
+    merge_states,
+    open_source,
+    preview,
+    unigram_loss,
+)
+from torchtitan.data import lanes as lanes_module
+from torchtitan.data.tokenizer import ByteTokenizer
+
+SEQ_LEN = 16
+BOS, EOS = 256, 257
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """27 documents of very different lengths; the 10th is empty."""
+    path = tmp_path / "texts.jsonl"
+    draw = np.random.default_rng(0)
+    with path.open("w") as file:
+        for number in range(27):
+            length = 0 if number == 10 else int(draw.integers(1, 90))
+            text = f"{number}:" + "abcdefgh"[number % 8] * length if length else ""
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def streams(path: Path | str, ranks: int, *, batch: int = 4, **settings: Any) -> list[DataStream]:
+    """The streams of all ranks, of a global batch of `batch`."""
+    options = {"dataset": str(path), "num_workers": 0, **settings}
+    accumulation = options.pop("accumulation", 1)
+    seed, seq_len = options.pop("seed", 3), options.pop("seq_len", SEQ_LEN)
+    return [
+        build_stream(
+            DataConfig(**options),
+            load_tokenizer(None),
+            seed=seed,
+            seq_len=seq_len,
+            local_batch_size=batch // ranks // accumulation,
+            accumulation=accumulation,
+            rank=rank,
+            ranks=ranks,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def steps(of: list[DataStream], count: int, accumulation: int = 1) -> list[list[list[int]]]:
+    """The samples of each of `count` steps, in global order."""
+    result = []
+    for _ in range(count):
+        batches = [next(stream) for stream in of for _ in range(accumulation)]
+        result.append([row for batch in batches for row in rows(batch)])
+    return result
+
+
+def rows(batch: Batch) -> list[list[int]]:
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    return torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()
+
+
+def saved(of: list[DataStream]) -> Any:
+    """The merged state, through JSON."""
+    return json.loads(json.dumps(merge_states([stream.state_dict() for stream in of])))
+
+
+def test_a_batch_is_ids_and_the_ids_after_them(texts: Path) -> None:
+    (stream,) = streams(texts, 1)
+    batch = next(stream)
+    assert batch.tokens.shape == batch.targets.shape == (4, SEQ_LEN)
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert batch.tokens[:, 0].tolist() == [BOS] * 4
+    assert int(batch.target_count()) == 4 * SEQ_LEN
+    ignored = Batch(batch.tokens, torch.full_like(batch.targets, -100)).to("cpu")
+    assert int(ignored.target_count()) == 0
+    assert iter(stream) is stream
+
+
+@pytest.mark.parametrize("lanes", [-1, 4, 8, 12])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_order_does_not_depend_on_the_layout(texts: Path, ranks: int, lanes: int) -> None:
+    one = steps(streams(texts, 1, lanes=lanes), 30)
+    assert steps(streams(texts, ranks, lanes=lanes), 30) == one
+    accumulated = streams(texts, 2, lanes=lanes, accumulation=2)
+    assert steps(accumulated, 30, accumulation=2) == one
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_do_not_change_the_batches(texts: Path, workers: int) -> None:
+    expected = steps(streams(texts, 1, num_workers=0), 20)
+    ahead = streams(texts, 1, num_workers=workers, prefetch_factor=3)
+    assert steps(ahead, 20) == expected
+
+
+def lane_rows(samples: list[list[int]]) -> list[int]:
+    """The samples of a lane joined again: each begins with the last token of the one before."""
+    for before, after in itertools.pairwise(samples):
+        assert before[-1] == after[0]
+    return [samples[0][0], *(token for sample in samples for token in sample[1:])]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_no_token_is_lost_or_repeated(texts: Path, lanes: int, shuffle: bool) -> None:
+    served = steps(streams(texts, 2, lanes=lanes, shuffle=shuffle), 60)
+    samples = [sample for step in served for sample in step]
+    contents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    for lane in range(lanes):
+        row = lane_rows(samples[lane::lanes])
+        if not shuffle:
+            numbers = range(lane, 10**6, lanes)
+            assert row == expected_row((contents[j % 27] for j in numbers), len(row))
+        # Whatever the order, the lane holds whole documents, each between BOS and EOS.
+        documents = bytes_of(row)
+        assert all(document in {c.encode() for c in contents} for document in documents)
+
+
+def expected_row(contents: Iterator[str], length: int) -> list[int]:
+    row: list[int] = []
+    while len(row) < length:
+        text = next(contents)
+        row += [BOS, *text.encode(), EOS] if text else []
+    return row[:length]
+
+
+def bytes_of(row: list[int]) -> list[bytes]:
+    """The whole documents in a row of tokens."""
+    documents: list[list[int]] = []
+    for token in row:
+        if token == BOS:
+            documents.append([])
+        elif token != EOS:
+            documents[-1].append(token)
+    return [bytes(document) for document in documents[:-1]]
+
+
+def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(texts: Path) -> None:
+    (stream,) = streams(texts, 1, batch=1, num_workers=0)
+    samples = []
+    while stream.epoch < 3:
+        samples.append(rows(next(stream))[0])
+    contents = sorted(json.loads(line)["text"].encode() for line in texts.read_text().splitlines())[
+        1:
+    ]
+    documents = bytes_of(lane_rows(samples))
+    epochs = [documents[first : first + 26] for first in (0, 26, 52)]
+    assert [sorted(epoch) for epoch in epochs] == [contents] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_seed_sets_the_order(texts: Path) -> None:
+    one, same, other = (steps(streams(texts, 1, seed=seed), 5) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_is_exact_after_every_step(texts: Path, workers: int) -> None:
+    run = streams(texts, 1, num_workers=workers)
+    states, served = [saved(run)], []
+    for _ in range(25):
+        served += steps(run, 1)
+        states.append(saved(run))
+    middle = 0
+    for step, state in enumerate(states[:20]):
+        resumed = streams(texts, 1, num_workers=workers)
+        resumed[0].load_state_dict(state)
+        assert saved(resumed) == state
+        assert steps(resumed, 5) == served[step : step + 5]
+        middle += any(record and record[2] for record in state["lanes"])
+    assert middle == 19
+
+
+def test_resume_on_other_layouts(texts: Path) -> None:
+    run = streams(texts, 2, lanes=8)
+    steps(run, 7)
+    state = saved(run)
+    flat = [sample for step in steps(run, 12) for sample in step]
+    for ranks, batch in [(1, 4), (4, 4), (2, 8), (8, 8), (1, 2), (2, 2), (1, 1)]:
+        resumed = streams(texts, ranks, batch=batch)
+        for stream in resumed:
+            stream.load_state_dict(state)
+        again = [s for step in steps(resumed, 48 // batch) for s in step]
+        assert again == flat, (ranks, batch)
+        state_again = saved(resumed)
+        assert state_again["samples"] == 28 + 48
+        assert state_again["lanes"] == saved(run)["lanes"]
+
+
+def test_resume_at_another_sequence_length(texts: Path) -> None:
+    run = streams(texts, 1, batch=1)
+    first = [step[0] for step in steps(run, 10)]
+    longer = streams(texts, 1, batch=1, seq_len=40)
+    longer[0].load_state_dict(saved(run))
+    second = [step[0] for step in steps(longer, 3)]
+    whole = [step[0] for step in steps(streams(texts, 1, batch=1), 20)]
+    row = lane_rows(first) + lane_rows(second)[1:]
+    assert row == lane_rows(whole)[: len(row)]
+
+
+def test_state_is_what_was_consumed(texts: Path) -> None:
+    ahead = streams(texts, 1, num_workers=2, prefetch_factor=5)
+    within = streams(texts, 1, num_workers=0)
+    assert steps(ahead, 3) == steps(within, 3)
+    assert saved(ahead) == saved(within)
+    assert saved(ahead)["samples"] == 12
+
+
+def test_the_state_is_taken_between_steps(texts: Path) -> None:
+    (stream,) = streams(texts, 1, accumulation=2)
+    next(stream)
+    with pytest.raises(AssertionError, match="between steps"):
+        stream.state_dict()
+
+
+def test_loading_into_a_stream_that_ran(texts: Path) -> None:
+    run = streams(texts, 1)
+    state = saved(run)
+    first = steps(run, 4)
+    run[0].load_state_dict(state)
+    assert steps(run, 4) == first
+
+
+def test_resume_on_other_data_is_refused(texts: Path) -> None:
+    run = streams(texts, 2)
+    steps(run, 1)
+    state = saved(run)
+    with pytest.raises(ConfigError, match="seed was 3 and is 4; shuffle was True and is False"):
+        streams(texts, 1, seed=4, shuffle=False)[0].load_state_dict(state)
+    with pytest.raises(ConfigError, match="add_eos was True and is False"):
+        streams(texts, 1, add_eos=False)[0].load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"data\.lanes: the run to resume has 4 lanes, not 8"):
+        streams(texts, 1, lanes=8)[0].load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"8 does not divide the 4 lanes .* one of 1, 2, 4"):
+        streams(texts, 1, batch=8)[0].load_state_dict(state)
+    texts.write_text(texts.read_text() + '{"text": "one more"}\n')
+    with pytest.raises(ConfigError, match=r"documents was 27 and is 28; files was '"):
+        streams(texts, 1)[0].load_state_dict(state)
+
+
+def test_workers_must_share_the_lanes_evenly(texts: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_workers: 4 does not .* 6 lanes .* 0, 1, 2, 3, 6"):
+        streams(texts, 2, lanes=12, num_workers=4)
+    with pytest.raises(ConfigError, match=r"data\.lanes: 6 is not a multiple of the 4 sequences"):
+        streams(texts, 1, lanes=6)
+
+
+def test_ranks_with_different_files_are_told(texts: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(texts.read_text() + '{"text": "one more"}\n')
+    states = [streams(path, 2)[rank].state_dict() for rank, path in enumerate([texts, other])]
+    with pytest.raises(ConfigError, match="ranks read different data"):
+        merge_states(states)
+
+
+def test_fewer_documents_than_lanes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("first document")
+    (tmp_path / "b.txt").write_text("second")
+    one = steps(streams(tmp_path, 1, batch=8), 10)
+    assert "2 documents for 8 lanes" in caplog.text
+    assert steps(streams(tmp_path, 4, batch=8), 10) == one
+    resumed, run = streams(tmp_path, 2, batch=8), streams(tmp_path, 1, batch=8)
+    steps(run, 6)
+    for stream in resumed:
+        stream.load_state_dict(saved(run))
+    assert steps(resumed, 4) == one[6:]
+
+
+def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "cut off\n')
+    messages = []
+    for workers in (0, 1):
+        (stream,) = streams(path, 1, batch=2, num_workers=workers, seq_len=64)
+        with pytest.raises(ConfigError) as caught:
+            next(stream)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{path}:2: not a line of JSON")
+
+
+def test_other_errors_in_a_thread_name_their_cause(
+    texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[int]:
+        raise OSError("lost the disk")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", fail)
+    (stream,) = streams(texts, 1, num_workers=1)
+    with pytest.raises(OSError, match="lost the disk"):
+        next(stream)
+
+
+def test_empty_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "MOST_EMPTY_DOCUMENTS", 50)
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"text": ""}\n' * 3)
+    (stream,) = streams(path, 1, num_workers=0)
+    with pytest.raises(ConfigError, match="50 empty documents in a row"):
+        next(stream)
+
+
+def test_close_ends_the_threads_and_reading_can_go_on(texts: Path) -> None:
+    before = threading.active_count()
+    expected = steps(streams(texts, 1, num_workers=0), 6)
+    run = streams(texts, 1, num_workers=4)
+    served = steps(run, 3)
+    assert threading.active_count() == before + 4
+    run[0].close()
+    assert threading.active_count() == before
+    run[0].close()
+    assert served + steps(run, 3) == expected
+    run[0].close()
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "stream.load_state_dict({})"])
+def test_the_interpreter_exits_cleanly_with_threads_running(texts: Path, ending: str) -> None:
+    program = f"""
+from torchtitan.data import DataConfig, build_stream, load_tokenizer
+stream = build_stream(
+    DataConfig(dataset={str(texts)!r}, num_workers=2, prefetch_factor=9), load_tokenizer(None),
+    seed=0, seq_len=64, local_batch_size=4, accumulation=1, rank=0, ranks=1,
+)
+print(next(stream).tokens.shape)
+{ending}
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "torch.Size([4, 64])\n"
+    if "load" in ending:
+        assert done.stderr.endswith("KeyError: 'identity'\n")
+        assert done.stderr.count("Error") == 1
+    else:
+        assert done.stderr == ""
+    assert done.returncode == {"": 0, "raise SystemExit(3)": 3}.get(ending, 1)
+
+
+def test_synthetic_tokens_are_a_function_of_the_seed() -> None:
+    one = steps(streams("synthetic", 1, seq_len=3000), 3)
+    assert steps(streams("synthetic", 4, seq_len=3000), 3) == one
+    assert steps(streams("synthetic", 1, seq_len=3000, seed=9), 3) != one
+    run = streams("synthetic", 2, seq_len=3000)
+    steps(run, 2)
+    resumed = streams("synthetic", 1, seq_len=3000)
+    resumed[0].load_state_dict(saved(run))
+    assert steps(resumed, 1) == one[2:]
+    assert {*range(256)} <= {token for sample in one[0] for token in sample} <= {*range(258)}
+
+
+def test_default_recipe_reads_python() -> None:
+    train = open_source(DataConfig(), load_tokenizer(None), seed=0)
+    held_out = open_source(
+        DataConfig(dataset="python_stdlib_validation"), load_tokenizer(None), seed=0
+    )
+
+    def one_epoch(source: Any) -> set[str]:
+        contents = set()
+        for document in source.read({0: None}, 1)[0]:
+            if source.epoch(document.position):
+                return contents
+            contents.add(document.content)
+        raise AssertionError
+
+    training, validation = one_epoch(train), one_epoch(held_out)
+    assert len(training) > 10 * len(validation) > 100
+    assert not training & validation
+    assert any("class JSONEncoder" in text for text in training | validation)
+    assert not any("class TestJSONEncoder" in text for text in training | validation)
+
+
+def test_preview_shows_the_first_row(texts: Path) -> None:
+    (stream,) = streams(texts, 1, shuffle=False, seq_len=400)
+    tokenizer = load_tokenizer(None)
+    batch = next(stream)
+    assert preview(batch, tokenizer).startswith("'<|begin_of_text|>0:aaa")
+    assert preview(batch, tokenizer, chars=20) == "'<|begin_of_text|>0:a'..."
+
+
+def test_unigram_loss_is_the_entropy(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab")
+    tokenizer = load_tokenizer(None)
+    source = open_source(DataConfig(dataset=str(tmp_path)), tokenizer, seed=0)
+    # BOS, a, b and EOS are equally frequent.
+    assert unigram_loss(source, tokenizer, max_tokens=4000) == pytest.approx(np.log(4))

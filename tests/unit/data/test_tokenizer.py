@@ -1,0 +1,162 @@
+"""Tokenizers: equal to the reference, reversible, and blind to special tokens in documents."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from torchtitan.config import ConfigError
+from torchtitan.data import check_vocabulary, load_tokenizer, train_bpe, train_tokenizer
+from torchtitan.data.tokenizer import TiktokenTokenizer, _digestible_pieces
+
+TRICKY = [
+    "",
+    "plain words, and  two   spaces",
+    "It's I'll WE'VE they'd 'tis",
+    "1234567890 3.14159 ¼ ٣٤٥ 1,000,000",
+    "tabs\t\tand\r\nlines\n\n\n  \n end  ",
+    "naïve café Straße ΑΒΓ Привет 世界 こんにちは 한국어 हिन्दी العربية",
+    "emoji 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\u00a0\u3000\x00\x1c",
+    "<|begin_of_text|>a<|end_of_text|> <|eot_id|><|reserved_special_token_5|>",
+    "def f(x):\n    return {'a': [1, 2]}  # !!!???\n",
+    "x" * 60_001,
+    " " * 25_000 + "y" + " " * 50_003 + "z" * 25_000 + "\n",
+    "word and more \t" * 40_000,
+    "é" * 25_001 + "\x1c" * 30_000,
+]
+
+
+def write_tiktoken(path: Path) -> Path:
+    tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" t", b" the"]
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_llama_ids_equal_the_reference() -> None:
+    reference = pytest.importorskip("llama_models.llama3.tokenizer")
+    path = Path(reference.__file__).with_name("tokenizer.model")
+    expected, tokenizer = reference.Tokenizer(path), load_tokenizer(str(path))
+    assert tokenizer.vocab_size == expected.n_words == 128256
+    assert (tokenizer.bos, tokenizer.eos) == (expected.bos_id, expected.eos_id) == (128000, 128001)
+    for text in TRICKY:
+        assert tokenizer.encode(text) == expected.encode(text, bos=False, eos=False), text[:40]
+    ids = list(range(128000, 128256))
+    assert tokenizer.decode(ids) == expected.decode(ids)
+
+
+def test_pieces_join_to_the_text_and_bound_every_run() -> None:
+    text = "a" * 7 + " " * 5 + "bc d" * 3
+    pieces = list(_digestible_pieces(text, longest=20, longest_run=3))
+    assert "".join(pieces) == text
+    assert pieces == ["aaa", "aaa", "a   ", "  bc dbc d", "bc d"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
+def test_round_trip_of_every_text(kind: str, tmp_path: Path) -> None:
+    if kind == "tiktoken":
+        path = str(write_tiktoken(tmp_path / "tokenizer.model"))
+    elif kind == "trained":
+        train_bpe(["the cat the dog"] * 9, 270, tmp_path / "tokenizer.json")
+        path = str(tmp_path)
+    tokenizer = load_tokenizer(None if kind == "bytes" else path)
+    assert tokenizer.bos is not None
+    for text in TRICKY:
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert not {tokenizer.bos, tokenizer.eos}.intersection(tokens)
+        assert max(tokens, default=0) < tokenizer.vocab_size
+    end = tokenizer.decode([tokenizer.bos, *tokenizer.encode("hi"), tokenizer.eos])
+    assert end == "<|begin_of_text|>hi<|end_of_text|>"
+
+
+def test_byte_ids_are_the_bytes() -> None:
+    tokenizer = load_tokenizer(None)
+    assert tokenizer.encode("é\n") == [0xC3, 0xA9, 0x0A]
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (258, 256, 257)
+    assert tokenizer.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_tiktoken_merges_and_special_ids(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_tiktoken(tmp_path / "tokenizer.model")))
+    assert tokenizer.encode("the the") == [257, 259]
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (516, 260, 261)
+
+
+def test_folders_are_searched_in_order(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"looked for tokenizer\.json, tokenizer\.model, orig"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "original").mkdir()
+    write_tiktoken(tmp_path / "original" / "tokenizer.model")
+    assert isinstance(load_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    train_bpe(["a b"], 258, tmp_path / "tokenizer.json")
+    assert load_tokenizer(str(tmp_path)).fingerprint.startswith("huggingface:")
+    with pytest.raises(ConfigError, match=r"no tokenizer at .*missing"):
+        load_tokenizer(str(tmp_path / "missing"))
+
+
+def test_not_a_tiktoken_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"YQ== 0\n\x0a\x0esentencepiece\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model:2: not a line of a tiktoken file"):
+        load_tokenizer(str(path))
+
+
+def hugging_face(folder: Path, words: list[str], **config: object) -> Path:
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_hugging_face_special_tokens(tmp_path: Path) -> None:
+    words = ["?", "[end]", "<s>", "</s>", "[start]"]
+    folder = str(hugging_face(tmp_path, words))
+    assert (load_tokenizer(folder).bos, load_tokenizer(folder).eos) == (2, 3)
+    hugging_face(tmp_path, words, bos_token="[start]", eos_token={"content": "[end]"})
+    assert (load_tokenizer(folder).bos, load_tokenizer(folder).eos) == (4, 1)
+    hugging_face(tmp_path, words, bos_token=None, eos_token="[end]")
+    assert load_tokenizer(folder).bos is None
+    hugging_face(tmp_path, words, eos_token="[none]")
+    with pytest.raises(ConfigError, match=r"eos_token is declared as '\[none\]'"):
+        load_tokenizer(folder)
+
+
+def test_hugging_face_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot tell which token ends a document"):
+        load_tokenizer(str(hugging_face(tmp_path, ["?", "a"])))
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_vocabulary_must_fit_the_model() -> None:
+    tokenizer = load_tokenizer(None)
+    check_vocabulary(tokenizer, 258)
+    with pytest.raises(ConfigError, match="has 258 tokens, but the model's vocabulary only 257"):
+        check_vocabulary(tokenizer, 257)
+
+
+def test_training_learns_words(tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(20):
+        (documents / f"{number}.txt").write_text("hello hello world\n" * 30)
+    path = train_tokenizer(str(documents), None, 266, str(tmp_path / "out"), documents=10)
+    assert path == tmp_path / "out" / "tokenizer.json"
+    assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
+    tokenizer = load_tokenizer(str(path.parent))
+    assert tokenizer.vocab_size == 266
+    assert len(tokenizer.encode("hello hello world")) < 8 < len(tokenizer.encode("quixotic jazz"))
+
+
+def test_training_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vocab_size: 257 is too small.*258"):
+        train_bpe(["a"], 257, tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="'synthetic' has no text"):
+        train_tokenizer("synthetic", None, 300, str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,359 @@
+"""The meter: what a row holds, when one is due, and how it ends."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from torchtitan.device import Device
+from torchtitan.metrics import Meter
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.started, self.rows, self.summary = None, [], None
+
+    def open(self, start_step):
+        self.started = start_step
+
+    def write(self, step, metrics):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self, summary):
+        assert self.summary is None, "closed twice"
+        self.summary = dict(summary)
+
+
+class Clock:
+    """A clock that stands still unless told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(**changes):
+    kept, clock = Kept(), Clock()
+    arguments = {
+        "log_freq": 10,
+        "total_steps": 100,
+        "tokens_per_step": 1000,
+        "flops_per_token": 6e6,
+        "peak_flops": 1e9,
+        "devices": 2,
+        "device": Device("cpu"),
+        "clock": clock,
+    }
+    return Meter([kept], **(arguments | changes)), kept, clock
+
+
+def run(meter, clock, steps, seconds=1.0, tokens=1000):
+    for step in steps:
+        clock.now += seconds
+        meter.record(loss=torch.tensor(10.0 / step), grad_norm=0.5, lr=1e-3, tokens=tokens)
+        meter.flush(step)
+
+
+def test_rows_are_due_on_the_first_step_every_log_freq_and_the_last():
+    meter, kept, clock = make(total_steps=25)
+    with meter:
+        run(meter, clock, range(1, 26))
+        assert [step for step, _ in kept.rows] == [1, 10, 20, 25]
+    assert len(kept.rows) == 4
+
+
+def test_the_first_step_of_a_resumed_process_is_due():
+    meter, kept, clock = make(start_step=12, start_tokens=12_000)
+    with meter:
+        run(meter, clock, range(13, 21))
+    assert kept.started == 12
+    assert [(step, row["tokens"]) for step, row in kept.rows] == [(13, 13_000), (20, 20_000)]
+
+
+def test_resume_says_where_to_go_on():
+    meter, kept, clock = make()
+    meter.resume(40, 5_000)
+    with meter:
+        run(meter, clock, [41])
+    assert kept.started == 40
+    assert kept.rows[0][1]["tokens"] == 6_000
+
+
+def test_the_first_row_is_timed_by_the_steps_that_really_passed():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1], seconds=40.0)
+        run(meter, clock, range(2, 11), seconds=2.0)
+    (_, first), (_, second) = kept.rows
+    assert first["step_time"] == 40.0
+    assert first["tps"] == 1000 / 40 / 2
+    # Nine steps lie between rows 1 and 10, not ten.
+    assert second["step_time"] == pytest.approx(2.0)
+    assert second["tps"] == pytest.approx(250.0)
+
+
+def test_mfu_is_tokens_per_second_and_device_times_flops_over_peak():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1], seconds=2.0)
+    assert kept.rows[0][1]["tps"] == 250.0
+    assert kept.rows[0][1]["mfu"] == pytest.approx(250 * 6e6 / 1e9)
+
+
+def test_mfu_is_none_where_the_peak_is_unknown():
+    meter, kept, clock = make(peak_flops=None)
+    with meter:
+        run(meter, clock, [1])
+    assert kept.rows[0][1]["mfu"] is None
+
+
+def test_tokens_and_skipped_add_up_between_rows():
+    meter, kept, clock = make()
+    with meter:
+        for step in range(1, 11):
+            clock.now += 1
+            skipped = torch.tensor(step in (1, 3, 7))
+            meter.record(loss=1.0, tokens=torch.tensor(2**24 + 1), skipped=skipped)
+            meter.flush(step)
+    (_, first), (_, second) = kept.rows
+    assert (first["skipped"], second["skipped"]) == (1, 2)
+    # A float32 cannot hold these.
+    assert (first["tokens"], second["tokens"]) == (2**24 + 1, 10 * (2**24 + 1))
+    assert kept.summary["skipped"] == 3
+
+
+def test_loss_is_that_of_the_row_s_step():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, range(1, 11))
+    assert [row["loss"] for _, row in kept.rows] == [10.0, 1.0]
+
+
+def test_a_value_not_recorded_again_is_not_repeated():
+    meter, kept, clock = make(log_freq=1)
+    with meter:
+        meter.record(router_entropy=0.5)
+        run(meter, clock, [1, 2])
+    (_, first), (_, second) = kept.rows
+    assert first["router_entropy"] == 0.5
+    assert "router_entropy" not in second
+
+
+def test_waiting_for_data_is_a_share_of_the_step():
+    meter, kept, clock = make(log_freq=1)
+    with meter:
+        with meter.time("data"):
+            clock.now += 1.0
+        run(meter, clock, [1], seconds=3.0)
+        run(meter, clock, [2], seconds=3.0)
+    assert kept.rows[0][1]["data_pct"] == 25.0
+    assert kept.rows[0][1]["step_time"] == 4.0
+    assert kept.rows[1][1]["data_pct"] == 0.0
+
+
+def test_pauses_are_left_out_of_the_speed_and_reported_by_name():
+    meter, kept, clock = make(log_freq=2)
+    with meter:
+        run(meter, clock, [1])
+        with meter.time("checkpoint"):
+            clock.now += 5.0
+        with meter.time("validation"):
+            clock.now += 7.0
+            with meter.time("data"):
+                clock.now += 1.0
+        run(meter, clock, [2])
+        run(meter, clock, [3, 4])
+    _, (_, paused), (_, after) = kept.rows
+    assert (paused["checkpoint_s"], paused["validation_s"]) == (5.0, 8.0)
+    assert paused["step_time"] == 1.0
+    assert paused["tps"] == 500.0
+    assert paused["data_pct"] == 0.0
+    assert not {"checkpoint_s", "validation_s"} & set(after)
+
+
+def test_eta_forgets_the_first_step_and_includes_pauses():
+    meter, kept, clock = make(log_freq=1)
+    with meter:
+        run(meter, clock, [1], seconds=50.0)
+        run(meter, clock, [2], seconds=2.0)
+        with meter.time("checkpoint"):
+            clock.now += 10.0
+        run(meter, clock, [3], seconds=2.0)
+    etas = [row["eta_s"] for _, row in kept.rows]
+    assert etas == pytest.approx([50 * 99, 2 * 98, (0.7 * 2 + 0.3 * 12) * 97])
+
+
+def test_no_tensor_is_read_on_a_step_that_is_not_due(monkeypatch):
+    meter, _, clock = make()
+    reads = []
+
+    def watch(name):
+        original = getattr(torch.Tensor, name)
+
+        def read(self, *arguments):
+            reads.append(name)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+        watch(name)
+    with meter:
+        for step in range(1, 20):
+            clock.now += 1
+            with meter.time("data"):
+                tokens = torch.tensor(1000)
+            skipped = torch.tensor(False)
+            meter.record(loss=torch.tensor(1.0), tokens=tokens, skipped=skipped)
+            meter.flush(step)
+            # One transfer each for the rows of steps 1 and 10.
+            assert reads == ["tolist"] * (1 if step < 10 else 2)
+
+
+def test_the_worst_rank_is_shown_beside_this_one():
+    calls = []
+
+    def reduce_max(vector):
+        calls.append(vector.dtype)
+        return torch.maximum(vector, torch.tensor([4.0, 0.0, 0.0, 75.0], dtype=vector.dtype))
+
+    meter, kept, clock = make(reduce_max=reduce_max)
+    with meter:
+        run(meter, clock, range(1, 10), seconds=2.0)
+        assert calls == [torch.float64]
+        run(meter, clock, [10], seconds=2.0)
+    row = kept.rows[0][1]
+    assert (row["step_time"], row["rank_step_time"]) == (4.0, 2.0)
+    assert (row["data_pct"], row["rank_data_pct"]) == (75.0, 0.0)
+    assert row["memory_gib"] == row["rank_memory_gib"] > 0
+    # All ranks report the speed of the slowest.
+    assert row["tps"] == 1000 / 4 / 2
+    assert len(calls) == 2
+
+
+def test_memory_is_a_share_of_the_device():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1])
+    row = kept.rows[0][1]
+    assert row["memory_pct"] == pytest.approx(
+        100 * row["memory_gib"] / Device("cpu").memory_capacity()
+    )
+
+
+def test_log_writes_a_row_of_its_own_at_once():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1])
+        meter.log(1, validation_loss=torch.tensor(2.5))
+        meter.log(2, validation_loss=3.0)
+        meter.log(3, validation_loss=math.nan)
+    assert kept.rows[1:3] == [(1, {"validation_loss": 2.5}), (2, {"validation_loss": 3.0})]
+    assert kept.summary["best_validation_loss"] == 2.5
+
+
+def test_the_summary_of_a_finished_run():
+    meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
+    with meter:
+        run(meter, clock, range(11, 21), seconds=2.0)
+        with meter.time("checkpoint"):
+            clock.now += 3.0
+    memory = kept.summary.pop("memory_gib")
+    assert memory >= max(row["memory_gib"] for _, row in kept.rows)
+    assert kept.summary == {
+        "step": 20,
+        "total_steps": 20,
+        "steps": 10,
+        "skipped": 0,
+        "tokens": 10_500,
+        "seconds": 23.0,
+        "tps": 250.0,
+        "loss": 0.5,
+        "best_validation_loss": None,
+        "stopped_by": None,
+    }
+
+
+def test_a_run_that_stops_early_writes_its_last_step():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, range(1, 8))
+    assert [step for step, _ in kept.rows] == [1, 7]
+    assert kept.rows[1][1]["tokens"] == 7000
+    assert (kept.summary["step"], kept.summary["stopped_by"]) == (7, None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_failed_run_is_closed_and_summed_up_without_a_collective(error):
+    calls = []
+
+    def reduce_max(vector):
+        calls.append(vector)
+        return vector
+
+    meter, kept, clock = make(reduce_max=reduce_max)
+
+    def fail():
+        with meter:
+            run(meter, clock, range(1, 8))
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert len(calls) == 1
+    assert [step for step, _ in kept.rows] == [1]
+    assert (kept.summary["step"], kept.summary["stopped_by"]) == (7, error.__name__)
+    assert kept.summary["tokens"] == 1000
+
+
+def test_a_sink_that_fails_is_heard_and_the_others_are_closed():
+    class Broken(Kept):
+        def close(self, _summary):
+            raise OSError("disk full")
+
+    first, last = Kept(), Kept()
+    meter, _, clock = make()
+    meter.sinks = [first, Broken(), last]
+    with pytest.raises(OSError, match="disk full"), meter:
+        run(meter, clock, [1])
+    assert first.summary is not None
+    assert last.summary is not None
+
+
+def test_a_sink_that_does_not_open_closes_those_before_it():
+    class Broken(Kept):
+        def open(self, _start_step):
+            raise OSError("read-only")
+
+    first, last = Kept(), Kept()
+    meter, _, _ = make()
+    meter.sinks = [first, Broken(), last]
+    with pytest.raises(OSError, match="read-only"), meter:
+        pass
+    assert first.summary["stopped_by"] == "a failed start"
+    assert last.started is last.summary is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "ending"),
+    [
+        (312e12, "dense peak, 3.12e+14 FLOP/s"),
+        (None, "dense peak: null, as this device's peak is unknown"),
+    ],
+)
+def test_rank_0_says_once_how_mfu_is_computed(caplog, peak, ending):
+    caplog.set_level(logging.INFO, "torchtitan")
+    with make(peak_flops=peak)[0]:
+        pass
+    with make(peak_flops=peak, rank=1)[0]:
+        pass
+    [message] = caplog.messages
+    assert message == (
+        f"1,000 tokens a step on 2 x {Device('cpu').name}; "
+        f"MFU = tokens/s/device x 6e+06 FLOPs/token / {ending}"
+    )

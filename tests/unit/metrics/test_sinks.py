@@ -1,0 +1,355 @@
+"""The sinks: what each writes, and which are used."""
+
+import importlib.util
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from torchtitan.device import Device
+from torchtitan.metrics import (
+    SINKS,
+    Meter,
+    MetricsConfig,
+    SinkContext,
+    build_sinks,
+    check_metrics,
+)
+from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
+
+ROW = {
+    "loss": 4.25,
+    "grad_norm": 1.5,
+    "lr": 3e-4,
+    "tokens": 12_288,
+    "tps": 12345.6,
+    "mfu": 0.358,
+    "step_time": 0.5,
+    "memory_gib": 12.3,
+    "memory_pct": 15.4,
+    "data_pct": 1.25,
+    "skipped": 0,
+    "eta_s": 3723.4,
+}
+SUMMARY = {
+    "step": 100,
+    "total_steps": 100,
+    "steps": 60,
+    "skipped": 2,
+    "tokens": 1_234_567,
+    "seconds": 3723.4,
+    "tps": 2345.6,
+    "loss": 2.5,
+    "best_validation_loss": None,
+    "memory_gib": 12.34,
+    "stopped_by": None,
+}
+
+
+def rows(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def steps(path):
+    return [row["step"] for row in rows(path)]
+
+
+def write_jsonl(folder, written, start_step=0, rank=0):
+    sink = Jsonl(SinkContext(folder, rank=rank))
+    sink.open(start_step)
+    for step in written:
+        sink.write(step, {"loss": float(step)})
+    sink.close(SUMMARY)
+
+
+def test_console_row():
+    assert row_line(12, 1000, ROW) == (
+        "step   12/1000  loss  4.2500  grad norm   1.5000  lr 3.00e-04   12,346 tokens/s/device"
+        "  mfu 35.8%   12.30 GiB (15%)  data  1.2%  eta 1:02:03"
+    )
+
+
+def test_console_row_without_what_is_not_known():
+    row = ROW | {"mfu": None, "grad_norm": None, "lr": None, "skipped": 3}
+    assert row_line(1000, 1000, row) == (
+        "step 1000/1000  loss  4.2500  grad norm      n/a  lr      n/a   12,346 tokens/s/device"
+        "  mfu   n/a   12.30 GiB (15%)  data  1.2%  eta 1:02:03  skipped 3"
+    )
+
+
+def test_console_row_of_a_validation():
+    assert row_line(20, 100, {"validation_loss": 3.21}) == "step  20/100  validation loss 3.2100"
+
+
+def test_console_summary_of_a_finished_run():
+    assert summary_text(SUMMARY).splitlines() == [
+        "finished at step 100 of 100",
+        "  steps done            60, 2 of them skipped",
+        "  tokens                1,234,567",
+        "  time                  1:02:03",
+        "  mean tokens/s/device  2,346",
+        "  final loss            2.5000",
+        "  best validation loss  n/a",
+        "  peak memory           12.34 GiB",
+    ]
+
+
+def test_console_summary_of_a_run_that_did_not_finish():
+    first = summary_text(SUMMARY | {"step": 37, "stopped_by": "KeyboardInterrupt"}).splitlines()[0]
+    assert first == "stopped by KeyboardInterrupt at step 37 of 100"
+    assert summary_text(SUMMARY | {"step": 37}).startswith("stopped at step 37 of 100\n")
+
+
+def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, tmp_path):
+    caplog.set_level(logging.INFO, "torchtitan")
+    clock = iter(range(0, 1000, 2)).__next__
+    sink = Console(SinkContext(tmp_path, total_steps=2))
+    meter = Meter(
+        [sink],
+        log_freq=1,
+        total_steps=2,
+        tokens_per_step=4096,
+        flops_per_token=1e9,
+        peak_flops=None,
+        devices=1,
+        device=Device("cpu"),
+        clock=lambda: float(clock()),
+    )
+
+    def fail():
+        with meter:
+            meter.record(loss=4.25, grad_norm=1.0, lr=1e-3, tokens=4096)
+            meter.flush(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    _, row, summary = caplog.messages
+    assert row.startswith(
+        "step 1/2  loss  4.2500  grad norm   1.0000  lr 1.00e-03    2,048 tokens/s/device"
+        "  mfu   n/a  "
+    )
+    assert row.endswith("  data  0.0%  eta 0:00:02")
+    assert summary.startswith("stopped by KeyError at step 1 of 2\n")
+    assert "\033" not in caplog.text
+    assert sink.bar is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_console_shows_a_bar_below_the_lines_on_a_terminal(monkeypatch, tmp_path):
+    from torchtitan.logging import configure, logger
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        configure(color=False)
+        sink = Console(SinkContext(tmp_path, total_steps=100, color=False))
+        sink.open(10)
+        sink.write(12, ROW)
+        sink.bar.refresh()
+        shown = terminal.getvalue()
+        sink.close(SUMMARY)
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+    assert f"{row_line(12, 100, ROW)}\n" in shown
+    assert " 12/100 eta 1:02:03" in shown
+    assert sys.stderr is terminal
+    assert terminal.getvalue().endswith("peak memory           12.34 GiB\n")
+
+
+def test_jsonl_is_written_out_row_by_row(tmp_path):
+    sink = Jsonl(SinkContext(tmp_path / "new" / "folder"))
+    sink.open(0)
+    sink.write(7, ROW)
+    [row] = rows(sink.path)
+    assert row.pop("time") > 1.7e9
+    assert row == {"step": 7, **ROW}
+    sink.close(SUMMARY)
+
+
+def test_jsonl_is_strict(tmp_path):
+    sink = Jsonl(SinkContext(tmp_path))
+    sink.open(0)
+    sink.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3, "mfu": None})
+    sink.close(SUMMARY)
+    [row] = rows(sink.path)
+    del row["time"]
+    assert row == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "lr": 1e-3,
+        "mfu": None,
+        "non_finite": {"loss": "nan", "grad_norm": "inf"},
+    }
+
+
+def test_jsonl_of_a_fresh_run_sets_older_files_aside(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torchtitan")
+    for run in range(3):
+        write_jsonl(tmp_path, [run + 1])
+    assert steps(tmp_path / "metrics.1.jsonl") == [1]
+    assert steps(tmp_path / "metrics.2.jsonl") == [2]
+    assert steps(tmp_path / "metrics.jsonl") == [3]
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(
+        "metrics.jsonl: an earlier run's file, renamed metrics.2.jsonl"
+    )
+
+
+def test_jsonl_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torchtitan")
+    write_jsonl(tmp_path, [10, 20, 30, 40])
+    write_jsonl(tmp_path, [21, 30], start_step=20)
+    assert steps(tmp_path / "metrics.jsonl") == [10, 20, 21, 30]
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [30, 40]
+    assert caplog.messages[0].endswith("2 rows past step 20 moved to metrics.superseded.jsonl")
+    write_jsonl(tmp_path, [22], start_step=21)
+    assert steps(tmp_path / "metrics.jsonl") == [10, 20, 21, 22]
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [30, 40, 30]
+
+
+def test_jsonl_survives_a_torn_last_line(tmp_path, caplog):
+    write_jsonl(tmp_path, [10, 20])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 30, "lo')
+    write_jsonl(tmp_path, [21], start_step=20)
+    assert steps(path) == [10, 20, 21]
+    assert "dropped a torn line" in caplog.text
+    assert not (tmp_path / "metrics.superseded.jsonl").exists()
+
+
+def test_jsonl_completes_a_last_line_without_its_newline(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}')
+    write_jsonl(tmp_path, [11], start_step=10)
+    assert steps(path) == [10, 11]
+
+
+def test_jsonl_of_other_ranks_has_its_own_name(tmp_path):
+    write_jsonl(tmp_path, [1, 2], rank=3)
+    write_jsonl(tmp_path, [2], start_step=1, rank=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.rank3.jsonl",
+        "metrics.rank3.superseded.jsonl",
+    ]
+
+
+def test_tensorboard_can_be_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, written in ((0, [10, 20, 30]), (20, [25])):
+        sink = TensorBoard(SinkContext(tmp_path, tensorboard_folder="boards"))
+        sink.open(start)
+        for step in written:
+            sink.write(step, {"loss": step / 10, "mfu": None, "note": "text", "tokens": step})
+        sink.close(SUMMARY)
+    events = EventAccumulator(str(tmp_path / "boards"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "tokens"]
+    # The point at step 30 was superseded by the resumed run.
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 1.0), (20, 2.0), (25, 2.5)]
+
+
+def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_PROJECT", "shelf")
+    sink = WandB(SinkContext(tmp_path / "run", recipe={"training": {"steps": 3}}))
+    sink.open(0)
+    try:
+        sink.write(1, ROW)
+        sink.write(2, {"validation_loss": 3.5})
+        assert sink.run.project == "shelf"
+        assert sink.run.name == "run"
+        assert sink.run.config["training"] == {"steps": 3}
+        assert sink.run.summary["loss"] == 4.25
+    finally:
+        sink.close(SUMMARY)
+    [record] = (tmp_path / "run").rglob("*.wandb")
+    assert record.parent.name.startswith("offline-run-")
+    assert b"validation_loss" in record.read_bytes()
+
+
+def test_sinks_of_rank_0_follow_the_settings(tmp_path):
+    def names(**settings):
+        return [type(s) for s in build_sinks(MetricsConfig(**settings), SinkContext(tmp_path))]
+
+    assert names() == [Jsonl, Console]
+    assert names(enable_tensorboard=True) == [Jsonl, TensorBoard, Console]
+    assert names(enable_wandb=True) == [Jsonl, WandB, Console]
+
+
+def test_sinks_of_other_ranks_are_a_file_or_none(tmp_path):
+    context = SinkContext(tmp_path, rank=2)
+    everything = MetricsConfig(enable_tensorboard=True, enable_wandb=True)
+    assert build_sinks(everything, context) == []
+    [sink] = build_sinks(MetricsConfig(save_for_all_ranks=True), context)
+    assert sink.path == tmp_path / "metrics.rank2.jsonl"
+
+
+def test_a_sink_added_to_the_registry_is_used(tmp_path, monkeypatch):
+    class Ours(Jsonl):
+        pass
+
+    monkeypatch.setitem(SINKS, "ours", Ours)
+    assert Ours in [type(s) for s in build_sinks(MetricsConfig(), SinkContext(tmp_path))]
+
+
+def test_a_missing_package_is_found_before_the_run(monkeypatch):
+    both = MetricsConfig(enable_tensorboard=True, enable_wandb=True)
+    assert check_metrics(both) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert check_metrics(MetricsConfig()) == []
+    assert check_metrics(both) == [
+        ("metrics.enable_tensorboard", "TensorBoard is not installed: pip install tensorboard"),
+        ("metrics.enable_wandb", "Weights & Biases is not installed: pip install wandb"),
+    ]
+
+
+def test_a_folder_called_wandb_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    real = Path(importlib.util.find_spec("wandb").origin).parents[1]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if Path(p) != real)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    [(key, _)] = check_metrics(MetricsConfig(enable_wandb=True))
+    assert key == "metrics.enable_wandb"
+
+
+@pytest.mark.parametrize(
+    ("sink", "module", "command"),
+    [
+        (TensorBoard, "torch.utils.tensorboard", "pip install tensorboard"),
+        (WandB, "wandb", "pip install wandb"),
+    ],
+)
+def test_a_missing_package_at_the_start_names_the_command(
+    tmp_path, monkeypatch, sink, module, command
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RuntimeError, match=command):
+        sink(SinkContext(tmp_path)).open(0)
+
+
+def test_log_freq_is_positive():
+    with pytest.raises(ValidationError):
+        MetricsConfig(log_freq=0)

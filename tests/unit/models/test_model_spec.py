@@ -1,0 +1,83 @@
+"""A second decoder is one spec away: nothing but the facts of a spec is needed to train it."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models import MODELS
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import ModelSpec, count_parameters
+
+
+@dataclass(frozen=True)
+class ToyArgs:
+    vocab_size: int
+    width: int
+    depth: int
+
+
+class Toy(nn.Module):
+    """Mixes each token with the mean of those before it; shares no code with Llama."""
+
+    def __init__(self, args, _seq_len):
+        super().__init__()
+        self.embed = nn.Embedding(args.vocab_size, args.width)
+        self.stack = nn.ModuleList(nn.Linear(args.width, args.width) for _ in range(args.depth))
+        self.head = nn.Linear(args.width, args.vocab_size, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        counts = torch.arange(1, x.shape[1] + 1)[:, None]
+        for linear in self.stack:
+            x = x + F.gelu(linear(x.cumsum(1) / counts))
+        return self.head(x)
+
+
+TOY = ModelSpec(
+    name="toy",
+    flavors={"small": ToyArgs(vocab_size=32, width=16, depth=2)},
+    build=Toy,
+    blocks=lambda model: {f"stack.{n}": block for n, block in model.stack.named_children()},
+    init_std=lambda _args, _name: 0.3,
+    flops_per_token=lambda args, _seq_len: 6 * (args.depth * 16 * 17 + 16 * 32),
+)
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("llama3", "debugmodel"), ("toy", "small")])
+def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
+    models = {**MODELS, "toy": TOY}
+    spec, seq_len = models[name], 16
+    args = spec.flavors[flavor]
+
+    with torch.device("meta"):
+        model = spec.build(args, seq_len)
+    counts, blocks = count_parameters(model), spec.blocks(model)
+    model = spec.build(args, seq_len)
+    initialize(model.named_parameters(), lambda parameter: spec.init_std(args, parameter), seed=0)
+
+    assert 0 < counts.embedding < counts.total
+    assert sum(p.numel() for b in blocks.values() for p in b.parameters()) < counts.total
+    assert 2 * counts.total < spec.flops_per_token(args, seq_len) < 12 * counts.total
+
+    tokens = torch.randint(
+        args.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(0)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(4):
+        logits = model(tokens)
+        assert logits.shape == (2, seq_len, args.vocab_size)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(after < before for before, after in pairwise(losses))
+
+
+def test_every_model_is_registered_under_its_own_name():
+    assert [spec.name for spec in MODELS.values()] == list(MODELS)

@@ -1,0 +1,1 @@
+"""Pretrain large language models from a TOML recipe, on any layout, and resume them exactly."""

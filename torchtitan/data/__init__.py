@@ -1,0 +1,27 @@
+"""Documents to batches: tokenizers, sources of documents, and the stream that packs them."""
+
+from torchtitan.data.inspect import preview, unigram_loss
+from torchtitan.data.settings import DATASETS, DataConfig, Dataset, check_data
+from torchtitan.data.sources import open_source
+from torchtitan.data.stream import Batch, DataStream, build_stream, merge_states
+from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.data.train_tokenizer import train_bpe, train_tokenizer
+
+__all__ = [
+    "DATASETS",
+    "Batch",
+    "DataConfig",
+    "DataStream",
+    "Dataset",
+    "Tokenizer",
+    "build_stream",
+    "check_data",
+    "check_vocabulary",
+    "load_tokenizer",
+    "merge_states",
+    "open_source",
+    "preview",
+    "train_bpe",
+    "train_tokenizer",
+    "unigram_loss",
+]

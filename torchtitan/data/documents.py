@@ -1,0 +1,301 @@
+"""Collections of documents on local disk that can be read in any order: text, JSONL, Parquet.
+
+Opening one finds out how many documents there are and where each begins, without parsing them;
+`collection[i]` then reads just that document. Every mistake in a file is reported with its place.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.config import ConfigError
+
+Kind = Literal["text", "jsonl", "parquet", "compressed"]
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
+
+
+class Documents(Protocol):
+    """Documents by number."""
+
+    windows: list[int]
+    """Ascending bounds of the stretches inside which reading in any order is cheap."""
+    fingerprint: str
+    """Changes with the files that the documents are read from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> str: ...
+
+
+class TextDocuments:
+    """Plain text: a file is a document, or several if it is longer than `document_bytes`."""
+
+    def __init__(self, files: Sequence[Path], document_bytes: int, root: Path) -> None:
+        self._pieces = [(file, *b) for file in files for b in _text_bounds(file, document_bytes)]
+        self.windows = [0, len(self._pieces)]
+        self.fingerprint = fingerprint_files(files, root) + f"/{document_bytes}"
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> str:
+        path, begin, end = self._pieces[index]
+        with path.open("rb") as file:
+            file.seek(begin)
+            content = file.read(end - begin)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1 + _lines_before(path, begin)
+            raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
+
+
+def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
+    """Where the documents of a text file begin and end, in bytes; none if it is empty."""
+    size = path.stat().st_size
+    if size <= document_bytes:
+        return [(0, size)] if size else []
+    cuts = [0]
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while size - cuts[-1] > document_bytes:
+            target = cuts[-1] + document_bytes
+            cut = data.rfind(b"\n", cuts[-1], target) + 1
+            if not cut:  # no line ends in this stretch: cut where a character begins
+                cut = target
+                while cut < size and data[cut] & 0xC0 == 0x80:
+                    cut += 1
+            cuts.append(cut)
+    return [(a, b) for a, b in zip(cuts, [*cuts[1:], size], strict=True) if a < b]
+
+
+def _lines_before(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        return file.read(offset).count(b"\n")
+
+
+class JsonlDocuments:
+    """JSON Lines: one object a line, its text under `text_key`."""
+
+    def __init__(self, files: Sequence[Path], text_key: str, root: Path) -> None:
+        self._text_key = text_key
+        self._files = [path for path in files if path.stat().st_size]
+        self._data: list[mmap.mmap] = []
+        self._starts: list[npt.NDArray[np.int64]] = []
+        for path in self._files:
+            with path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data.append(data)
+            self._starts.append(_line_starts(data))
+        self._ends = np.cumsum([0, *map(len, self._starts)])
+        self.windows = [0, len(self)]
+        self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> str:
+        number = int(np.searchsorted(self._ends, index, side="right")) - 1
+        data = self._data[number]
+        start = int(self._starts[number][index - self._ends[number]])
+        end = data.find(b"\n", start)
+        line = data[start : end if end >= 0 else len(data)]
+
+        def place() -> str:
+            line_number = data[:start].count(b"\n") + 1
+            return f"{self._files[number]}:{line_number}"
+
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{place()}: not a line of JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place()}: not a JSON object, but {type(row).__name__}")
+        if not isinstance(row.get(self._text_key), str):
+            raise ConfigError(f"{place()}: {wrong_text(row, self._text_key)}")
+        return clean(row[self._text_key])
+
+
+def _line_starts(data: mmap.mmap, block: int = 1 << 26) -> npt.NDArray[np.int64]:
+    """Where each line that is not empty begins, in bytes."""
+    content = np.frombuffer(data, dtype=np.uint8)
+    breaks = [
+        begin + np.flatnonzero(content[begin : begin + block] == ord("\n"))
+        for begin in range(0, len(content), block)
+    ]
+    starts: npt.NDArray[np.int64] = np.concatenate(
+        [np.zeros(1, np.int64), *(found + 1 for found in breaks)]
+    )
+    starts = starts[starts < len(content)]
+    first = content[starts]
+    filled: npt.NDArray[np.int64] = starts[(first != ord("\n")) & (first != ord("\r"))]
+    return filled
+
+
+class ParquetDocuments:
+    """Parquet: one document a row, its text in the column `text_key`.
+
+    A row can only be decoded together with its row group, so that the shuffle stays inside windows
+    of a few groups, and the groups in use stay decoded.
+    """
+
+    window_rows = 8192
+
+    def __init__(self, files: Sequence[Path], text_key: str, root: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._text_key = text_key
+        self._groups: list[tuple[Path, int]] = []
+        sizes: list[int] = []
+        for path in files:
+            try:
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    metadata, columns = file.metadata, file.schema_arrow.names
+            except pyarrow.ArrowInvalid as error:
+                raise ConfigError(f"{path}: not a Parquet file: {error}") from None
+            if text_key not in columns:
+                raise ConfigError(
+                    f"{path}: no column {text_key!r} (data.text_key); it has {', '.join(columns)}"
+                )
+            self._groups += [(path, group) for group in range(metadata.num_row_groups)]
+            sizes += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        self._ends = np.cumsum([0, *sizes])
+        self.windows = [0]
+        for end in self._ends[1:].tolist():
+            if end - self.windows[-1] >= self.window_rows or end == len(self):
+                self.windows.append(end)
+        self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
+        # Lanes are about in step, so that they read from one window, or from two near its end.
+        longest = max(
+            (
+                int(np.sum((self._ends > a) & (self._ends <= b)))
+                for a, b in itertools.pairwise(self.windows)
+            ),
+            default=0,
+        )
+        self._group = functools.lru_cache(maxsize=2 * longest)(self._read_group)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> str:
+        group = int(np.searchsorted(self._ends, index, side="right")) - 1
+        text = self._group(group)[index - int(self._ends[group])].as_py()
+        if not isinstance(text, str):
+            path, first = self._groups[group][0], self._groups.index((self._groups[group][0], 0))
+            row = {self._text_key: text}
+            place = f"{path}: row {index - int(self._ends[first]) + 1}"
+            raise ConfigError(f"{place}: {wrong_text(row, self._text_key)}")
+        return text
+
+    def _read_group(self, group: int) -> Any:
+        import pyarrow.parquet
+
+        path, number = self._groups[group]
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return file.read_row_group(number, columns=[self._text_key]).column(0)
+
+
+def wrong_text(row: dict[str, Any], text_key: str) -> str:
+    """What is wrong with a row whose text is absent or no string."""
+    if text_key not in row:
+        return f"no key {text_key!r} (data.text_key); it has {', '.join(map(repr, row))}"
+    return f"{text_key!r} is not a string, but {type(row[text_key]).__name__}"
+
+
+def clean(text: str) -> str:
+    """`text` with half surrogates, which JSON can spell but no encoding can, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def fingerprint_files(files: Sequence[Path], root: Path) -> str:
+    """Digest of the names and sizes of `files`; the names are relative, so that data may move."""
+    listing = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in files]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+
+
+def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
+    """The data files at `path`, sorted by name, and what they are (told by suffix if not given)."""
+    if path.is_file():
+        compressed = kind == "jsonl" and _kind_of(path) == "compressed"
+        return [path], _kind_of(path) if compressed or kind is None else kind
+    files = sorted(
+        (file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)),
+        key=lambda file: file.relative_to(path).as_posix(),
+    )
+    if kind is None:
+        kinds = {_kind_of(file) for file in files} - {"text"}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{path} holds {' and '.join(sorted(kinds))} files: choose one kind by "
+                'data.dataset = "jsonl" or "parquet", with this folder as data.dataset_path'
+            )
+        kind = kinds.pop() if kinds else "text"
+    if kind == "jsonl" and all(_kind_of(file) != "jsonl" for file in files):
+        kind = "compressed"
+    if kind != "text":
+        files = [file for file in files if _kind_of(file) == kind]
+    if not files:
+        raise ConfigError(f"{path} holds no {kind} files")
+    return files, kind
+
+
+def _kind_of(file: Path) -> Kind:
+    if file.suffix in (".gz", ".zst"):
+        return "compressed" if SUFFIXES.get(Path(file.stem).suffix) == "jsonl" else "text"
+    return SUFFIXES.get(file.suffix, "text")
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def open_documents(
+    path: Path, files: list[Path], kind: Kind, *, text_key: str, document_bytes: int
+) -> Documents:
+    """The documents in `files`, all of one kind, which `find_files` found at `path`."""
+    root = path if path.is_dir() else path.parent
+    documents: Documents
+    if kind == "text":
+        documents = TextDocuments(files, document_bytes, root)
+    elif kind == "jsonl":
+        documents = JsonlDocuments(files, text_key, root)
+    else:
+        documents = ParquetDocuments(files, text_key, root)
+    if not len(documents):
+        raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
+    return documents
+
+
+def python_stdlib(split: str, document_bytes: int) -> Documents:
+    """Source files of the running Python's standard library; every 20th is held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+    names: list[str] = []
+    for folder, subfolders, found in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        place = Path(folder).relative_to(root)
+        names += [(place / name).as_posix() for name in found if name.endswith(".py")]
+    if not names:
+        raise RuntimeError(f"this Python has no standard library as source files under {root}")
+    files = [root / name for name in sorted(names)]
+    held_out = set(files[19::20])
+    chosen = [file for file in files if (file in held_out) == (split == "validation")]
+    return TextDocuments(chosen, document_bytes, root)

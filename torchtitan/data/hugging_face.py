@@ -1,0 +1,173 @@
+"""Data sets of the Hugging Face hub, read over the network while training or downloaded first.
+
+A streamed set can only be read from the beginning of a shard (a file). Shards are therefore what is
+put in order and dealt: lane l of L reads the shards s = l, l + L, ... of an endless sequence that
+goes through all of them once an epoch. A set with fewer shards than lanes is dealt document by
+document instead: every reader then goes through the whole stream and keeps what is its lanes'.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import ConfigError
+from torchtitan.data.documents import clean, wrong_text
+from torchtitan.data.order import Document, Identity, Position, drawn_order
+from torchtitan.data.settings import Dataset
+
+
+class StreamedDocuments:
+    """Documents of a streamed set. A position counts shards, and documents inside the shard.
+
+    The shards are shuffled anew each epoch, the documents inside a shard are not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        dataset: Any,
+        text_key: str,
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        columns = dataset.column_names
+        if columns is not None:
+            _check_column(name, text_key, columns)
+            dataset = dataset.select_columns([text_key])
+        self._name = name
+        self._dataset = dataset
+        self._text_key = text_key
+        self._shards: int = dataset.num_shards
+        self._seed = seed
+        self._shuffle = shuffle
+        self.identity: Identity = {
+            "dataset": fingerprint,
+            "shards": self._shards,
+            "text_key": text_key,
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+
+    def epoch(self, position: Position) -> int:
+        return position.round // self._shards
+
+    def advice(self, lanes: int) -> str | None:
+        if self._shards >= lanes:
+            return None
+        return (
+            f"{self._name} has {self._shards} shards for {lanes} lanes: every worker of every rank "
+            "reads the whole stream and keeps its share; fewer data.lanes, a single "
+            "data.num_workers or data.streaming = false make that cheaper"
+        )
+
+    def read(
+        self, starts: Mapping[int, Position | None], lanes: int
+    ) -> dict[int, Iterator[Document]]:
+        if self._shards < lanes:
+            return self._deal(starts, lanes)
+        return {
+            lane: self._read_shards(start or Position(lane, 0), step=lanes)
+            for lane, start in starts.items()
+        }
+
+    def _read_shards(self, start: Position, step: int) -> Iterator[Document]:
+        """The documents of every `step`-th shard, from `start` on."""
+        count = start.round
+        first = start.document
+        empty = 0
+        while True:
+            epoch, place = divmod(count, self._shards)
+            shard = int(self._order(epoch)[place])
+            rows = self._dataset.shard(num_shards=self._shards, index=shard).skip(first)
+            for number, row in enumerate(rows, first):
+                text = row.get(self._text_key)
+                if not isinstance(text, str):
+                    raise ConfigError(
+                        f"{self._name}: shard {shard + 1}, document {number + 1}: "
+                        f"{wrong_text(row, self._text_key)}"
+                    )
+                yield Document(Position(count, number), clean(text))
+                empty = -1
+            empty += 1
+            if empty > self._shards:
+                raise ConfigError(f"{self._name} has no documents: its shards are empty")
+            count += step
+            first = 0
+
+    def _deal(
+        self, starts: Mapping[int, Position | None], lanes: int
+    ) -> dict[int, Iterator[Document]]:
+        """Document n of shard s goes to lane (s + n) mod L; lanes not in `starts` are passed by."""
+        begin = {lane: start or Position(0, 0) for lane, start in starts.items()}
+        waiting: dict[int, deque[Document]] = {lane: deque() for lane in starts}
+        everything = self._read_shards(min(begin.values()), step=1)
+
+        def lane_documents(lane: int) -> Iterator[Document]:
+            while True:
+                while not waiting[lane]:
+                    document = next(everything)
+                    owner = sum(document.position) % lanes
+                    if owner in begin and document.position >= begin[owner]:
+                        waiting[owner].append(document)
+                yield waiting[lane].popleft()
+
+        return {lane: lane_documents(lane) for lane in starts}
+
+    def _order(self, epoch: int) -> Any:
+        return drawn_order([0, self._shards], self._seed, epoch, self._shuffle)
+
+
+class DownloadedDocuments:
+    """Documents of a set that was downloaded: readable in any order."""
+
+    def __init__(self, name: str, dataset: Any, text_key: str) -> None:
+        _check_column(name, text_key, dataset.column_names)
+        self._name = name
+        self._dataset = dataset.select_columns([text_key])
+        self._text_key = text_key
+        self.windows = [0, len(dataset)]
+        self.fingerprint = f"{name}/{text_key}"
+
+    def __len__(self) -> int:
+        return self.windows[-1]
+
+    def __getitem__(self, index: int) -> str:
+        row = self._dataset[index]
+        if not isinstance(row[self._text_key], str):
+            message = wrong_text(row, self._text_key)
+            raise ConfigError(f"{self._name}: document {index + 1}: {message}")
+        return clean(row[self._text_key])
+
+
+def _check_column(name: str, text_key: str, columns: list[str]) -> None:
+    if text_key not in columns:
+        raise ConfigError(
+            f"{name}: no column {text_key!r} (data.text_key); it has {', '.join(columns)}"
+        )
+
+
+def load_hub(description: Dataset, *, streaming: bool) -> Any:
+    """A named set of the hub, as a data set of the `datasets` library."""
+    import datasets
+
+    where = f"the data set {description.path} on the Hugging Face hub"
+    try:
+        return datasets.load_dataset(
+            description.path, description.name, split=description.split, streaming=streaming
+        )
+    except OSError as error:  # no network, or no such repository
+        raise RuntimeError(
+            f"cannot reach {where}: {error}. Without a network, give a copy by data.dataset_path, "
+            'or use data.dataset = "python_stdlib"'
+        ) from error
+
+
+def stream_compressed(files: list[Path]) -> Any:
+    """Compressed JSON Lines files as a streamed set; one file is one shard."""
+    import datasets
+
+    names = [str(file) for file in files]
+    return datasets.load_dataset("json", data_files=names, split="train", streaming=True)

@@ -1,0 +1,84 @@
+"""One lane of a stream: documents joined into an endless row of tokens, cut into samples."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.config import ConfigError
+from torchtitan.data.order import Document, Position
+from torchtitan.data.tokenizer import Tokenizer
+
+Tokens = npt.NDArray[np.int32]
+
+MOST_EMPTY_DOCUMENTS = 100_000
+
+
+class Record(NamedTuple):
+    """Where a lane's next sample begins: a document and a token of it, BOS included."""
+
+    round: int
+    document: int
+    offset: int
+
+
+class Sample(NamedTuple):
+    """The next sample of a lane."""
+
+    tokens: Tokens
+    """(seq_len + 1,)"""
+    lane: int
+    after: Record
+    """Where the lane stands once this sample is consumed."""
+
+
+def tokenized(
+    documents: Iterator[Document], tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool
+) -> Iterator[tuple[Position, Tokens]]:
+    """The tokens of each document between BOS and EOS; empty documents are left out."""
+    bos = [tokenizer.bos] if add_bos and tokenizer.bos is not None else []
+    eos = [tokenizer.eos] if add_eos else []
+    empty = 0
+    for position, content in documents:
+        body = tokenizer.encode(content) if isinstance(content, str) else content
+        if len(body):
+            empty = 0
+            yield position, np.concatenate([np.asarray(t, np.int32) for t in (bos, body, eos)])
+        else:
+            empty += 1
+            if empty == MOST_EMPTY_DOCUMENTS:
+                raise ConfigError(f"the data set gave {empty} empty documents in a row")
+
+
+class Lane:
+    """Packs the documents of one lane into samples of seq_len + 1 tokens, which overlap by one."""
+
+    def __init__(
+        self,
+        number: int,
+        documents: Iterator[tuple[Position, Tokens]],
+        seq_len: int,
+        start: Record | None,
+    ) -> None:
+        self._number = number
+        self._documents = documents
+        self._length = seq_len + 1
+        self._current: tuple[Position, Tokens] | None = None
+        self._offset = start.offset if start else 0  # tokens of the current document used up
+
+    def next_sample(self) -> Sample:
+        sample = np.empty(self._length, np.int32)
+        filled = 0
+        while True:
+            if self._current is None:
+                self._current = next(self._documents)
+            position, tokens = self._current
+            part = tokens[self._offset : self._offset + self._length - filled]
+            sample[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled == self._length:
+                # The last token stays: the next sample begins with it.
+                self._offset += len(part) - 1
+                return Sample(sample, self._number, Record(*position, self._offset))
+            self._current, self._offset = None, 0

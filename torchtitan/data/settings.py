@@ -1,0 +1,141 @@
+"""What a recipe may say about data: the `[data]` section, and the data sets known by name."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from torchtitan.config import Config
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where the documents of a named data set come from."""
+
+    kind: Literal["python_stdlib", "local", "text", "jsonl", "parquet", "hub", "synthetic"]
+    about: str
+    path: str = ""
+    """Repository on the Hugging Face hub."""
+    name: str | None = None
+    """Subset of that repository."""
+    split: str = "train"
+
+
+DATASETS: dict[str, Dataset] = {
+    "python_stdlib": Dataset(
+        "python_stdlib", "source files of the running Python's standard library: 12 MB, no download"
+    ),
+    "python_stdlib_validation": Dataset(
+        "python_stdlib", "every 20th of those files, held out", split="validation"
+    ),
+    "text": Dataset("text", "plain text files under data.dataset_path"),
+    "jsonl": Dataset("jsonl", "JSON Lines files under data.dataset_path, one document a line"),
+    "parquet": Dataset("parquet", "Parquet files under data.dataset_path, one document a row"),
+    "c4": Dataset("hub", "C4, English, streamed", "allenai/c4", "en"),
+    "c4_validation": Dataset("hub", "C4's held-out part", "allenai/c4", "en", "validation"),
+    "c4_test": Dataset("local", "a small local extract of C4 under data.dataset_path"),
+    "fineweb_edu": Dataset(
+        "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
+    ),
+    "synthetic": Dataset("synthetic", "random tokens, to measure speed with nothing to read"),
+}
+
+NEEDS_PATH = ("local", "text", "jsonl", "parquet")
+
+
+class DataConfig(Config):
+    """Which documents to train on, and how they are read."""
+
+    dataset: str = Field(
+        "python_stdlib",
+        description="Name of a data set (a key of torchtitan.data.DATASETS), or a file or folder.",
+    )
+    dataset_path: str | None = Field(
+        None, description="File or folder to read instead of where `dataset` normally comes from."
+    )
+    text_key: str = Field("text", description="Column or JSON key that holds a document's text.")
+    streaming: bool = Field(
+        True,
+        description="Hugging Face sets: read them over the network while training; "
+        "false downloads them first, which allows a full shuffle and an instant resume.",
+    )
+    shuffle: bool = Field(
+        True,
+        description="Read the documents in an order drawn anew for each epoch from the seed "
+        "(streamed sets: the order of their shards).",
+    )
+    document_bytes: int = Field(
+        65536,
+        ge=1,
+        description="Text files: a longer file is read as several documents of about this many "
+        "bytes, cut at line ends.",
+    )
+    add_bos: bool = Field(True, description="Begin each document with the tokenizer's BOS token.")
+    add_eos: bool = Field(True, description="End each document with the tokenizer's EOS token.")
+    lanes: int = Field(
+        -1,
+        ge=-1,
+        description="Independent rows of packed documents, a multiple of the global batch; "
+        "-1: as many as sequences in the global batch. A run may resume with any global batch "
+        "that divides it.",
+    )
+    num_workers: int = Field(
+        1, ge=0, description="Threads per rank that read and tokenize ahead; 0: within the step."
+    )
+    prefetch_factor: int = Field(
+        2, ge=1, description="Steps whose samples the workers keep ready ahead of the training."
+    )
+    report_unigram_loss: bool = Field(
+        False,
+        description="At start, print the loss of guessing tokens by their frequency alone: "
+        "a model that has learned anything about their order goes below it.",
+    )
+
+
+def check_data(
+    config: DataConfig, *, local_batch_size: int, accumulation: int, ranks: int
+) -> list[tuple[str, str]]:
+    """Mistakes in the section that can be told without reading data: (dotted key, message)."""
+    mistakes = dataset_mistakes(config)
+    batch = local_batch_size * accumulation * ranks
+    lanes = batch if config.lanes == -1 else config.lanes
+    if lanes < 1 or lanes % batch:
+        message = (
+            f"{config.lanes} is not a multiple of the {batch} sequences in the global batch; "
+            f"use -1 or {batch}, {2 * batch}, {3 * batch}, ..."
+        )
+        mistakes.append(("data.lanes", message))
+    elif config.num_workers and (lanes // ranks) % config.num_workers:
+        each = lanes // ranks
+        allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
+        message = (
+            f"{config.num_workers} does not divide the {each} lanes of each rank; "
+            f"use {', '.join(allowed)}"
+        )
+        mistakes.append(("data.num_workers", message))
+    return mistakes
+
+
+def dataset_mistakes(config: DataConfig) -> list[tuple[str, str]]:
+    """Mistakes about which documents to read."""
+    dataset, path = config.dataset, config.dataset_path
+    description = DATASETS.get(dataset)
+    mistakes: list[tuple[str, str]] = []
+    if path is not None and not Path(path).expanduser().exists():
+        mistakes.append(("data.dataset_path", f"there is no file or folder {path!r}"))
+    if description is None and not Path(dataset).expanduser().exists():
+        nearest = difflib.get_close_matches(dataset, DATASETS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        message = f"{dataset!r} is neither an existing path nor one of {', '.join(DATASETS)}{hint}"
+        mistakes.append(("data.dataset", message))
+    elif description is None and path is not None:
+        message = f"data.dataset is already a path, {dataset!r}; give only one"
+        mistakes.append(("data.dataset_path", message))
+    elif description and path is None and description.kind in NEEDS_PATH:
+        message = f"the data set {dataset!r} needs the file or folder to read"
+        mistakes.append(("data.dataset_path", message))
+    elif description and path is not None and description.kind == "synthetic":
+        mistakes.append(("data.dataset_path", f"the data set {dataset!r} reads no files"))
+    return mistakes

@@ -1,0 +1,155 @@
+"""Opens the documents that a recipe names, as a source that lanes can read."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.config import ConfigError
+from torchtitan.data.documents import (
+    Documents,
+    Kind,
+    find_files,
+    fingerprint_files,
+    open_documents,
+    python_stdlib,
+)
+from torchtitan.data.hugging_face import (
+    DownloadedDocuments,
+    StreamedDocuments,
+    load_hub,
+    stream_compressed,
+)
+from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
+from torchtitan.data.settings import DATASETS, DataConfig, Dataset, dataset_mistakes
+from torchtitan.data.tokenizer import Tokenizer
+
+
+class ShuffledDocuments:
+    """Documents that can be read in any order, shuffled anew each epoch."""
+
+    def __init__(self, name: str, documents: Documents, *, seed: int, shuffle: bool) -> None:
+        self.identity: Identity = {
+            "dataset": name,
+            "files": documents.fingerprint,
+            "documents": len(documents),
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._documents = documents
+        self._order = functools.lru_cache(maxsize=2)(
+            functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
+        )
+
+    def epoch(self, position: Position) -> int:
+        return position.round
+
+    def advice(self, lanes: int) -> str | None:
+        if len(self._documents) >= lanes:
+            return None
+        return (
+            f"{len(self._documents)} documents for {lanes} lanes: lanes read the same documents "
+            "side by side; use more documents (a smaller data.document_bytes cuts text files "
+            "finer) or a smaller batch"
+        )
+
+    def read(
+        self, starts: Mapping[int, Position | None], lanes: int
+    ) -> dict[int, Iterator[Document]]:
+        return {
+            lane: self._read(start or Position(0, lane), lanes) for lane, start in starts.items()
+        }
+
+    def _read(self, start: Position, lanes: int) -> Iterator[Document]:
+        count = len(self._documents)
+        number = start.round * count + start.document
+        while True:
+            epoch, index = divmod(number, count)
+            text = self._documents[int(self._order(epoch)[index])]
+            yield Document(Position(epoch, index), text)
+            number += lanes
+
+
+class SyntheticDocuments:
+    """Random tokens: document j is a function of (seed, j)."""
+
+    length = 4096
+
+    def __init__(self, vocab_size: int, *, seed: int) -> None:
+        self.identity: Identity = {
+            "dataset": "synthetic",
+            "vocab_size": vocab_size,
+            "seed": seed,
+        }
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def epoch(self, position: Position) -> int:
+        return position.round
+
+    def advice(self, lanes: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def read(
+        self, starts: Mapping[int, Position | None], lanes: int
+    ) -> dict[int, Iterator[Document]]:
+        return {
+            lane: self._read(start or Position(0, lane), lanes) for lane, start in starts.items()
+        }
+
+    def _read(self, start: Position, lanes: int) -> Iterator[Document]:
+        index = start.document
+        while True:
+            draw = np.random.default_rng([self._seed, index])
+            tokens = draw.integers(self._vocab_size, size=self.length, dtype=np.int32)
+            yield Document(Position(0, index), tokens)
+            index += lanes
+
+
+def open_source(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Source:
+    """The documents that the section names; ConfigError where they cannot be had."""
+    if mistakes := dataset_mistakes(config):
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in mistakes))
+    name, path = config.dataset, config.dataset_path
+    description = DATASETS.get(name)
+    if description is None:
+        description, path = Dataset("local", "files given by their path"), name
+    kind = description.kind
+    if kind == "synthetic":
+        return SyntheticDocuments(tokenizer.vocab_size, seed=seed)
+    if path is not None:
+        return _open_local(Path(path).expanduser(), description, config, seed)
+    if kind == "python_stdlib":
+        return _shuffled(
+            kind, python_stdlib(description.split, config.document_bytes), config, seed
+        )
+    dataset = load_hub(description, streaming=config.streaming)
+    if config.streaming:
+        return _streamed(name, name, dataset, config, seed)
+    return _shuffled(name, DownloadedDocuments(name, dataset, config.text_key), config, seed)
+
+
+def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
+    kinds: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
+    files, kind = find_files(path, kinds.get(description.kind))
+    if kind == "compressed":
+        fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
+        return _streamed(str(path), fingerprint, stream_compressed(files), config, seed)
+    documents = open_documents(
+        path, files, kind, text_key=config.text_key, document_bytes=config.document_bytes
+    )
+    return _shuffled(kind, documents, config, seed)
+
+
+def _shuffled(name: str, documents: Documents, config: DataConfig, seed: int) -> Source:
+    return ShuffledDocuments(name, documents, seed=seed, shuffle=config.shuffle)
+
+
+def _streamed(
+    name: str, fingerprint: str, dataset: Any, config: DataConfig, seed: int
+) -> StreamedDocuments:
+    return StreamedDocuments(
+        name, fingerprint, dataset, config.text_key, seed=seed, shuffle=config.shuffle
+    )

@@ -1,0 +1,285 @@
+"""Packs documents into batches, in an order that no layout changes, and resumes exactly.
+
+Documents are dealt to a fixed number L of *lanes* (`data.lanes`). A lane joins its documents,
+each between BOS and EOS, into one endless row of tokens. A *sample* is the next seq_len + 1 tokens
+of a lane: seq_len inputs and, one to the right, seq_len targets; the last token of a sample is the
+first of the next, so that every token is predicted once. Sample i of the run is the next sample of
+lane i mod L.
+
+L is a multiple of the global batch G, so that rank r of R, which serves samples r * G/R to
+(r + 1) * G/R of every step, reads a fixed set of L/R lanes and nothing else. The state of the
+stream is one small record a lane: where the lane's next sample begins. It is the same for any
+number of ranks, and names what was consumed, however far the threads have run ahead.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torchdata.nodes import BaseNode, Prefetcher
+
+from torchtitan.config import ConfigError
+from torchtitan.data.lanes import Lane, Record, Sample, Tokens, tokenized
+from torchtitan.data.order import Identity, Position, Source
+from torchtitan.data.settings import DataConfig, check_data
+from torchtitan.data.sources import open_source
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.logging import logger
+
+IGNORED = -100
+"""The target that the loss leaves out, as in `torch.nn.functional.cross_entropy`."""
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A microbatch of one rank."""
+
+    tokens: torch.Tensor
+    """(B, S) int64"""
+    targets: torch.Tensor
+    """(B, S) int64: the token after each; -100 where there is nothing to predict."""
+
+    def target_count(self) -> torch.Tensor:
+        """Number of targets that count, as a 0-d int64 tensor where the targets are."""
+        return (self.targets != IGNORED).sum()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(
+            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
+        )
+
+
+class Worker(BaseNode[Sample | ConfigError]):  # type: ignore[misc]
+    """Serves the samples of some of a rank's lanes, in turn; run ahead by a thread if wanted.
+
+    Its state is never asked for: each sample carries the record of its lane.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        super().__init__()
+        self._lanes = lanes
+        self._turn = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+
+    def next(self) -> Sample | ConfigError:
+        lane = self._lanes[self._turn % len(self._lanes)]
+        self._turn += 1
+        try:
+            return lane.next_sample()
+        except ConfigError as error:
+            # A thread would wrap the message in its traceback; the stream raises it instead.
+            return error
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+
+class DataStream:
+    """An endless iterator over the microbatches of one data-parallel rank."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        accumulation: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._local_batch_size = local_batch_size
+        self._per_step = local_batch_size * accumulation
+        self._global_batch = self._per_step * ranks
+        self._rank = rank
+        self._lanes = self._global_batch if config.lanes == -1 else config.lanes
+        if advice := source.advice(self._lanes):
+            logger.warning("data: %s", advice)
+        self._restart(0, {})
+
+    def _restart(self, samples: int, records: dict[int, Record | None]) -> None:
+        """Stands before sample `samples` of the run; lanes without a record begin anew."""
+        self.close()
+        self._samples_before = samples
+        self._served = 0
+        first = samples + self._rank * self._per_step
+        # The lanes this rank serves, in the order of its samples.
+        self._turns = [
+            (first + step * self._global_batch + k) % self._lanes
+            for step in range(self._lanes // self._global_batch)
+            for k in range(self._per_step)
+        ]
+        self._records = {lane: records.get(lane) for lane in self._turns}
+
+    def _start_workers(self) -> None:
+        count = max(1, self._config.num_workers)
+        ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
+        for number in range(count):
+            worker: BaseNode[Sample | ConfigError] = Worker(
+                self._open_lanes(self._turns[number::count])
+            )
+            if self._config.num_workers:
+                worker = Prefetcher(worker, ahead, snapshot_frequency=0)
+            self._workers.append(worker)
+
+    def _open_lanes(self, numbers: Sequence[int]) -> list[Lane]:
+        records = {number: self._records[number] for number in numbers}
+        starts = {
+            number: Position(record.round, record.document) if record else None
+            for number, record in records.items()
+        }
+        return [
+            Lane(
+                number,
+                tokenized(
+                    documents,
+                    self._tokenizer,
+                    add_bos=self._config.add_bos,
+                    add_eos=self._config.add_eos,
+                ),
+                self._seq_len,
+                records[number],
+            )
+            for number, documents in self._source.read(starts, self._lanes).items()
+        ]
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._workers:
+            self._start_workers()
+        samples = np.stack([self._next_sample() for _ in range(self._local_batch_size)])
+        tokens = torch.from_numpy(samples.astype(np.int64))
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def _next_sample(self) -> Tokens:
+        sample: Sample | ConfigError = next(self._workers[self._served % len(self._workers)])
+        if isinstance(sample, ConfigError):
+            raise sample
+        assert sample.lane == self._turns[self._served % len(self._turns)]
+        self._served += 1
+        self._records[sample.lane] = sample.after
+        return sample.tokens
+
+    @property
+    def epoch(self) -> int:
+        """How often this rank's foremost lane has gone through all documents."""
+        positions = [Position(r.round, r.document) for r in self._records.values() if r]
+        return max(map(self._source.epoch, positions), default=0)
+
+    def state_dict(self) -> State:
+        """What this rank has consumed; to be taken between steps and merged over the ranks."""
+        steps, rest = divmod(self._served, self._per_step)
+        assert not rest, "the state of a data stream is taken between steps"
+        return {
+            "samples": self._samples_before + steps * self._global_batch,
+            "seq_len": self._seq_len,
+            "lanes": {str(lane): record and list(record) for lane, record in self._records.items()},
+            "identity": self._identity(),
+        }
+
+    def load_state_dict(self, merged: State) -> None:
+        """Goes on where the run stood whose states were merged, on any number of ranks.
+
+        Another sequence length is fine, as records point at tokens. ConfigError if the documents,
+        the tokenizer or the lanes are not those of that run.
+        """
+        saved, own = merged["identity"], self._identity()
+        changed = [
+            f"{key} was {saved.get(key)!r} and is {own.get(key)!r}"
+            for key in sorted({*saved, *own})
+            if saved.get(key) != own.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"cannot resume on other data: {'; '.join(changed)}. Restore these settings or "
+                "files, or start a new run from the checkpoint's weights"
+            )
+        records = merged["lanes"]
+        if self._config.lanes not in (-1, len(records)):
+            raise ConfigError(
+                f"data.lanes: the run to resume has {len(records)} lanes, not "
+                f"{self._config.lanes}; set data.lanes to -1 or {len(records)}"
+            )
+        if len(records) % self._global_batch:
+            allowed = [n for n in range(1, len(records) + 1) if len(records) % n == 0]
+            raise ConfigError(
+                f"training.global_batch_size: {self._global_batch} does not divide the "
+                f"{len(records)} lanes of the run to resume; use one of "
+                f"{', '.join(map(str, allowed))}"
+            )
+        self._lanes = len(records)
+        self._restart(
+            merged["samples"],
+            {lane: Record(*record) if record else None for lane, record in enumerate(records)},
+        )
+
+    def _identity(self) -> Identity:
+        return {
+            **self._source.identity,
+            "tokenizer": self._tokenizer.fingerprint,
+            "add_bos": self._config.add_bos,
+            "add_eos": self._config.add_eos,
+        }
+
+    def close(self) -> None:
+        """Stops the threads. The stream may go on; it then reads again from what was consumed."""
+        # The last reference to a prefetcher stops and joins its thread.
+        self._workers: list[BaseNode[Sample | ConfigError]] = []
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """The states of all ranks as one value that no layout shows in: plain enough for JSON."""
+    first = states[0]
+    for state in states[1:]:
+        if state["identity"] != first["identity"]:
+            raise ConfigError(
+                f"ranks read different data: {first['identity']} and {state['identity']}; "
+                "every machine needs the same files"
+            )
+        assert state["samples"] == first["samples"], "ranks are not at the same step"
+    lanes = {int(lane): record for state in states for lane, record in state["lanes"].items()}
+    assert sorted(lanes) == list(range(len(lanes))), "some rank's lanes are missing"
+    return {**first, "lanes": [lanes[lane] for lane in range(len(lanes))]}
+
+
+def build_stream(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    seq_len: int,
+    local_batch_size: int,
+    accumulation: int,
+    rank: int,
+    ranks: int,
+) -> DataStream:
+    """The stream of data-parallel rank `rank` of `ranks`."""
+    mistakes = check_data(
+        config, local_batch_size=local_batch_size, accumulation=accumulation, ranks=ranks
+    )
+    if mistakes:
+        raise ConfigError("\n".join(f"{key}: {message}" for key, message in mistakes))
+    return DataStream(
+        config,
+        open_source(config, tokenizer, seed=seed),
+        tokenizer,
+        seq_len=seq_len,
+        local_batch_size=local_batch_size,
+        accumulation=accumulation,
+        rank=rank,
+        ranks=ranks,
+    )

@@ -1,0 +1,258 @@
+"""Text to token ids and back: bytes (the default), tiktoken files, Hugging Face `tokenizer.json`.
+
+A document is only ever *data*: text that happens to spell a special token, such as
+"<|end_of_text|>", is encoded letter by letter. Only the stream adds special tokens, between
+documents, by their id.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.config import ConfigError
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package may ask of a tokenizer."""
+
+    vocab_size: int
+    """One more than the largest id that `encode` or the special tokens can give."""
+    bos: int | None
+    """Id that begins a document; None where the tokenizer has no such token."""
+    eos: int
+    """Id that ends a document."""
+    fingerprint: str
+    """Names the vocabulary; equal only for tokenizers that encode alike."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any special token."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`; special tokens are written by name."""
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, and two special tokens: needs no file and knows every text."""
+
+    vocab_size = 258
+    bos: int | None = 256
+    eos = 257
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        names = {self.bos: b"<|begin_of_text|>", self.eos: b"<|end_of_text|>"}
+        return b"".join(names.get(t) or bytes([t]) for t in tokens).decode(errors="replace")
+
+
+class TiktokenTokenizer:
+    """Llama 3's `tokenizer.model`: a tiktoken file of ranked byte sequences.
+
+    The file holds the merges only. The pattern that cuts text into words and the 256 special
+    tokens, whose ids follow those of the file, are facts of the Llama 3 release
+    (https://github.com/meta-llama/llama-models, `models/llama3/tokenizer.py`).
+    """
+
+    pattern = "|".join(
+        [
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+            r"[^\r\n\p{L}\p{N}]?\p{L}+",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+    named_special_tokens = (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|reserved_special_token_0|>",
+        "<|reserved_special_token_1|>",
+        "<|finetune_right_pad_id|>",
+        "<|step_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eom_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+        "<|image|>",
+    )
+    special_token_count = 256
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        content = path.read_bytes()
+        ranks = _tiktoken_ranks(path, content)
+        reserved = self.special_token_count - len(self.named_special_tokens)
+        specials = [
+            *self.named_special_tokens,
+            *(f"<|reserved_special_token_{2 + i}|>" for i in range(reserved)),
+        ]
+        ids = {name: len(ranks) + i for i, name in enumerate(specials)}
+        self._encoding = tiktoken.Encoding(
+            name=str(path), pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=ids
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos: int | None = ids["<|begin_of_text|>"]
+        self.eos = ids["<|end_of_text|>"]
+        self.fingerprint = f"tiktoken:{_digest(content)}"
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for piece in _digestible_pieces(text):
+            tokens += self._encoding.encode_ordinary(piece)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._encoding.decode(list(tokens))
+
+
+def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Rank of every byte sequence: one `base64 rank` pair a line."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ConfigError(
+                f"{path}:{number}: not a line of a tiktoken file (base64 text, space, rank); "
+                "of a SentencePiece model, give the tokenizer.json instead"
+            ) from None
+    return ranks
+
+
+def _digestible_pieces(
+    text: str, longest: int = 400_000, longest_run: int = 25_000
+) -> Iterator[str]:
+    """Cuts `text` where the Llama 3 reference does, as the cuts decide the ids.
+
+    tiktoken overflows its stack on very long texts, and needs quadratic time on very long runs of
+    (non-)whitespace: https://github.com/openai/tiktoken/issues/195.
+    """
+    for start in range(0, len(text), longest):
+        part = text[start : start + longest]
+        cuts = [0]
+        if len(part) > longest_run:
+            for run in re.finditer(r"\s+|\S+", part):
+                cuts += range(run.start() + longest_run, run.end(), longest_run)
+        for begin, end in zip(cuts, [*cuts[1:], len(part)], strict=True):
+            yield part[begin:end]
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the Hugging Face `tokenizers` library.
+
+    Which tokens begin and end a document stands in `tokenizer_config.json` or
+    `special_tokens_map.json` beside it; without those, the usual names are tried.
+    """
+
+    usual_bos = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
+    usual_eos = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ConfigError(f"{path}: not a tokenizer.json of Hugging Face: {error}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        # Special tokens inside a document are ordinary text.
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+
+        declared = _declared_special_tokens(path.parent)
+        bos = _first_known(declared, "bos_token", self.usual_bos, vocabulary, path)
+        eos = _first_known(declared, "eos_token", self.usual_eos, vocabulary, path)
+        if eos is None:
+            raise ConfigError(
+                f"{path}: cannot tell which token ends a document: no eos_token in "
+                "tokenizer_config.json or special_tokens_map.json beside it, and none of "
+                f"{', '.join(self.usual_eos)} in the vocabulary"
+            )
+        self.bos = bos
+        self.eos = eos
+        self.fingerprint = f"huggingface:{_digest(content)}"
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def _declared_special_tokens(folder: Path) -> dict[str, Any]:
+    declared: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            try:
+                declared |= json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(f"{file}: not JSON: {error}") from None
+    return declared
+
+
+def _first_known(
+    declared: dict[str, Any],
+    key: str,
+    usual: Iterable[str],
+    vocabulary: dict[str, int],
+    path: Path,
+) -> int | None:
+    if key not in declared:
+        return next((vocabulary[name] for name in usual if name in vocabulary), None)
+    name = declared[key]
+    if isinstance(name, dict):  # an "added token" with its content and flags
+        name = name.get("content")
+    if name is None:
+        return None
+    if name not in vocabulary:
+        raise ConfigError(f"{path}: {key} is declared as {name!r}, which is not in the vocabulary")
+    return vocabulary[name]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer at `path`, a file or a folder that holds one; bytes where `path` is None."""
+    if path is None:
+        return ByteTokenizer()
+    given = Path(path).expanduser()
+    names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+    if given.is_dir():
+        file = next((given / name for name in names if (given / name).is_file()), None)
+        if file is None:
+            raise ConfigError(f"no tokenizer in the folder {given}: looked for {', '.join(names)}")
+    elif given.is_file():
+        file = given
+    else:
+        raise ConfigError(
+            f"no tokenizer at {given}: there is neither such a file nor such a folder"
+        )
+    return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer whose ids do not all have a row in the model's embedding."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer ({tokenizer.fingerprint}) has {tokenizer.vocab_size} tokens, but the "
+            f"model's vocabulary only {vocab_size}; use a flavor with at least as many, or set the "
+            "model's vocabulary size"
+        )

@@ -1,0 +1,70 @@
+"""One named logger for the whole package; entry points call `configure`, importing changes nothing.
+
+Every rank writes every line it logs, marked with its rank; the launcher chooses whose lines are
+shown (`LOG_RANK` of `run_train.sh`). Lines go to whatever `sys.stderr` is at that moment, so a rich
+progress bar, which takes the place of `sys.stderr` while it is alive, prints them above itself.
+"""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+logger = logging.getLogger("torchtitan")
+
+_DIM, _RESET = "\033[2m", "\033[0m"
+_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
+
+
+def configure(rank: int = 0, world: int = 1, color: bool = True) -> None:
+    """Write the log of this process to standard error: `12:34:56 [rank 3] WARNING message`.
+
+    The rank is shown where there is more than one; colour only on a terminal, unless `color` is
+    False or NO_COLOR is set (https://no-color.org). A second call replaces the first.
+    """
+    handler = _CurrentStderr()
+    handler.setFormatter(
+        _Formatter(
+            f"[rank {rank}] " if world > 1 else "",
+            color and on_terminal() and not os.environ.get("NO_COLOR"),
+        )
+    )
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def on_terminal() -> bool:
+    """Whether standard error is a terminal that understands control codes."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Looks up `sys.stderr` for every line instead of keeping the one of its birth."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _stream: TextIO) -> None:
+        raise AttributeError("this handler always writes to the current sys.stderr")
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, prefix: str, color: bool) -> None:
+        super().__init__()
+        self.prefix, self.color = prefix, color
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = self.formatTime(record, "%H:%M:%S")
+        level = f"{record.levelname} " if record.levelno != logging.INFO else ""
+        # The base class with its default format adds the traceback, if any, to the message.
+        message = super().format(record)
+        if not self.color:
+            return f"{time} {self.prefix}{level}{message}"
+        tint = _COLORS.get(record.levelno, "")
+        return f"{_DIM}{time} {self.prefix}{_RESET}{tint}{level}{message}{_RESET if tint else ''}"

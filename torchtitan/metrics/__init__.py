@@ -1,0 +1,66 @@
+"""What a run reports about itself: a `Meter` collects values on the device, sinks write them.
+
+`SINKS` maps a name to a class with the constructor and methods of `sinks.Sink`. The sink called
+`x` is used when `[metrics] enable_x` is true; a sink without such a key is always used.
+"""
+
+import importlib.util
+from typing import Final
+
+from pydantic import Field
+
+from torchtitan.config import Config
+from torchtitan.metrics.meter import Meter
+from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
+
+__all__ = ["SINKS", "Meter", "MetricsConfig", "Sink", "SinkContext", "build_sinks", "check_metrics"]
+
+SINKS: Final[dict[str, type[Sink]]] = {
+    "jsonl": Jsonl,
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    # Last, so that the progress bar starts only when the others have opened.
+    "console": Console,
+}
+
+
+class MetricsConfig(Config):
+    """`[metrics]`: how often a run reports, and where to."""
+
+    log_freq: int = Field(10, ge=1, description="Report every this many steps.")
+    enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
+    disable_color_printing: bool = Field(False, description="No colour, even on a terminal.")
+    save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
+    save_for_all_ranks: bool = Field(
+        False, description="Every rank writes its own metrics.rank{r}.jsonl, not only rank 0."
+    )
+    enable_wandb: bool = Field(
+        False,
+        description="Report to Weights & Biases (project: WANDB_PROJECT, or torchtitan; "
+        "WANDB_MODE=offline needs no network).",
+    )
+
+
+def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:
+    """The sinks of one rank: all that are enabled on rank 0; JSONL alone, or none, elsewhere."""
+    if context.rank > 0:
+        return [Jsonl(context)] if config.save_for_all_ranks else []
+    return [
+        sink(context) for name, sink in SINKS.items() if getattr(config, f"enable_{name}", True)
+    ]
+
+
+def check_metrics(config: MetricsConfig) -> list[tuple[str, str]]:
+    """(key, message) for each enabled sink whose package is missing; imports nothing."""
+    packages = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
+    return [
+        (f"metrics.enable_{package}", f"{title} is not installed: pip install {package}")
+        for package, title in packages.items()
+        if getattr(config, f"enable_{package}") and not _installed(package)
+    ]
+
+
+def _installed(package: str) -> bool:
+    # A mere folder of that name, such as the `wandb/` that W&B leaves behind, has no origin.
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

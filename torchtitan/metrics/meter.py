@@ -1,0 +1,286 @@
+"""Collects the values of each step on the device, and moves them to the sinks only when due.
+
+A step hands over 0-d tensors without waiting for them. When a row is due (the first step of this
+process, every `log_freq`-th step, the last) one transfer brings all of them to the host. That
+transfer also waits for the device, so the clock read after it is honest.
+
+What a row holds, besides every value that was recorded under a name of its own:
+
+| key | value |
+|---|---|
+| loss, grad_norm, lr | of this step, not a mean since the last row |
+| skipped | optimizer steps skipped since the last row |
+| tokens | trained so far, over all ranks, from the first step of the whole run |
+| step_time | seconds a step, mean over the steps since the last row, pauses excluded |
+| tps | tokens / second / device since the last row, pauses excluded |
+| mfu | model FLOPs utilization, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); null: peak unknown |
+| memory_gib, memory_pct | peak since the last row (CPU: of the process's life), and its share |
+| data_pct | percent of the time, pauses excluded, that the device waited for data |
+| eta_s | seconds left, from a smoothed time a step, pauses included |
+| checkpoint_s, validation_s, ... | seconds of each pause entered since the last row |
+
+A pause is any block timed under a name other than "data": the work of training does not go on in
+it. Of step_time, memory and data_pct a row holds the worst rank's, if the meter was given a
+`reduce_max`; then `rank_step_time` and the like hold this rank's own.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from torchtitan.device import Device, Stamp
+from torchtitan.logging import logger
+from torchtitan.metrics.sinks import Metrics, Sink, Value
+
+Number = Tensor | float | int
+
+# Added up between rows; of every other value a row holds that of its step.
+COUNTED = ("tokens", "skipped")
+
+# Weight of the newest row in the smoothed time a step that the ETA is made from.
+SMOOTHING = 0.3
+
+
+class Meter:
+    """Use as a context manager around training; it opens and closes the sinks.
+
+    `tokens_per_step` is for information; tokens are counted from what `record` is given.
+    `flops_per_token` is of forward and backward together, `peak_flops` one device's dense peak.
+    `reduce_max` gives the elementwise maximum over ranks of a float64 vector on the device; it is
+    called on due steps only, and by every rank.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        log_freq: int,
+        total_steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        devices: int,
+        device: Device,
+        rank: int = 0,
+        start_step: int = 0,
+        start_tokens: int = 0,
+        reduce_max: Callable[[Tensor], Tensor] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.sinks = sinks
+        self.log_freq, self.total_steps = log_freq, total_steps
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak_flops, self.devices, self.device = peak_flops, devices, device
+        self.rank, self.reduce_max, self.clock = rank, reduce_max, clock
+        self.resume(start_step, start_tokens)
+
+        self._values: dict[str, Number] = {}
+        self._counts: dict[str, Number] = dict.fromkeys(COUNTED, 0)
+        self._blocks: list[tuple[str, Stamp, Stamp]] = []
+        self._timing = False
+        self._flushed = False
+        self._rows = 0
+        self._step_seconds = 0.0
+        self._training_seconds = 0.0
+        self._skipped = 0
+        self._last: dict[str, Value] = {}
+        self._peak_memory = 0.0
+        self._best_validation = math.inf
+        self._stopped_by: str | None = "a failed start"
+        self._open = ExitStack()
+
+    def resume(self, step: int, tokens: int) -> None:
+        """Go on after `step`, with `tokens` trained so far; before the meter is entered."""
+        self.start_step = self._step = self._row_step = step
+        self.start_tokens = self._tokens = tokens
+
+    def __enter__(self) -> Self:
+        if self.rank == 0:
+            logger.info("%s", self._describe())
+        self._begin = self.clock()
+        with ExitStack() as opened:
+            for sink in self.sinks:
+                sink.open(self.start_step)
+                opened.callback(self._close, sink)
+            self._open = opened.pop_all()
+        self._stopped_by = None
+        self.device.reset_memory_peak()
+        self._begin = self._row_time = self.clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write what is left, unless the run failed: then other ranks may be gone; just close."""
+        with self._open:
+            if kind is not None:
+                self._stopped_by = kind.__name__
+            elif self._step > self._row_step:
+                self._write_row()
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Time a block: "data", or the name of a pause. A block inside another is not counted."""
+        if self._timing:
+            yield
+            return
+        self._timing = True
+        begin = self.device.stamp(self.clock)
+        try:
+            yield
+        finally:
+            self._timing = False
+        self._blocks.append((name, begin, self.device.stamp(self.clock)))
+
+    def record(self, **values: Number) -> None:
+        """Take values of the current step, equal on all ranks; 0-d tensors are not waited for."""
+        if self._flushed:
+            self._flushed = False
+            self._values.clear()
+        for name, value in values.items():
+            value = value.detach() if isinstance(value, Tensor) else value
+            if name in COUNTED:
+                self._counts[name] = self._counts[name] + value
+            else:
+                self._values[name] = value
+
+    def flush(self, step: int) -> None:
+        """End a step; write a row if one is due."""
+        assert step > self._step, f"step {step} flushed after step {self._step}"
+        first = self._step == self.start_step
+        self._step, self._flushed = step, True
+        if first or step % self.log_freq == 0 or step >= self.total_steps:
+            self._write_row()
+
+    def log(self, step: int, **values: Number) -> None:
+        """Write values now, as a row of their own; for what is measured rarely, like validation."""
+        row: dict[str, Value] = {name: float(value) for name, value in values.items()}
+        validation = row.get("validation_loss")
+        if isinstance(validation, float):
+            self._best_validation = min(self._best_validation, validation)
+        self._write(step, row)
+
+    def summary(self) -> Metrics:
+        """The run of this process as a whole, as far as it was logged."""
+        trained = self._tokens - self.start_tokens
+        busy = self._training_seconds
+        return {
+            "step": self._step,
+            "total_steps": self.total_steps,
+            "steps": self._step - self.start_step,
+            "skipped": self._skipped,
+            "tokens": self._tokens,
+            "seconds": self.clock() - self._begin,
+            "tps": trained / busy / self.devices if busy else None,
+            "loss": self._last.get("loss"),
+            "best_validation_loss": _finite(self._best_validation),
+            "memory_gib": max(self._peak_memory, self.device.memory_peak()),
+            "stopped_by": self._stopped_by,
+        }
+
+    def _write_row(self) -> None:
+        values = self._transfer()
+        now = self.clock()
+        pauses: dict[str, float] = {}
+        for name, begin, end in self._blocks:
+            pauses[name] = pauses.get(name, 0.0) + self.device.seconds(begin, end)
+        waited = pauses.pop("data", 0.0)
+        wall = now - self._row_time
+        worst, own = self._worst(wall - sum(pauses.values()), waited)
+        seconds = worst["step_time"] or 0.0
+
+        steps = self._step - self._row_step
+        tokens, skipped = int(values.pop("tokens")), int(values.pop("skipped"))
+        self._tokens += tokens
+        tps = tokens / (seconds * steps) / self.devices if seconds else None
+        row: dict[str, Value] = {
+            "loss": None,
+            "grad_norm": None,
+            "lr": None,
+            **values,
+            "tokens": self._tokens,
+            "tps": tps,
+            "mfu": self._mfu(tps),
+            **worst,
+            "skipped": skipped,
+            "eta_s": self._eta(wall / steps),
+            **{f"{name}_s": paused for name, paused in pauses.items()},
+            **own,
+        }
+        self._training_seconds += seconds * steps
+        self._skipped += skipped
+        self._peak_memory = max(self._peak_memory, worst["memory_gib"])
+        self._last = row
+        self._row_time, self._row_step, self._rows = now, self._step, self._rows + 1
+        self._blocks.clear()
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self.device.reset_memory_peak()
+        self._write(self._step, row)
+
+    def _close(self, sink: Sink) -> None:
+        sink.close(self.summary())
+
+    def _write(self, step: int, row: Metrics) -> None:
+        for sink in self.sinks:
+            sink.write(step, row)
+
+    def _transfer(self) -> dict[str, float]:
+        """All recorded values on the host, by one transfer, which waits for the device."""
+        pending = {**self._values, **self._counts}
+        tensors = {name: v for name, v in pending.items() if isinstance(v, Tensor)}
+        values = {name: v for name, v in pending.items() if not isinstance(v, Tensor)}
+        if not tensors:
+            self.device.synchronize()
+            return values
+        # float64, because a float32 cannot count past 16 million tokens.
+        where = self.device.torch_device
+        stacked = torch.stack([v.to(where, torch.float64).reshape(()) for v in tensors.values()])
+        return values | dict(zip(tensors, stacked.tolist(), strict=True))
+
+    def _worst(self, seconds: float, waited: float) -> tuple[dict[str, float], dict[str, float]]:
+        """What differs between ranks: the worst rank's, and this one's own if there are others."""
+        memory = self.device.memory_peak()
+        own = {
+            "step_time": seconds / (self._step - self._row_step),
+            "memory_gib": memory,
+            "memory_pct": 100 * memory / self.device.memory_capacity(),
+            "data_pct": 100 * waited / seconds if seconds else 0.0,
+        }
+        if self.reduce_max is None:
+            return own, {}
+        vector = torch.tensor(
+            list(own.values()), dtype=torch.float64, device=self.device.torch_device
+        )
+        worst = dict(zip(own, self.reduce_max(vector).tolist(), strict=True))
+        return worst, {f"rank_{name}": value for name, value in own.items()}
+
+    def _mfu(self, tps: float | None) -> float | None:
+        if tps is None or self.peak_flops is None:
+            return None
+        return tps * self.flops_per_token / self.peak_flops
+
+    def _eta(self, step_seconds: float) -> float:
+        # The first step warms up and compiles; from the second row on it is forgotten.
+        weight = 1.0 if self._rows < 2 else SMOOTHING
+        self._step_seconds += weight * (step_seconds - self._step_seconds)
+        return self._step_seconds * max(self.total_steps - self._step, 0)
+
+    def _describe(self) -> str:
+        formula = f"tokens/s/device x {self.flops_per_token:.4g} FLOPs/token / dense peak"
+        what = f"{self.tokens_per_step:,} tokens a step on {self.devices} x {self.device.name}"
+        if self.peak_flops is None:
+            return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
+        return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

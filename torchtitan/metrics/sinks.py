@@ -1,0 +1,275 @@
+"""Where metrics go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
+
+Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
+went wrong while writing is raised, never passed over: a run whose curve is lost should say so.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from torchtitan.logging import logger, on_terminal
+
+Value = float | int | str | None
+Metrics = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """What a sink may know of the run it writes for."""
+
+    folder: Path
+    """The run's dump folder."""
+    rank: int = 0
+    total_steps: int = 0
+    tensorboard_folder: str = "tb"
+    color: bool = True
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved recipe, shown by sinks that can."""
+
+
+class Sink(Protocol):
+    """Opened once, written to at every due step, closed once, also when the run fails."""
+
+    def __init__(self, context: SinkContext) -> None: ...
+
+    def open(self, start_step: int, /) -> None:
+        """Begin; `start_step` is the step resumed from, 0 for a fresh run."""
+
+    def write(self, step: int, metrics: Metrics, /) -> None:
+        """Take the values of one step."""
+
+    def close(self, summary: Metrics, /) -> None:
+        """End; `summary` is the run as a whole, see `Meter.summary`."""
+
+
+class Console:
+    """One line a row through the log, a progress bar below it on a terminal, a closing summary."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self.total, self.color = context.total_steps, context.color
+        self.bar: Any = None
+
+    def open(self, start_step: int) -> None:
+        if not on_terminal():
+            return
+        from rich.console import Console as Terminal
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        terminal = Terminal(stderr=True, no_color=True if not self.color else None)
+        columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn()
+        # When it is done the bar is erased; the summary takes its place.
+        self.bar = Progress(
+            *columns, TextColumn("{task.fields[eta]}"), console=terminal, transient=True
+        )
+        self.bar.add_task("steps", total=self.total, completed=start_step, eta="")
+        self.bar.start()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        logger.info("%s", row_line(step, self.total, metrics))
+        if self.bar is not None and "eta_s" in metrics:
+            self.bar.update(0, completed=step, eta=f"eta {_duration(metrics['eta_s'])}")
+
+    def close(self, summary: Metrics) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        logger.info("%s", summary_text(summary))
+
+
+class Jsonl:
+    """`metrics.jsonl`: one strict JSON object a row, written out at once; the record of one run.
+
+    JSON has no NaN or infinity: such a value is written as null, and named under "non_finite", as
+    in `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`. "time" is Unix seconds.
+
+    A fresh run moves an older file aside (`metrics.1.jsonl`, 2, ...). A resumed one goes on with
+    the file: rows past the step it resumes from, left by a process that went beyond its last
+    checkpoint, are moved to `metrics.superseded.jsonl`, so that the curve is that of one run.
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        name = "metrics" if context.rank == 0 else f"metrics.rank{context.rank}"
+        self.path = context.folder / f"{name}.jsonl"
+        self.file: TextIO | None = None
+
+    def open(self, start_step: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            if start_step == 0:
+                self._set_aside()
+            else:
+                self._drop_after(start_step)
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        assert self.file is not None, "Jsonl.write before open"
+        row: dict[str, object] = {"step": step, "time": round(time.time(), 3), **metrics}
+        lost = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+        if lost:
+            row |= dict.fromkeys(lost) | {"non_finite": lost}
+        self.file.write(json.dumps(row, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self, _summary: Metrics) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def _beside(self, tag: str | int) -> Path:
+        return self.path.with_name(f"{self.path.stem}.{tag}.jsonl")
+
+    def _set_aside(self) -> None:
+        number = 1
+        while self._beside(number).exists():
+            number += 1
+        self.path.rename(self._beside(number))
+        logger.info("%s: an earlier run's file, renamed %s", self.path, self._beside(number).name)
+
+    def _drop_after(self, start_step: int) -> None:
+        kept, superseded = [], []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            step = _step_of(line)
+            if step is None:
+                logger.warning("%s: dropped a torn line, of a process killed mid-write", self.path)
+            elif step > start_step:
+                superseded.append(line)
+            else:
+                kept.append(line)
+        if superseded:
+            beside = self._beside("superseded")
+            with beside.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in superseded)
+            logger.info(
+                "%s: %d rows past step %d moved to %s",
+                *(self.path, len(superseded), start_step, beside.name),
+            )
+        whole = self.path.with_name(f"{self.path.name}.new")
+        whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        whole.replace(self.path)
+
+
+class TensorBoard:
+    """Every number as a scalar of its name; what a resumed run repeats replaces the old points."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self.folder = context.folder / context.tensorboard_folder
+        self.writer: Any = None
+
+    def open(self, start_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise RuntimeError(
+                "metrics.enable_tensorboard: TensorBoard is not installed: pip install tensorboard"
+            ) from error
+        self.writer = SummaryWriter(str(self.folder), purge_step=start_step + 1)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        for name, value in _numbers(metrics).items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self, _summary: Metrics) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WandB:
+    """A Weights & Biases run in the dump folder, with the recipe as its config.
+
+    Its own environment variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_RUN_ID, WANDB_RESUME, ...
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        self.context = context
+        self.run: Any = None
+
+    def open(self, _start_step: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise RuntimeError(
+                "metrics.enable_wandb: Weights & Biases is not installed: pip install wandb"
+            ) from error
+        self.context.folder.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+            name=os.environ.get("WANDB_NAME", self.context.folder.resolve().name),
+            dir=str(self.context.folder),
+            config=dict(self.context.recipe),
+        )
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self.run.log(_numbers(metrics), step=step)
+
+    def close(self, summary: Metrics) -> None:
+        if self.run is not None:
+            self.run.summary.update({f"summary/{name}": value for name, value in summary.items()})
+            self.run.finish(exit_code=1 if summary["stopped_by"] else 0)
+
+
+def row_line(step: int, total: int, metrics: Metrics) -> str:
+    """A row for people; aligned, so that a column of them can be read downwards."""
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    if "tps" not in metrics:
+        parts += [f"{name.replace('_', ' ')} {_show(v, '.4f')}" for name, v in metrics.items()]
+        return "  ".join(parts)
+    mfu = metrics["mfu"]
+    parts += [
+        f"loss {_show(metrics['loss'], '.4f'):>7}",
+        f"grad norm {_show(metrics['grad_norm'], '.4f'):>8}",
+        f"lr {_show(metrics['lr'], '.2e'):>8}",
+        f"{_show(metrics['tps'], ',.0f'):>7} tokens/s/device",
+        f"mfu {f'{mfu:.1%}' if isinstance(mfu, float) else 'n/a':>5}",
+        f"{_show(metrics['memory_gib'], '.2f'):>6} GiB ({_show(metrics['memory_pct'], '.0f')}%)",
+        f"data {_show(metrics['data_pct'], '.1f'):>4}%",
+        f"eta {_duration(metrics['eta_s'])}",
+    ]
+    if metrics["skipped"]:
+        parts.append(f"skipped {metrics['skipped']}")
+    return "  ".join(parts)
+
+
+def summary_text(summary: Metrics) -> str:
+    """The closing lines of a run."""
+    how = f"stopped by {summary['stopped_by']} " if summary["stopped_by"] else ""
+    if not how and summary["step"] != summary["total_steps"]:
+        how = "stopped "
+    lines = [
+        f"{how or 'finished '}at step {summary['step']} of {summary['total_steps']}",
+        f"  steps done            {summary['steps']}, {summary['skipped']} of them skipped",
+        f"  tokens                {_show(summary['tokens'], ',d')}",
+        f"  time                  {_duration(summary['seconds'])}",
+        f"  mean tokens/s/device  {_show(summary['tps'], ',.0f')}",
+        f"  final loss            {_show(summary['loss'], '.4f')}",
+        f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}",
+        f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB",
+    ]
+    return "\n".join(lines)
+
+
+def _show(value: Value, spec: str) -> str:
+    if isinstance(value, str):
+        return value
+    return "n/a" if value is None else format(value, spec)
+
+
+def _duration(seconds: Value) -> str:
+    return str(timedelta(seconds=round(seconds))) if isinstance(seconds, float | int) else "n/a"
+
+
+def _numbers(metrics: Metrics) -> dict[str, float | int]:
+    return {name: v for name, v in metrics.items() if isinstance(v, float | int)}
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a row; None for a line that is not a whole row."""
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None

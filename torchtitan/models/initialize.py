@@ -1,0 +1,64 @@
+"""Draws initial weights that do not depend on how they are laid out over ranks.
+
+Every weight is a function of (seed, parameter name, position in the whole parameter) alone: a
+parameter is cut into blocks of rows, and each block has a generator of its own, seeded by a hash.
+A rank draws only the blocks it owns a part of, so any layout starts bit-identical to one rank,
+with no seed checkpoint, and starting a large model costs a rank about its share. All drawing is in
+fp32 on the CPU, so the device and dtype of a parameter change nothing but the final rounding.
+"""
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.models.spec import InitialWeight
+from torchtitan.torch_private import local_extent
+
+BLOCK = 2**20
+"""Elements of a block, about. Changing it changes the weights that a seed stands for.
+
+Small blocks waste little where a rank owns part of one. Large ones are few, and should be: torch's
+CPU generator keeps 32 bits of a seed, so of very many blocks two could draw the same values.
+"""
+
+
+@torch.no_grad()
+def initialize(
+    parameters: Iterable[tuple[str, Tensor]], rule: Callable[[str], InitialWeight], seed: int
+) -> None:
+    """Overwrite `parameters` (name, plain tensor or `DTensor`) in place.
+
+    Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
+    """
+    for name, parameter in parameters:
+        initial = rule(name)
+        if isinstance(parameter, DTensor):
+            local, (_, offset) = parameter.to_local(), local_extent(parameter)
+        else:
+            local, offset = parameter, (0,) * parameter.ndim
+        if initial == "ones":
+            local.fill_(1.0)
+        else:
+            fill_normal(local, offset, parameter.shape, initial, f"{seed}/{name}")
+
+
+def fill_normal(
+    local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, stream: str
+) -> None:
+    """Fill `local`, the part at `offset` of a parameter of `shape`, from the named stream."""
+    rows, *rest = shape
+    block_rows = max(1, BLOCK // torch.Size(rest).numel())
+    first, last = offset[0], offset[0] + local.shape[0]
+    columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
+    for start in range(first - first % block_rows, last, block_rows):
+        stop = min(start + block_rows, rows)
+        key = blake2b(f"{stream}/{start // block_rows}".encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little"))
+        block = torch.empty(stop - start, *rest, device="cpu", dtype=torch.float32)
+        block.normal_(0.0, std, generator=generator)
+        begin, end = max(first, start), min(last, stop)
+        mine = block[begin - start : end - start][:, *columns]
+        local[begin - first : end - first].copy_(mine)

@@ -1,0 +1,186 @@
+"""Llama 3: a decoder with rotary positions, grouped-query attention and SwiGLU.
+
+The network of "The Llama 3 Herd of Models" (https://arxiv.org/abs/2407.21783) as one plain
+`nn.Module` for one device; it knows of no mesh, and whatever distributes it works from outside.
+Parameter names and the rotary convention (neighbouring elements form a pair) are those of Meta's
+own checkpoints.
+
+Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim,
+F feed-forward dim, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 stretches its rotary frequencies beyond the context it was first trained on."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Args:
+    """The shape of one flavor."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each pair, (E/2,) fp32 on the CPU.
+
+    With scaling, a pair that turns more than `high_freq_factor` times within the original context
+    keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
+    `factor`, and those between are blended linearly in the number of turns.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates each pair of a head's elements by an angle that grows with the position.
+
+    One instance is shared by all blocks. It is a module, and its table no argument of theirs,
+    because FSDP's mixed precision casts what a block is called with, and a table in bf16 can no
+    longer tell distant positions apart.
+    """
+
+    table: Tensor  # (S, E/2, 2) fp32: cosine and sine
+
+    def __init__(self, args: Llama3Args, seq_len: int) -> None:
+        super().__init__()
+        self.args = args
+        table = torch.empty(seq_len, args.head_dim // 2, 2, dtype=torch.float32)
+        self.register_buffer("table", table, persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fill the table: in fp32 and on the CPU, so that it is the same on every device."""
+        args = self.args
+        frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
+        positions = torch.arange(len(self.table), dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, frequencies)
+        self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate `x` (B, S, heads, E) in fp32; the result has its dtype."""
+        cos, sin = self.table[: x.shape[1], None].unbind(-1)  # (S, 1, E/2)
+        a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which H/K query heads share one key/value head."""
+
+    def __init__(self, args: Llama3Args, rope: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.rope = rope
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The number of heads is inferred, since tensor parallelism leaves this rank some of them.
+        heads = (-1, self.head_dim)
+        q = self.rope(self.wq(x).unflatten(-1, heads)).transpose(1, 2)  # (B, H, S, E)
+        k = self.rope(self.wk(x).unflatten(-1, heads)).transpose(1, 2)  # (B, K, S, E)
+        v = self.wv(x).unflatten(-1, heads).transpose(1, 2)  # (B, K, S, E)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202): `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, args: Llama3Args) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy and added to the residual stream."""
+
+    def __init__(self, args: Llama3Args, rope: RotaryEmbedding) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, rope)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
+
+
+class Llama3(nn.Module):
+    """The whole network, for sequences of up to `seq_len` tokens.
+
+    Build it under `torch.device("meta")`, then call `to_empty` and `init_buffers`, and draw the
+    weights. A pipeline stage is this module with parts taken away: without `tok_embeddings` it
+    takes hidden states, without `norm` it returns them. If weights are tied, `tok_embeddings` is
+    read a second time at the end, so it must be sharded together with the root, not by itself.
+    """
+
+    def __init__(self, args: Llama3Args, seq_len: int) -> None:
+        super().__init__()
+        self.rope = RotaryEmbedding(args, seq_len)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        # A dict, so that a pipeline stage that starts at layer 16 still calls it `layers.16`.
+        self.layers = nn.ModuleDict({str(i): Block(args, self.rope) for i in range(args.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = None if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
+
+    def init_buffers(self) -> None:
+        """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
+        self.rope.init_buffers()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, S) int64 to logits (B, S, V)."""
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, S, D)
+        for block in self.layers.values():
+            x = block(x)
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        if self.output is None:
+            assert self.tok_embeddings is not None, "a tied output needs the embedding on its stage"
+            return F.linear(x, self.tok_embeddings.weight)
+        logits: Tensor = self.output(x)
+        return logits

@@ -1,0 +1,112 @@
+"""The facts about Llama 3: its flavors, how its weights start, and what a token costs.
+
+8B, 70B and 405B are Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3), 1B and 3B are
+Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
+from torchtitan.models.spec import InitialWeight, ModelSpec, count_parameters
+
+VOCAB_SIZE = 128_256
+LLAMA_3_1 = RopeScaling(factor=8.0)
+LLAMA_3_2 = RopeScaling(factor=32.0)
+
+FLAVORS = {
+    "debugmodel": Llama3Args(
+        dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=2048
+    ),
+    "1B": Llama3Args(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=8192,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_2,
+        tied=True,
+    ),
+    "3B": Llama3Args(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+        n_kv_heads=8,
+        ffn_dim=8192,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_2,
+        tied=True,
+    ),
+    "8B": Llama3Args(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=14336,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+    "70B": Llama3Args(
+        dim=8192,
+        n_layers=80,
+        n_heads=64,
+        n_kv_heads=8,
+        ffn_dim=28672,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+    "405B": Llama3Args(
+        dim=16384,
+        n_layers=126,
+        n_heads=128,
+        n_kv_heads=8,
+        ffn_dim=53248,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+}
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    layers = model.get_submodule("layers")
+    return {f"layers.{name}": block for name, block in layers.named_children()}
+
+
+def init_std(args: Llama3Args, name: str) -> InitialWeight:
+    """0.02, and less for what adds to the residual stream, so that depth does not inflate it.
+
+    The scaling by 1/sqrt(2 * layers) is that of GPT-2: each layer adds to the stream twice.
+    """
+    if name.endswith("norm.weight"):
+        return "ones"
+    if name.endswith((".wo.weight", ".w2.weight")):
+        return 0.02 / math.sqrt(2 * args.n_layers)
+    return 0.02
+
+
+def flops_per_token(args: Llama3Args, seq_len: int) -> int:
+    """Floating-point operations of one token's forward and backward.
+
+    A weight costs 2 in the forward and 4 in the backward (https://arxiv.org/abs/2001.08361,
+    appendix B of https://arxiv.org/abs/2204.02311); the input embedding is a look-up and costs
+    nothing. A tied matrix is stored once but multiplied at the output, so there all weights count.
+    Attention multiplies S keys and S values per token, layer and head dimension, with no discount
+    for the half that is masked.
+    """
+    with torch.device("meta"):
+        counts = count_parameters(Llama3(args, seq_len))
+    multiplied = counts.total if args.tied else counts.total - counts.embedding
+    return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
+
+
+LLAMA3 = ModelSpec(
+    name="llama3",
+    flavors=FLAVORS,
+    build=Llama3,
+    blocks=blocks,
+    init_std=init_std,
+    flops_per_token=flops_per_token,
+)

@@ -1,0 +1,58 @@
+"""What the rest of the library may ask about a model.
+
+A model file holds a network and nothing else; its spec holds the facts that training needs but
+the network does not. Everything outside `torchtitan.models` reads the facts and never the network,
+so a new model is two files and one line in `torchtitan.models.MODELS`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from torch import nn
+
+InitialWeight = float | Literal["ones"]
+"""How a parameter starts: normal with this standard deviation, or all ones."""
+
+
+class ModelArgs(Protocol):
+    """What every model's arguments have."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+Args = TypeVar("Args", bound=ModelArgs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Generic[Args]):
+    """The facts about one family of models."""
+
+    name: str
+    flavors: Mapping[str, Args]
+    """Arguments of each size, by the name a recipe calls it."""
+    build: Callable[[Args, int], nn.Module]
+    """(arguments, longest sequence) to a network that maps tokens (B, S) to logits (B, S, V)."""
+    blocks: Callable[[nn.Module], dict[str, nn.Module]]
+    """The repeating blocks a network, or a pipeline stage cut from it, has: in order, by name."""
+    init_std: Callable[[Args, str], InitialWeight]
+    """(arguments, parameter name) to how that parameter starts."""
+    flops_per_token: Callable[[Args, int], int]
+    """(arguments, sequence length) to floating-point operations, forward and backward."""
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters; `embedding` is the part of `total` in token embeddings."""
+
+    total: int
+    embedding: int
+
+
+def count_parameters(model: nn.Module) -> ParameterCounts:
+    """Count a whole network (not a pipeline stage); one on the meta device will do."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return ParameterCounts(
+        total=sum(parameter.numel() for parameter in model.parameters()),
+        embedding=sum(module.weight.numel() for module in embeddings),
+    )

@@ -1,0 +1,57 @@
+"""The learning rate as a pure function of the step: linear warm-up, stable, decay.
+
+Warmup-stable-decay (Hu et al., 2024, arXiv:2404.06395); without a decay ratio the decay begins
+where the warm-up ends.
+"""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from torchtitan.config import Config
+
+
+class ScheduleConfig(Config):
+    """Settings of the learning rate schedule."""
+
+    warmup_steps: int = Field(200, ge=0, description="Steps of linear warm-up to the peak rate.")
+    total_steps: int | None = Field(
+        None, ge=1, description="Length of the schedule; training.steps when absent."
+    )
+    decay_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of the steps that decay; absent: all steps after the warm-up.",
+    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = Field(
+        "linear", description="Shape of the decay."
+    )
+    min_lr_factor: float = Field(
+        0.0, ge=0, le=1, description="The decay ends at this fraction of the peak rate."
+    )
+
+    def decay_steps(self, steps: int) -> int:
+        """Number of steps that decay, in a schedule of `steps` steps."""
+        if self.decay_ratio is None:
+            return max(steps - self.warmup_steps, 0)
+        return round(steps * self.decay_ratio)
+
+
+def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
+    """The multiplier of the peak learning rate for the 1-based `step` of a `steps`-long schedule.
+
+    Warm-up: step / warmup_steps, so step 1 already learns. Decay: t runs from 0 at its first
+    step to 1 just after its last, so no step is spent at rate zero when `min_lr_factor` is 0.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    decay = config.decay_steps(steps)
+    t = min(max((step - 1 - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
+    shape = {
+        "linear": 1 - t,
+        "sqrt": 1 - math.sqrt(t),
+        "cosine": 0.5 * (1 + math.cos(math.pi * t)),
+    }[config.decay_type]
+    return config.min_lr_factor + (1 - config.min_lr_factor) * shape

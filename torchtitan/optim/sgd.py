@@ -1,0 +1,22 @@
+"""Stochastic gradient descent. Unlike Adam it shows every error of scale in the gradients, so the
+parity tests use it."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from torchtitan.optim.settings import Implemented, ParameterGroups
+
+
+class SGD(Implemented):
+    """Gradient descent with optional momentum."""
+
+    name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
+    nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
+
+    def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **self.how()
+        )

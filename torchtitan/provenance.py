@@ -1,0 +1,83 @@
+"""What is written beside a run, so that it can be told later what ran: recipe and versions."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+
+RECIPE_FILE = "recipe.toml"
+ENVIRONMENT_FILE = "environment.json"
+
+
+def about_run(job: JobConfig) -> dict[str, Any]:
+    """What a checkpoint says of the run that saved it."""
+    return {"recipe": job.flat(), "seed": job.debug.seed, "versions": versions()}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that results may depend on, and the git commit of this code if it has one."""
+    return {
+        "torchtitan": version("torchtitan"),
+        "git_commit": git_commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this package runs from, with "+changes" where it was edited."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):
+            return None  # installed into a folder that some other repository contains
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def to_toml(job: JobConfig) -> str:
+    """A recipe as TOML, every key written out; loading it gives an equal recipe."""
+    import tomlkit
+
+    tree = job.model_dump(mode="json", exclude_none=True)
+    return tomlkit.dumps(tree)
+
+
+def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:
+    """Write the resolved recipe and the environment; what an earlier launch wrote is kept.
+
+    `recipe.toml` and `environment.json` are of the latest launch, `recipe.1.toml` and so on of
+    those before it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "seed": job.debug.seed,
+        "ranks": ranks,
+        "device": device.name,
+        "platform": platform.platform(),
+        **versions(),
+    }
+    launches = len(list(folder.glob("environment*.json")))
+    for name in (RECIPE_FILE, ENVIRONMENT_FILE):
+        if (folder / name).exists():
+            path = folder / name
+            path.rename(path.with_suffix(f".{launches}{path.suffix}"))
+    (folder / RECIPE_FILE).write_text(to_toml(job), encoding="utf-8")
+    (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1), encoding="utf-8")

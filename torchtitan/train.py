@@ -1,0 +1,109 @@
+"""Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
+
+Started by itself it is one process; started by torchrun it is one of several. Exit status: 0 when
+nothing was lost (also after Ctrl-C or SIGTERM), 2 when the recipe is wrong, 1 for anything else.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from torchtitan.build import build, open_tokenizer
+from torchtitan.checkpoint import choose_start
+from torchtitan.config import ConfigError, Recipe, help_text
+from torchtitan.data import open_source, unigram_loss
+from torchtitan.device import pick
+from torchtitan.job import SAME_RUN, JobConfig, check_start, load_job
+from torchtitan.logging import configure, logger
+from torchtitan.parallel import Launch, open_world
+from torchtitan.provenance import to_toml, write_beside
+from torchtitan.trainer import Trainer, TrainingDiverged
+
+USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
+       python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
+
+Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
+lists: --section.key a b, or a,b."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        print(USAGE, help_text(JobConfig), sep="\n")
+        return 0
+    launch = Launch.read()
+    try:
+        device = pick(launch.local_rank)
+        path, flags = split_recipe(words)
+        recipe = load_job(path, flags, launch.size, device.type)
+        job = recipe.config
+        configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
+        check_start(job)
+        start = None
+        if launch.rank == 0:
+            tell(recipe)
+            folder = Path(job.job.dump_folder).expanduser()
+            start = choose_start(job.checkpoint, folder, job.flat(), SAME_RUN)
+        open_tokenizer(job)
+    except ConfigError as error:
+        # Every rank finds the same mistakes; one of them tells.
+        return refuse(error) if launch.rank == 0 else 2
+
+    try:
+        with open_world(job.degrees(launch.size), job.comm, device) as world:
+            start = world.share(start)
+            run = build(job, world)
+            with closing(run.data):
+                if world.rank == 0:
+                    write_beside(folder, job, world.size, device)
+                    report_unigram_loss(job)
+                Trainer(run).train(start)
+    except ConfigError as error:
+        return refuse(error)
+    except TrainingDiverged as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe's path, given first or as `--job.config_file`, and the other words."""
+    rest = list(words)
+    path = rest.pop(0) if rest and not rest[0].startswith("--") else None
+    for index, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name in ("--job.config_file", "--job.config-file"):
+            if not equals and index + 1 == len(rest):
+                raise ConfigError(f"{name}: wanted the path of a recipe")
+            path = value if equals else rest.pop(index + 1)
+            rest.pop(index)
+            break
+    return path, rest
+
+
+def refuse(error: ConfigError) -> int:
+    """Print what is wrong with the recipe; returns the exit status."""
+    print(error, file=sys.stderr, flush=True)
+    return 2
+
+
+def tell(recipe: Recipe[JobConfig]) -> None:
+    """Say what was read otherwise than it was written, and the recipe itself if asked."""
+    for notice in recipe.notices:
+        logger.info("%s", notice)
+    if recipe.config.job.print_config:
+        logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
+
+
+def report_unigram_loss(job: JobConfig) -> None:
+    """Log the loss that needs no model, once, for the eye to compare with."""
+    if job.data.report_unigram_loss:
+        tokenizer = open_tokenizer(job)
+        loss = unigram_loss(open_source(job.data, tokenizer, seed=job.debug.seed), tokenizer)
+        logger.info("reference: a unigram model of this text has loss %.3f", loss)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
