@@ -165,7 +165,7 @@ def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:
         devices=world.size,
         device=world.device,
         rank=world.rank,
-        reduce_max=world.max,
+        reduce_max=world.max if world.size > 1 else None,
     )
 
 

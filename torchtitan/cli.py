@@ -68,7 +68,7 @@ def migrate(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def train_tokenizer(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Make a byte-level BPE tokenizer from the documents of a data set."""
-    from torchtitan.data.tokenizer import train_tokenizer
+    from torchtitan.data import train_tokenizer
 
     train_tokenizer(
         arguments.dataset,

@@ -42,8 +42,9 @@ class Trainer:
                 stopping = self.step()
                 diverged = state.skipped_in_a_row >= training.max_skipped_steps
                 is_last = state.step == training.steps or stopping or diverged
-                with run.meter.time("checkpoint"):
-                    run.checkpoint.save(final=is_last)
+                if run.checkpoint.is_due(is_last):
+                    with run.meter.time("checkpoint"):
+                        run.checkpoint.save(final=is_last)
                 if run.validator.is_due(state.step, training.steps) and not stopping:
                     with run.meter.time("validation"):
                         loss = run.validator.run()

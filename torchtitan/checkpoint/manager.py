@@ -86,13 +86,16 @@ class Checkpointer:
         excluded = f" without {', '.join(skip)}" if skip else ""
         logger.info("resumed from %s%s at step %d", start.path, excluded, self.state.step)
 
-    def save(self, final: bool = False) -> None:
-        """Save if the step is due; `final` says that no step will follow."""
+    def is_due(self, final: bool) -> bool:
+        """Whether the current step is to be saved; `final` says that no step will follow."""
         step, config = self.state.step, self.config
         first = config.enable_first_step_checkpoint and step == 1
-        is_due = final or first or step % config.interval == 0
-        if not config.enable or config.load_only or not is_due or step == self.saved_step:
-            return
+        wanted = final or first or step % config.interval == 0
+        return config.enable and not config.load_only and wanted and step != self.saved_step
+
+    def save(self, final: bool = False) -> None:
+        """Save the current step; when this returns, every byte is on disk."""
+        step, config = self.state.step, self.config
         model_only = final and config.last_save_model_only
         if self.world.share(step in disk.saved_steps(self.folder)):
             raise ConfigError(

@@ -1,11 +1,12 @@
 """Documents to batches: tokenizers, sources of documents, and the stream that packs them."""
 
+from torchtitan.data.batch import Batch
+from torchtitan.data.bpe import train_bpe, train_tokenizer
 from torchtitan.data.inspect import preview, unigram_loss
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset, check_data
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Batch, DataStream, build_stream, merge_states
+from torchtitan.data.stream import DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from torchtitan.data.train_tokenizer import train_bpe, train_tokenizer
 
 __all__ = [
     "DATASETS",

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Source
-from torchtitan.data.stream import Batch
 from torchtitan.data.tokenizer import Tokenizer
 
 

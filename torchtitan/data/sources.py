@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.config import ConfigError
-from torchtitan.data.documents import (
-    Documents,
-    Kind,
-    find_files,
-    fingerprint_files,
-    open_documents,
-    python_stdlib,
-)
+from torchtitan.data.documents import Documents, open_documents, python_stdlib
+from torchtitan.data.files import Kind, find_files, fingerprint_files
 from torchtitan.data.hugging_face import (
     DownloadedDocuments,
     StreamedDocuments,

@@ -12,7 +12,6 @@ stream is one small record a lane: where the lane's next sample begins. It is th
 number of ranks, and names what was consumed, however far the threads have run ahead.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Self
@@ -22,6 +21,7 @@ import torch
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError
+from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import Lane, Record, Sample, Tokens, tokenized
 from torchtitan.data.order import Identity, Position, Source
 from torchtitan.data.settings import DataConfig, check_data
@@ -29,29 +29,7 @@ from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.logging import logger
 
-IGNORED = -100
-"""The target that the loss leaves out, as in `torch.nn.functional.cross_entropy`."""
-
 State = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A microbatch of one rank."""
-
-    tokens: torch.Tensor
-    """(B, S) int64"""
-    targets: torch.Tensor
-    """(B, S) int64: the token after each; -100 where there is nothing to predict."""
-
-    def target_count(self) -> torch.Tensor:
-        """Number of targets that count, as a 0-d int64 tensor where the targets are."""
-        return (self.targets != IGNORED).sum()
-
-    def to(self, device: torch.device | str) -> "Batch":
-        return Batch(
-            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        )
 
 
 class Worker(BaseNode[Sample | ConfigError]):  # type: ignore[misc]
@@ -168,6 +146,7 @@ class DataStream:
     def _next_sample(self) -> Tokens:
         sample: Sample | ConfigError = next(self._workers[self._served % len(self._workers)])
         if isinstance(sample, ConfigError):
+            self.close()
             raise sample
         assert sample.lane == self._turns[self._served % len(self._turns)]
         self._served += 1

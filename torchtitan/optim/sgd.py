@@ -6,17 +6,21 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from torchtitan.optim.settings import Implemented, ParameterGroups
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
 
 
-class SGD(Implemented):
+class SGD(OptimizerConfig):
     """Gradient descent with optional momentum."""
 
+    # torch's fused SGD does not take the sharded parameters of FSDP.
+    implementation: Literal["foreach", "for-loop"] = Field(
+        "foreach", description="Loop over lists of tensors, or over tensors."
+    )
     name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 
     def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **self.how()
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, foreach=self.implementation == "foreach"
         )

@@ -10,7 +10,8 @@ import pytest
 
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, check_data, load_tokenizer, open_source
-from torchtitan.data.documents import Documents, ParquetDocuments, find_files, open_documents
+from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
+from torchtitan.data.files import find_files
 from torchtitan.data.order import drawn_order
 
 

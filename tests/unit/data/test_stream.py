@@ -292,10 +292,11 @@ def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path: Path) -> None:
     messages = []
     for workers in (0, 1):
         (stream,) = streams(path, 1, batch=2, num_workers=workers, seq_len=64)
-        with pytest.raises(ConfigError) as caught:
-            next(stream)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+        for _ in range(2):
+            with pytest.raises(ConfigError) as caught:
+                next(stream)
+            messages.append(str(caught.value))
+    assert len(set(messages)) == 1
     assert messages[0].startswith(f"{path}:2: not a line of JSON")
 
 

@@ -1,0 +1,42 @@
+"""Every test starts from the same state: seeds, environment, one thread, an untouched logger."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import tiny
+from torchtitan.logging import logger
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Ranks are forked, and a forked process cannot use the thread pool of its parent.
+torch.set_num_threads(1)
+tiny.register()
+
+
+@pytest.fixture(autouse=True)
+def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seeds set, no launcher and no network in the environment; the logger put back after."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.manual_seed(0)
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    environment = dict(os.environ)
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

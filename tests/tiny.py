@@ -1,0 +1,41 @@
+"""A model and recipes small enough to train in a test."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import Llama3Args
+from torchtitan.models.llama3.spec import LLAMA3
+
+ARGS = Llama3Args(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"name": "tiny", "flavor": "tiny"},
+    "training": {
+        "local_batch_size": 2,
+        "global_batch_size": 8,
+        "seq_len": 32,
+        "steps": 5,
+        "mixed_precision_param": "float32",
+    },
+    "lr_scheduler": {"warmup_steps": 2},
+    "activation_checkpoint": {"mode": "none"},
+    "metrics": {"log_freq": 1},
+}
+
+
+def register() -> None:
+    """Make the tiny model known by name, as an extension would."""
+    tied = dataclasses.replace(ARGS, tied=True)
+    flavors = {"tiny": ARGS, "tied": tied}
+    MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=flavors)
+
+
+def job(dump_folder: Path | str = "unused", **sections: dict[str, Any]) -> JobConfig:
+    """The tiny recipe with the given keys changed, section by section."""
+    names = SECTIONS.keys() | sections.keys()
+    merged = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in names}
+    merged["job"] = merged.get("job", {}) | {"dump_folder": str(dump_folder)}
+    return JobConfig.model_validate(merged)
