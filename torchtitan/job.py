@@ -6,6 +6,7 @@ would. All checks run before any process group exists and touch nothing but file
 
 import importlib
 import importlib.util
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -201,7 +202,6 @@ def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterat
     yield from _problems_of_degrees(job, world_size)
     yield from _problems_of_model(job)
     yield from _problems_of_batches(job, world_size)
-    yield from _problems_of_schedule(job)
     yield from _problems_of_precision(job)
     yield from _problems_of_files(job)
     yield from _problems_of_exclusion(job)
@@ -330,24 +330,6 @@ def _problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Pro
                 yield Problem(key.replace("data.", "validation.", 1), message)
 
 
-def _problems_of_schedule(job: JobConfig) -> Iterator[Problem]:
-    schedule, steps = job.lr_scheduler, job.schedule_steps()
-    also = ("training.steps", "lr_scheduler.total_steps")
-    if schedule.warmup_steps > steps:
-        message = f"got {schedule.warmup_steps}, more than the {steps} steps of the schedule"
-        yield Problem("lr_scheduler.warmup_steps", message, also)
-    elif schedule.warmup_steps + schedule.decay_steps(steps) > steps:
-        message = (
-            f"got {schedule.decay_ratio}: {schedule.decay_steps(steps)} steps of decay and "
-            f"{schedule.warmup_steps} of warm-up are more than the {steps} of the schedule"
-        )
-        most = (steps - schedule.warmup_steps) / steps
-        fix = f"use at most {int(most * 1000) / 1000}"
-        yield Problem(
-            "lr_scheduler.decay_ratio", f"{message}; {fix}", ("lr_scheduler.warmup_steps", *also)
-        )
-
-
 def _problems_of_precision(job: JobConfig) -> Iterator[Problem]:
     t = job.training
     if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
@@ -405,16 +387,33 @@ def _problems_of_exclusion(job: JobConfig) -> Iterator[Problem]:
             yield Problem(f"parallelism.{name}_parallel_degree", message)
 
 
-def compiler_problem() -> str | None:
-    """Why torch.compile's default backend cannot run on this machine's CPU, if it cannot."""
-    import shutil
+def check_machine(job: JobConfig, device_type: str) -> None:
+    """Refuse what this very machine cannot do; a check made for another one does not ask.
 
-    found = shutil.which("g++") or shutil.which("clang++")
-    return None if found else "torch.compile on a CPU needs g++ or clang++, and there is neither"
+    Raises:
+        ConfigError: with the key and the reason.
+    """
+    inductor_on_cpu = (
+        job.compile.enable and job.compile.backend == "inductor" and device_type == "cpu"
+    )
+    if inductor_on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
+        raise ConfigError(
+            "compile.enable: torch.compile on a CPU needs g++ or clang++, and there is neither; "
+            'install one, or use compile.backend = "aot_eager"'
+        )
 
 
-def check_start(job: JobConfig) -> None:
-    """Problems of this very machine, which a check for another one must not report."""
-    uses_inductor = job.compile.enable and job.compile.backend == "inductor"
-    if uses_inductor and (problem := compiler_problem()):
-        raise ConfigError(f"compile.enable: {problem}")
+def remarks(job: JobConfig) -> Iterator[str]:
+    """What works, but perhaps not as its writer thinks."""
+    schedule, steps = job.lr_scheduler, job.schedule_steps()
+    if schedule.warmup_steps > steps:
+        yield (
+            f"lr_scheduler.warmup_steps: {schedule.warmup_steps} is more than the {steps} steps "
+            "of the schedule; the run ends within the warm-up"
+        )
+    elif schedule.warmup_steps + schedule.decay_steps(steps) > steps:
+        yield (
+            f"lr_scheduler.decay_ratio: {schedule.decay_ratio} of {steps} steps reaches into the "
+            f"{schedule.warmup_steps} steps of warm-up; the decay begins after them, already "
+            "under way"
+        )

@@ -10,11 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 from torchtitan.build import build, open_tokenizer
-from torchtitan.checkpoint import choose_start
+from torchtitan.checkpoint import Start, choose_start
 from torchtitan.config import ConfigError, Recipe, help_text
 from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
-from torchtitan.job import SAME_RUN, JobConfig, check_start, load_job
+from torchtitan.job import SAME_RUN, JobConfig, check_machine, load_job, remarks
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
@@ -36,20 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = Launch.read()
     try:
         device = pick(launch.local_rank)
-        path, flags = split_recipe(words)
-        recipe = load_job(path, flags, launch.size, device.type)
+        recipe = read(words, launch.size, device.type)
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
-        check_start(job)
-        start = None
-        if launch.rank == 0:
-            tell(recipe)
-            folder = Path(job.job.dump_folder).expanduser()
-            start = choose_start(job.checkpoint, folder, job.flat(), SAME_RUN)
-        open_tokenizer(job)
+        start = choose(job) if launch.rank == 0 else None
     except ConfigError as error:
         # Every rank finds the same mistakes; one of them tells.
         return refuse(error) if launch.rank == 0 else 2
+    if launch.rank == 0:
+        tell(recipe)
 
     try:
         with open_world(job.degrees(launch.size), job.comm, device) as world:
@@ -57,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = build(job, world)
             with closing(run.data):
                 if world.rank == 0:
-                    write_beside(folder, job, world.size, device)
+                    write_beside(Path(job.job.dump_folder).expanduser(), job, world.size, device)
                     report_unigram_loss(job)
                 Trainer(run).train(start)
     except ConfigError as error:
@@ -66,6 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def read(words: Sequence[str], ranks: int, device_type: str) -> Recipe[JobConfig]:
+    """Read and check the recipe for `ranks` ranks of this machine's kind of device.
+
+    Raises:
+        ConfigError: with every mistake found.
+    """
+    path, flags = split_recipe(words)
+    recipe = load_job(path, flags, ranks, device_type)
+    check_machine(recipe.config, device_type)
+    open_tokenizer(recipe.config)
+    return recipe
+
+
+def choose(job: JobConfig) -> Start:
+    """What the run starts from; one rank decides, before any of them writes."""
+    folder = Path(job.job.dump_folder).expanduser()
+    return choose_start(job.checkpoint, folder, job.flat(), SAME_RUN)
 
 
 def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -91,7 +105,7 @@ def refuse(error: ConfigError) -> int:
 
 def tell(recipe: Recipe[JobConfig]) -> None:
     """Say what was read otherwise than it was written, and the recipe itself if asked."""
-    for notice in recipe.notices:
+    for notice in (*recipe.notices, *remarks(recipe.config)):
         logger.info("%s", notice)
     if recipe.config.job.print_config:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
