@@ -1,7 +1,9 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
+import json
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.build import Run, build
-from torchtitan.checkpoint import Start
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
 
@@ -89,10 +91,23 @@ def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
         return result
 
 
-def train(job: JobConfig, start: Start = Start(None)) -> None:  # noqa: B008
-    """Train as the entry point does, from `start`."""
+def train(job: JobConfig) -> dict[str, Tensor]:
+    """Train as the entry point does, resuming if the recipe says so; the weights at the end."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        start = choose(job) if world.rank == 0 else None
+        start = world.share(start)
         run = build(job, world)
         with closing(run.data):
             Trainer(run).train(start)
+        return weights(run)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}

@@ -29,7 +29,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def register() -> None:
     """Make the tiny model known by name, as an extension would."""
     tied = dataclasses.replace(ARGS, tied=True)
-    flavors = {"tiny": ARGS, "tied": tied}
+    wide = dataclasses.replace(ARGS, dim=64)
+    flavors = {"tiny": ARGS, "tied": tied, "wide": wide}
     MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=flavors)
 
 

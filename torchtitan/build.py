@@ -138,7 +138,7 @@ def build_model(job: JobConfig, world: World) -> ParallelModel:
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        part.init_buffers()
+        part.init_buffers()  # type: ignore[operator]
         initialize(part.named_parameters(), partial(spec.init_std, args), job.debug.seed)
     return model
 

@@ -40,7 +40,7 @@ def git_commit() -> str | None:
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
+        return str(done.stdout.strip())
 
     try:
         if not git("ls-files", "__init__.py"):

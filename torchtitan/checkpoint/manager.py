@@ -141,18 +141,20 @@ class Checkpointer:
         return {f"rng.{self.world.rank}.{kind}": state for kind, state in states.items()}
 
     def _write(self, path: Path, tensors: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(
+        save(
             tensors,
-            storage_writer=dcp.FileSystemWriter(path, sync_files=True),
+            storage_writer=FileSystemWriter(path, sync_files=True),
             process_group=self.world.patient,
         )
 
     def _read(self, path: Path, tensors: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         found = reader.read_metadata().state_dict_metadata
         mistakes = []
         for name, tensor in tensors.items():
@@ -164,4 +166,4 @@ class Checkpointer:
         if mistakes:
             more = f" (and {len(mistakes) - 3} more)" if len(mistakes) > 3 else ""
             raise ConfigError(f"{path}: does not fit this recipe: {'; '.join(mistakes[:3])}{more}")
-        dcp.load(tensors, storage_reader=reader, process_group=self.world.patient)
+        load(tensors, storage_reader=reader, process_group=self.world.patient)

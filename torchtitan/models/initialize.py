@@ -12,7 +12,6 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.models.spec import InitialWeight
 from torchtitan.torch_private import local_extent
@@ -33,6 +32,8 @@ def initialize(
 
     Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
     """
+    from torch.distributed.tensor import DTensor  # takes a second
+
     for name, parameter in parameters:
         initial = rule(name)
         if isinstance(parameter, DTensor):

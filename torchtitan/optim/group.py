@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.optim.settings import OptimizerConfig
 
@@ -19,7 +18,9 @@ class Optimizers:
     """The optimizer over every model part of this rank."""
 
     def __init__(self, parts: Sequence[nn.Module], config: OptimizerConfig) -> None:
-        self.names = {p: n for part in parts for n, p in part.named_parameters() if p.requires_grad}
+        self.names: dict[Tensor, str] = {
+            p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
+        }
         free = _free_of_decay(parts, config)
         decayed = [p for p in self.names if p not in free]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}]
@@ -85,24 +86,28 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     Gradients are grouped by how they lie on a mesh: each group's square is summed over the mesh
     axes that split it, and over no axis that holds copies of it.
     """
+    from torch.distributed.tensor import DTensor  # takes a second
+
     by_layout: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        is_split = isinstance(gradient, DTensor)
-        layout = (gradient.device_mesh, gradient.placements) if is_split else None
+        layout = None
+        if isinstance(gradient, DTensor):
+            layout = (gradient.device_mesh, gradient.placements)
         by_layout.setdefault(layout, []).append(local(gradient))
     squares = []
     for layout, group in by_layout.items():
         square = torch.stack(torch._foreach_norm(group, 2, torch.float32)).square().sum()
-        mesh, placements = layout or (None, ())
-        for axis, placement in enumerate(placements):
+        for axis, placement in enumerate(layout[1] if layout else ()):
             if not placement.is_replicate():
-                dist.all_reduce(square, group=mesh.get_group(axis))
+                dist.all_reduce(square, group=layout[0].get_group(axis))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -22,5 +22,9 @@ class SGD(OptimizerConfig):
 
     def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, foreach=self.implementation == "foreach"
+            groups,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            foreach=self.implementation == "foreach",
         )

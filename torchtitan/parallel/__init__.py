@@ -111,7 +111,7 @@ class ParallelModel:
         for batch in batches:
             fsdp.reduce_now(model, is_last=batch is batches[-1])
             loss = self.loss(model(batch.tokens), batch.targets) / tokens
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             share += loss.detach()
         return share
 

@@ -13,6 +13,11 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan.config import Config
 
@@ -36,13 +41,12 @@ def apply(blocks: Sequence[nn.Module], config: ActivationCheckpointConfig) -> in
     Returns:
         The number of blocks wrapped.
     """
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
     if config.mode == "none":
         return 0
-    every, context = 1, {}
+    every = 1
+    context: dict[str, Any] = {}
     if config.mode == "selective" and config.selective_ac_option == "op":
-        context = {"context_fn": lambda: create_selective_checkpoint_contexts(_op_policy())}
+        context["context_fn"] = _keep_dear_operators
     elif config.mode == "selective":
         every = int(config.selective_ac_option)
     chosen = blocks[::every]
@@ -51,10 +55,11 @@ def apply(blocks: Sequence[nn.Module], config: ActivationCheckpointConfig) -> in
     return len(chosen)
 
 
-def _op_policy() -> Any:
-    """A policy with a counter of its own, so that no block's choice depends on another's."""
-    from torch.utils.checkpoint import CheckpointPolicy
+def _keep_dear_operators() -> Any:
+    """Contexts of one block's forward and recomputation.
 
+    The counter of matrix products is theirs alone, so no block's choice depends on another's.
+    """
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
     attention = {
@@ -73,4 +78,4 @@ def _op_policy() -> Any:
             keep = seen[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

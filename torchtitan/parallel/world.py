@@ -126,9 +126,9 @@ class World:
     def after_first_step(self) -> None:
         """From now on a rank that does not answer is found sooner."""
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
-        for name in (*self.mesh.mesh_dim_names, *JOINED_AXES):
+        for name in (*Degrees._fields, *JOINED_AXES):
             torch_private.set_timeout(self.axis(name).get_group(), timeout)
-        torch_private.set_timeout(dist.group.WORLD, timeout)
+        torch_private.set_timeout(None, timeout)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
         if launch.by_launcher:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            store = dist.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
         names = Degrees._fields

@@ -1,0 +1,231 @@
+"""What a run starts from, and that nothing on disk is taken for what it is not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import losses, rows, train
+from torchtitan.checkpoint import folder as disk
+from torchtitan.checkpoint import saved_steps
+from torchtitan.config import ConfigError
+from torchtitan.job import JobConfig
+from torchtitan.train import choose
+
+
+def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:
+    checkpoint = {"enable": True, "interval": 2} | sections.pop("checkpoint", {})
+    training = {"steps": steps} | sections.pop("training", {})
+    schedule = {"total_steps": 8}
+    return tiny.job(
+        folder, checkpoint=checkpoint, training=training, lr_scheduler=schedule, **sections
+    )
+
+
+def run(job: JobConfig) -> dict[str, torch.Tensor]:
+    return run_ranks(train, 1, job)[0]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return list(saved_steps(folder / "checkpoint"))
+
+
+def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    run(recipe(tmp_path, steps=5))
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_keeps_the_latest(tmp_path: Path) -> None:
+    run(recipe(tmp_path, steps=5, checkpoint={"keep_latest_k": 2}))
+    assert steps_in(tmp_path) == [4, 5]
+    run(recipe(tmp_path, steps=8, checkpoint={"keep_latest_k": 1}))
+    assert steps_in(tmp_path) == [8]
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"]
+
+
+def test_first_step_and_load_only(tmp_path: Path) -> None:
+    run(recipe(tmp_path, steps=2, checkpoint={"enable_first_step_checkpoint": True}))
+    assert steps_in(tmp_path) == [1, 2]
+    run(recipe(tmp_path, steps=4, checkpoint={"load_only": True}))
+    assert steps_in(tmp_path) == [1, 2]
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def killed_at(stage: str, job: JobConfig) -> None:
+    """Die, as if killed, at a stage of the second save."""
+    original, calls = getattr(disk, stage), []
+
+    def die(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            os._exit(9)
+        return original(*args)
+
+    setattr(disk, stage, die)
+    train(job)
+
+
+@pytest.mark.parametrize("stage", ["write_state", "commit", "begin"])
+def test_a_save_cut_short_is_no_checkpoint(stage: str, tmp_path: Path) -> None:
+    process = torch.multiprocessing.get_context("fork").Process(
+        target=killed_at, args=(stage, recipe(tmp_path))
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert steps_in(tmp_path) == [2]
+    assert (tmp_path / "checkpoint/step-4.saving").exists() == (stage != "begin")
+
+    run(recipe(tmp_path))
+    assert steps_in(tmp_path) == [2, 4]
+    assert not list((tmp_path / "checkpoint").glob("*.saving"))
+
+
+@pytest.mark.parametrize("name", ["old-step-5", "step-5.saving", "step-5x", "step-", "5"])
+def test_other_names_are_no_checkpoints(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == {}
+
+
+def test_never_refuses_a_used_folder(tmp_path: Path) -> None:
+    never = {"checkpoint": {"resume": "never"}}
+    run(recipe(tmp_path, **never))
+    with pytest.raises(ConfigError, match=r'resume: got "never", but .* has been used'):
+        choose(recipe(tmp_path, **never))
+    with pytest.raises(ConfigError, match="has been used"):
+        choose(recipe(tmp_path, checkpoint={"resume": "never", "enable": False}))
+
+
+def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'got "must", but there is no checkpoint in'):
+        choose(recipe(tmp_path, checkpoint={"resume": "must"}))
+
+
+def test_auto_refuses_another_run_and_must_takes_it(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    other = {"model": {"flavor": "tied"}, "debug": {"seed": 3}}
+    message = r'of another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"\)'
+    with pytest.raises(ConfigError, match=message):
+        choose(recipe(tmp_path, **other))
+    start = choose(recipe(tmp_path, checkpoint={"resume": "must"}, debug={"seed": 3}))
+    assert start.path == tmp_path / "checkpoint/step-4"
+    assert "debug.seed: 0 -> 3" in start.changes
+
+
+def test_auto_goes_on_when_only_settings_changed_and_says_which(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    start = choose(recipe(tmp_path, steps=6, optimizer={"name": "AdamW", "lr": 0.1}))
+    assert start.is_resume
+    assert start.changes == ("optimizer.lr: 0.0008 -> 0.1", "training.steps: 4 -> 6")
+
+
+def test_load_step(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    start = choose(recipe(tmp_path, checkpoint={"load_step": 2}))
+    assert start.path == tmp_path / "checkpoint/step-2"
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* there are step-2, step-4"):
+        choose(recipe(tmp_path, checkpoint={"load_step": 3}))
+
+
+def test_going_back_does_not_overwrite_what_came_later(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    with pytest.raises(AssertionError, match=r"step-4: exists already"):
+        run(recipe(tmp_path, checkpoint={"load_step": 2}))
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Path) -> None:
+    only = {"interval": 100, "last_save_model_only": True, "export_dtype": "bfloat16"}
+    trained = run(recipe(tmp_path / "a", checkpoint=only))
+    with pytest.raises(ConfigError, match="holds only weights"):
+        choose(recipe(tmp_path / "a", steps=6, checkpoint=only))
+
+    initial = {"initial_load_path": str(tmp_path / "a/checkpoint")}
+    frozen = {"name": "SGD", "lr": 1e-30, "weight_decay": 0.0}
+    found = run(recipe(tmp_path / "b", steps=1, checkpoint=initial, optimizer=frozen))
+    assert all(torch.equal(found[n], w.bfloat16().float()) for n, w in trained.items())
+    with pytest.raises(ConfigError, match="initial_load_model_only = true"):
+        choose(recipe(tmp_path / "c", checkpoint=initial | {"initial_load_model_only": False}))
+
+
+def test_a_checkpoint_of_this_run_comes_before_initial_weights(tmp_path: Path) -> None:
+    run(recipe(tmp_path / "a"))
+    initial = {"initial_load_path": str(tmp_path / "a/checkpoint/step-2")}
+    assert choose(recipe(tmp_path / "b", checkpoint=initial)).model_only
+    run(recipe(tmp_path / "b", checkpoint=initial))
+    start = choose(recipe(tmp_path / "b", checkpoint=initial))
+    assert start.path == tmp_path / "b/checkpoint/step-4"
+
+
+def test_everything_of_another_run(tmp_path: Path) -> None:
+    run(recipe(tmp_path / "whole", steps=4))
+    initial = {
+        "initial_load_path": str(tmp_path / "whole/checkpoint/step-2"),
+        "initial_load_model_only": False,
+    }
+    run(recipe(tmp_path / "second", steps=4, checkpoint=initial))
+    whole, second = losses(tmp_path / "whole"), losses(tmp_path / "second")
+    assert second == {step: whole[step] for step in (3, 4)}
+
+
+def state_of(folder: Path, step: int) -> dict[str, Any]:
+    text = (folder / f"checkpoint/step-{step}/train_state.json").read_text()
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def test_parts_left_out_of_loading_start_afresh(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    excluded = {"exclude_from_loading": ["lr_scheduler", "data", "optimizer"]}
+    run(recipe(tmp_path, steps=6, checkpoint=excluded))
+    state = state_of(tmp_path, 6)
+    assert state["train_state"]["schedule_start"] == 4
+    assert state["train_state"]["step"] == 6
+    assert state["data"]["samples"] == 2 * 8
+    rates = [row["lr"] for row in rows(tmp_path)]
+    assert rates[4:6] == rates[0:2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"optimizer": {"name": "SGD", "momentum": 0.9}},
+            r"optimizer\.\S+momentum_buffer is not in the checkpoint",
+        ),
+        ({"model": {"flavor": "wide"}}, r"is \(300, 32\) there and \(300, 64\) here"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run(recipe(tmp_path))
+    with pytest.raises(AssertionError, match=message):
+        run(recipe(tmp_path, steps=6, checkpoint={"resume": "must"}, **sections))
+
+
+def test_what_is_written_says_what_ran(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    state = state_of(tmp_path, 4)
+    assert state["recipe"]["training.steps"] == 4
+    assert state["seed"] == 0
+    assert state["versions"]["torch"] == torch.__version__
+
+
+def test_damaged_state_is_named(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    (tmp_path / "checkpoint/step-4/train_state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"step-4/train_state.json: damaged"):
+        choose(recipe(tmp_path))
+
+
+def test_finished_run_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(recipe(tmp_path))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    train(recipe(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert steps_in(tmp_path) == [2, 4]
