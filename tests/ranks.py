@@ -4,6 +4,7 @@ A fork starts in milliseconds because torch is imported already, and a store in 
 port. CUDA cannot be used after a fork, so NCCL ranks pay for an import each.
 """
 
+import gc
 import os
 import pickle
 import tempfile
@@ -60,6 +61,8 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # Garbage of the parent may hold threads that a fork does not have; never collect it here.
+    gc.freeze()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"

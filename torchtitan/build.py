@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from torchtitan.checkpoint import Checkpointer, TrainState
 from torchtitan.data import DataStream, Tokenizer, build_stream, check_vocabulary, load_tokenizer
@@ -17,7 +16,7 @@ from torchtitan.logging import logger
 from torchtitan.metrics import Meter, SinkContext, build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import count_parameters
+from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Optimizers, learning_rate_factor
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize
 from torchtitan.profiling import Profiler
@@ -107,8 +106,7 @@ def build_model(job: JobConfig, world: World) -> ParallelModel:
     """Build the network without memory, lay it out, then fill in only what this rank owns."""
     spec = MODELS[job.model.name]
     args = spec.flavors[job.model.flavor]
-    with torch.device("meta"):
-        network: nn.Module = spec.build(args, job.training.seq_len)
+    network = build_empty(spec.build, args, job.training.seq_len)
     precision = Precision(
         parameters=getattr(torch, job.training.dtype),
         compute=getattr(torch, job.training.mixed_precision_param),

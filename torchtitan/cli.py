@@ -2,60 +2,96 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchtitan import dialect
-from torchtitan.config import ConfigError, show
-from torchtitan.data import DATASETS
+from torchtitan.config import ConfigError, json_schema
+from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
-from torchtitan.job import JobConfig, load_job, smallest_world
+from torchtitan.job import JobConfig, load_job, remarks, smallest_world
 from torchtitan.logging import configure
+from torchtitan.migrate import migrate
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.provenance import to_toml
 from torchtitan.train import main as train
-from torchtitan.train import refuse, split_recipe
+from torchtitan.train import problems_of_tokenizer, refuse, split_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["train"]:
         return train(words[1:])
-    arguments, rest = _parser().parse_known_args(words)
-    if rest and arguments.verb is not check:
-        return refuse(ConfigError(f"{rest[0]}: not an argument of this command"))
+    parser = _parser()
+    own, flags = _split(words)
+    arguments, unknown = parser.parse_known_args(own)
+    if arguments.verb is not check_verb and (unknown or flags):
+        parser.error(f"unrecognized arguments: {' '.join([*unknown, *flags])}")
     configure()
     try:
-        arguments.verb(arguments, rest)
+        arguments.verb(arguments, [*unknown, *flags])
     except ConfigError as error:
         return refuse(error)
     return 0
 
 
-def check(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the command itself, and the flags `--section.key` with what follows each."""
+    own: list[str] = []
+    flags: list[str] = []
+    current = own
+    for word in words:
+        if word.startswith("--"):
+            current = flags if "." in word.partition("=")[0] else own
+        current.append(word)
+    return own, flags
+
+
+def check_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Validate a recipe without starting anything, and print it resolved."""
     if arguments.json_schema:
-        print(json.dumps(JobConfig.model_json_schema(), indent=1))
+        print(json.dumps(json_schema(JobConfig), indent=1))
         return
-    words = [*([arguments.recipe] if arguments.recipe else []), *flags]
-    path, rest = split_recipe(words)
+    path, rest = split_recipe([*([arguments.recipe] if arguments.recipe else []), *flags])
     recipe = load_job(path, rest, arguments.world_size, arguments.device or pick().type)
+    recipe.refuse(problems_of_tokenizer(recipe.config))
     job = recipe.config
-    for notice in recipe.notices:
-        print(f"# {notice}")
-    ranks = arguments.world_size or smallest_world(job)
-    degrees = job.degrees(ranks)
-    tokens = job.global_batch(degrees) * job.training.seq_len
+    lines = [*recipe.notices, *remarks(job), *summary(job, arguments.world_size)]
+    # In one piece, so that `| head` does not close the pipe in between.
+    print("".join(f"# {line}\n" for line in lines) + to_toml(job), end="")
+
+
+def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
+    """What a recipe comes to: ranks, batch, model."""
+    ranks = world_size or smallest_world(job)
+    degrees, t = job.degrees(ranks), job.training
     layout = ", ".join(f"{axis} {size}" for axis, size in degrees._asdict().items())
-    print(f"# valid on {ranks} rank{'s' * (ranks > 1)}: {layout}")
-    print(f"# {job.global_batch(degrees)} sequences, {tokens:,} tokens in an optimizer step")
-    print(to_toml(job), end="")
+    hint = "" if world_size else "; --world-size N checks for N"
+    yield f"valid on {ranks} rank{'s' * (ranks > 1)}: {layout}{hint}"
+    sequences = job.global_batch(degrees)
+    yield (
+        f"{sequences:,} sequences in an optimizer step: {t.local_batch_size} at a time x "
+        f"{job.accumulation(degrees)} accumulated x {degrees.data} data-parallel"
+    )
+    tokens = sequences * t.seq_len
+    yield f"{tokens:,} tokens in a step, {tokens * t.steps:,} in {t.steps:,} steps"
+    spec = MODELS[job.model.name]
+    args = spec.flavors[job.model.flavor]
+    parameters = count_parameters(build_empty(spec.build, args, t.seq_len)).total
+    yield (
+        f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, "
+        f"{spec.flops_per_token(args, t.seq_len):.3g} floating-point operations a token"
+    )
 
 
-def migrate(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+def migrate_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Write a recipe of TorchTitan v0.1 or v0.2 in this version's form."""
-    text, notices = dialect.migrate(Path(arguments.recipe))
+    text, notices = migrate(Path(arguments.recipe))
     for notice in notices:
         print(notice, file=sys.stderr)
     if arguments.output is None:
@@ -66,10 +102,8 @@ def migrate(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     Path(arguments.output).write_text(text, encoding="utf-8")
 
 
-def train_tokenizer(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+def train_tokenizer_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Make a byte-level BPE tokenizer from the documents of a data set."""
-    from torchtitan.data import train_tokenizer
-
     train_tokenizer(
         arguments.dataset,
         arguments.dataset_path,
@@ -82,27 +116,32 @@ def train_tokenizer(arguments: argparse.Namespace, flags: Sequence[str]) -> None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="torchtitan", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser("train", help="train from a recipe (train --help shows every setting)")
+    def add(
+        verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, about: str | None
+    ) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
 
-    verb = verbs.add_parser("check", help=check.__doc__, description=check.__doc__)
+    verbs.add_parser("train", help="train from a recipe (train --help shows every setting)")
+
+    verb = add(verbs, "check", check_verb.__doc__)
     verb.add_argument("recipe", nargs="?", help="the recipe; --section.key value may follow")
-    verb.add_argument("--world-size", type=int, help="ranks; absent: any number that fits")
+    verb.add_argument("--world-size", type=_ranks, help="ranks; absent: any number that fits")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="absent: this machine's")
     verb.add_argument("--json-schema", action="store_true", help="print the schema for editors")
-    verb.set_defaults(verb=check)
+    verb.set_defaults(verb=check_verb)
 
-    verb = verbs.add_parser("migrate", help=migrate.__doc__, description=migrate.__doc__)
+    verb = add(verbs, "migrate", migrate_verb.__doc__)
     verb.add_argument("recipe", help="a recipe of TorchTitan v0.1 or v0.2")
     verb.add_argument("-o", "--output", help="file to write; absent: standard output")
-    verb.set_defaults(verb=migrate)
+    verb.set_defaults(verb=migrate_verb)
 
-    group = verbs.add_parser("tokenizer", help="make tokenizers").add_subparsers(
-        required=True, metavar="VERB"
+    group = add(verbs, "tokenizer", "make tokenizers")
+    verb = add(
+        group.add_subparsers(required=True, metavar="VERB"), "train", train_tokenizer_verb.__doc__
     )
-    verb = group.add_parser("train", help=train_tokenizer.__doc__)
     known = ", ".join(DATASETS)
     verb.add_argument("--dataset", default="python_stdlib", help=f"{known}, or a path")
     verb.add_argument("--dataset-path", help="file or folder of a data set that has none")
@@ -111,8 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--vocab-size", type=int, default=2048, help="special tokens included")
     verb.add_argument("--seed", type=int, default=0, help="which documents, with --documents")
     verb.add_argument("--output", required=True, help="tokenizer.json to write")
-    verb.set_defaults(verb=train_tokenizer)
+    verb.set_defaults(verb=train_tokenizer_verb)
     return parser
+
+
+def _ranks(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"got {word}; wanted an integer >= 1")
+    return int(word)
 
 
 if __name__ == "__main__":

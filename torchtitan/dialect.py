@@ -2,25 +2,23 @@
 
 One table maps every key of theirs that is not ours. A key that moved is read under its new name,
 with a notice. A key without a counterpart is dropped, with a notice, where its value asks for
-nothing (a feature that is off); otherwise it is refused, with what to write instead.
+nothing (a feature that is off); otherwise it is refused, with what to write instead. `torchtitan
+migrate` writes the same translation into a file.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from torchtitan.config import KeyPath, RecipeError, Setting, Translation, read_toml, show
+from torchtitan.config import KeyPath, Setting, Translation, allowed_names, show
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A key with another name here, and how its value is written here."""
+    """A key with another name here; `convert` gives its value as it is written here."""
 
     to: str
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,30 @@ class Gone:
     asks_nothing: Callable[[Any], bool]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A key of ours, some of whose old values are not there, with what to write instead."""
+
+    missing: Mapping[Any, str]
+
+
 def always(value: Any) -> bool:
     """Whatever its value, dropping the key changes nothing."""
     return True
 
 
 def falsy(value: Any) -> bool:
-    """Off, empty or zero; also as a flag's words."""
-    return not value or value in (["false"], ["False"], ["0"], "none", ["none"], [""])
+    """Off, empty or zero."""
+    return not value or value == "none"
 
 
 def just(*values: Any) -> Callable[[Any], bool]:
-    """One of these values; also as a flag's words."""
-    return lambda value: value in values or value in [[str(one)] for one in values]
+    """One of these values."""
+    return lambda value: value in values
 
 
 def _inverted(value: Any) -> Any:
-    return {True: False, False: True}.get(value, value) if isinstance(value, bool) else value
+    return not value if isinstance(value, bool) else value
 
 
 def _fused(value: Any) -> Any:
@@ -82,20 +87,26 @@ ONLY_PIPELINE = "it only acts with pipeline parallelism, which is not part of th
 ONLY_CONTEXT = "it only acts with context parallelism, which is not part of this version"
 ONLY_EXPERTS = "there are no models with experts"
 ONLY_QUANTIZED = "it only acts with a converter, and none is asked for"
+NO_CONVERTERS = "converters (float8, mx) are not part of this version"
+NO_TENSOR = "tensor parallelism is not part of this version"
+NO_HUGGING_FACE = "Hugging Face weights are not part of this version"
+NO_RECORDER = "the flight recorder is not part of this version"
+NO_ESTIMATION = "memory estimation is not part of this version"
 CHECKPOINT_OPTION = "this version has mode and selective_ac_option only"
+NO_ASYNC = 'saving in the background is not part of this version; use "disabled"'
 
-TABLE: Mapping[str, Moved | Gone] = {
+TABLE: Mapping[str, Moved | Gone | Kept] = {
     "job.print_args": Moved("job.print_config"),
     "job.use_for_integration_test": Gone("the tests name the recipes they run", always),
     "job.save_config_file": Gone("the resolved recipe is always written beside the run", always),
-    "job.custom_config_module": Gone("settings belong to their component; use job.imports", falsy),
+    "job.custom_config_module": Gone("settings belong to their component", falsy),
     "experimental.custom_import": Moved("job.imports", _as_list),
     "experimental.custom_model_path": Moved("job.imports", _as_list),
     "experimental.custom_args_module": Gone("settings belong to their component", falsy),
     "model.hf_assets_path": Moved("model.tokenizer_path"),
     "model.norm_type": Gone('every model has the norm of its paper ("rmsnorm")', just("rmsnorm")),
-    "model.converters": Gone("converters are not part of this version; leave it out", falsy),
-    "model.print_after_conversion": Gone("converters are not part of this version", falsy),
+    "model.converters": Gone(NO_CONVERTERS, falsy),
+    "model.print_after_conversion": Gone(NO_CONVERTERS, falsy),
     "training.dataset": Moved("data.dataset"),
     "training.dataset_path": Moved("data.dataset_path"),
     "training.dataloader.num_workers": Moved("data.num_workers"),
@@ -113,11 +124,11 @@ TABLE: Mapping[str, Moved | Gone] = {
     "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
     "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _inverted),
     "optimizer.fused": Moved("optimizer.implementation", _fused),
-    "optimizer.early_step_in_backward": Gone("the step follows the backward; leave it out", falsy),
+    "optimizer.early_step_in_backward": Gone("the step always follows the whole backward", falsy),
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "debug.moe_force_load_balance": Gone(ONLY_EXPERTS, falsy),
     "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
-    "parallelism.enable_async_tensor_parallel": Gone("tensor parallelism is not there yet", falsy),
+    "parallelism.enable_async_tensor_parallel": Gone(NO_TENSOR, falsy),
     "parallelism.pipeline_parallel_split_points": Gone(ONLY_PIPELINE, falsy),
     "parallelism.module_fqns_per_model_part": Gone(ONLY_PIPELINE, falsy),
     "parallelism.pipeline_parallel_layers_per_stage": Gone(ONLY_PIPELINE, always),
@@ -139,11 +150,15 @@ TABLE: Mapping[str, Moved | Gone] = {
     "checkpoint.create_seed_checkpoint": Gone(
         "every layout starts from the same weights, so no seed checkpoint is needed", falsy
     ),
-    "checkpoint.initial_load_in_hf": Gone("Hugging Face weights are not read yet", falsy),
-    "checkpoint.initial_load_in_hf_quantized": Gone("Hugging Face weights are not read yet", falsy),
-    "checkpoint.last_save_in_hf": Gone("Hugging Face weights are not written yet", falsy),
+    "checkpoint.initial_load_in_hf": Gone(NO_HUGGING_FACE, falsy),
+    "checkpoint.initial_load_in_hf_quantized": Gone(NO_HUGGING_FACE, falsy),
+    "checkpoint.last_save_in_hf": Gone(NO_HUGGING_FACE, falsy),
     "checkpoint.enable_ft_dataloader_checkpoints": Gone(
         "the data position is in every checkpoint", always
+    ),
+    "checkpoint.async_mode": Kept({"async": NO_ASYNC, "async_with_pinned_mem": NO_ASYNC}),
+    "activation_checkpoint.mode": Kept(
+        {"memory_budget": 'it is not part of this version; use "selective" or "full"'}
     ),
     "activation_checkpoint.selective_ac_option": Moved(
         "activation_checkpoint.selective_ac_option", _number
@@ -162,32 +177,41 @@ TABLE: Mapping[str, Moved | Gone] = {
     "validation.local_batch_size": Gone("validation reads batches of the training shape", always),
     "validation.seq_len": Gone("validation reads batches of the training shape", always),
     "validation.dataloader.*": Gone("validation reads its few batches when due", always),
-    "comm.trace_buf_size": Gone("there is no flight recorder in this version", always),
-    "comm.save_traces_folder": Gone("there is no flight recorder in this version", always),
-    "comm.save_traces_file_prefix": Gone("there is no flight recorder in this version", always),
-    "comm.mode": Gone("there is no fake backend in this version", just("default")),
-    "float8.enable_float8_linear": Gone("converters are not part of this version", falsy),
+    "comm.trace_buf_size": Gone(NO_RECORDER, always),
+    "comm.save_traces_folder": Gone(NO_RECORDER, always),
+    "comm.save_traces_file_prefix": Gone(NO_RECORDER, always),
+    "comm.mode": Gone("the fake backend is not part of this version", just("default")),
+    "float8.enable_float8_linear": Gone(NO_CONVERTERS, falsy),
     "float8.*": Gone(ONLY_QUANTIZED, always),
     "mx.*": Gone(ONLY_QUANTIZED, always),
     "quantize.*": Gone(ONLY_QUANTIZED, always),
-    "memory_estimation.enable": Gone("there is no memory estimation in this version", falsy),
-    "memory_estimation.enabled": Gone("there is no memory estimation in this version", falsy),
-    "memory_estimation.*": Gone("there is no memory estimation in this version", always),
-    "fault_tolerance.enable": Gone("there are no replica groups in this version", falsy),
+    "memory_estimation.enable": Gone(NO_ESTIMATION, falsy),
+    "memory_estimation.enabled": Gone(NO_ESTIMATION, falsy),
+    "memory_estimation.*": Gone(NO_ESTIMATION, always),
+    "fault_tolerance.enable": Gone("replica groups are not part of this version", falsy),
     "fault_tolerance.*": Gone("it only acts with fault_tolerance.enable", always),
-    **{f"{old}.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM for old in ("training",)},
+    **{f"training.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
     **{f"experimental.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
-    "experimental.enable_async_tensor_parallel": Gone("tensor parallelism is not there yet", falsy),
+    "experimental.enable_async_tensor_parallel": Gone(NO_TENSOR, falsy),
     "experimental.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
     "experimental.pipeline_parallel_microbatches": Gone(ONLY_PIPELINE, always),
     "experimental.pipeline_parallel_split_points": Gone(ONLY_PIPELINE, falsy),
     "experimental.pipeline_parallel_schedule_csv": Gone(ONLY_PIPELINE, falsy),
     "experimental.context_parallel_rotate_method": Gone(ONLY_CONTEXT, always),
 }
-SECTIONS = {name.split(".")[0] for name in TABLE}
+OLD_SECTIONS = (
+    "experimental",
+    "fault_tolerance",
+    "float8",
+    "memory_estimation",
+    "mx",
+    "quantize",
+    "training.dataloader",
+    "validation.dataloader",
+)
 
 
-def entry(path: KeyPath) -> Moved | Gone | None:
+def entry(path: KeyPath) -> Moved | Gone | Kept | None:
     """The row of the table for a key: its own, or that of the section it stands in."""
     dotted = ".".join(path)
     if dotted in TABLE:
@@ -196,64 +220,51 @@ def entry(path: KeyPath) -> Moved | Gone | None:
     return next((TABLE[f"{name}.*"] for name in sections if f"{name}.*" in TABLE), None)
 
 
+def new_name(path: KeyPath) -> KeyPath:
+    """The present path of an old key whose value is written as before; other paths as they are."""
+    row = entry(path)
+    return tuple(row.to.split(".")) if isinstance(row, Moved) and not row.convert else path
+
+
 def translate(settings: dict[KeyPath, Setting]) -> Translation:
     """Read the settings of one source, whatever version it was written for."""
     result = Translation({}, [], [])
     for path, setting in settings.items():
-        row, dotted = entry(path), ".".join(path)
-        if row is None:
-            empty_table = setting.value == {} and path[0] in SECTIONS
-            if not empty_table:
-                result.settings[path] = setting
-        elif isinstance(row, Moved):
-            target = tuple(row.to.split("."))
-            if target != path:
-                result.notices.append(f"{setting.origin}: {dotted} is now {row.to}")
-                if target in settings:
-                    text = f"{dotted} and {row.to} say the same thing; keep the second"
-                    result.problems.append(f"{setting.origin}: {text}")
-            result.settings[target] = Setting(row.convert(setting.value), setting.origin)
-        elif row.asks_nothing(setting.value):
-            result.notices.append(f"{setting.origin}: {dotted} is left out: {row.instead}")
-        else:
-            text = f"got {show(setting.value)}, which has no counterpart: {row.instead}"
-            result.problems.append(f"{setting.origin}: {dotted}: {text}")
+        row, dotted, value = entry(path), ".".join(path), setting.value
+        where = f"{setting.origin}: {dotted}"
+        if isinstance(row, Moved):
+            _move(row, path, setting, settings, result)
+        elif isinstance(row, Gone) and value != {} and row.asks_nothing(value):
+            result.notices.append(f"{where}: {show(value)} is left out; {row.instead}")
+        elif isinstance(row, Gone) and value != {}:
+            result.problems.append(f"{where}: got {show(value)}; {row.instead}")
+        elif isinstance(row, Kept) and isinstance(value, str) and value in row.missing:
+            result.problems.append(f"{where}: got {show(value)}; {row.missing[value]}")
+        elif not f"{dotted}.".startswith(tuple(f"{name}." for name in OLD_SECTIONS)):
+            result.settings[path] = setting
+        elif value != {}:
+            section = ".".join(path[:-1])
+            known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
+            result.problems.append(f"{where}: unknown key; {allowed_names(path[-1], known)}")
     return result
 
 
-def migrate(path: Path) -> tuple[str, list[str]]:
-    """The text of an old recipe in this version's form, comments kept, and the notices.
-
-    Raises:
-        RecipeError: where a key has no counterpart.
-    """
-    problems: list[str] = []
-    sources = read_toml(path, problems)
-    if problems:
-        raise RecipeError(problems)
-    settings = sources[-1]
-    translated = translate(settings)
-    if translated.problems:
-        raise RecipeError(translated.problems)
-    document = tomlkit.parse(path.read_text(encoding="utf-8"))
-    for key, setting in settings.items():
-        if translated.settings.get(key) != setting:
-            _remove(document, key)
-    for key, setting in translated.settings.items():
-        if settings.get(key) != setting:
-            table = document
-            for section in key[:-1]:
-                table = table.setdefault(section, tomlkit.table())
-            table[key[-1]] = setting.value
-    return tomlkit.dumps(document), translated.notices
-
-
-def _remove(document: Any, key: KeyPath) -> None:
-    """Take out a key, and the tables that it leaves empty."""
-    tables = [document]
-    for section in key[:-1]:
-        tables.append(tables[-1][section])
-    for table, name in zip(reversed(tables), reversed(key), strict=True):
-        del table[name]
-        if table:
-            break
+def _move(
+    row: Moved,
+    path: KeyPath,
+    setting: Setting,
+    settings: dict[KeyPath, Setting],
+    result: Translation,
+) -> None:
+    target = tuple(row.to.split("."))
+    value = row.convert(setting.value) if row.convert else setting.value
+    where = f"{setting.origin}: {'.'.join(path)}"
+    if target != path:
+        result.notices.append(f"{where}: is now {row.to}")
+        if target in settings:
+            both = f"{row.to} of {settings[target].origin} says the same thing; keep that"
+            result.problems.append(f"{where}: got {show(setting.value)}; {both}")
+            return
+    elif value != setting.value:
+        result.notices.append(f"{where}: {show(setting.value)} is now {show(value)}")
+    result.settings[target] = Setting(value, setting.origin)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field
 
+from torchtitan import torch_private
 from torchtitan.config import Config
 from torchtitan.device import Device
 from torchtitan.logging import logger
@@ -84,7 +85,7 @@ class Profiler:
 
     def __enter__(self) -> Self:
         if self.config.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch_private.record_memory(MEMORY_EVENTS)
         if self.config.enable_profiling:
             self._begin_trace()
         return self
@@ -114,7 +115,7 @@ class Profiler:
             if self._trace is not None:
                 self._trace.stop()
             if self.config.enable_memory_snapshot:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                torch_private.record_memory(None)
 
     def _begin_trace(self) -> None:
         # One profiler a trace: one that goes on warns that it forgets the events of the last.
@@ -148,7 +149,7 @@ class Profiler:
 
     def _snapshot(self, name: str) -> None:
         path = self._path(self.config.save_memory_snapshot_folder, name, "memory_snapshot.pickle")
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch_private.dump_memory(path)
         logger.info("wrote %s", path)
 
     def _path(self, folder: str, name: str, file: str) -> Path:

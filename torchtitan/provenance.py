@@ -55,7 +55,8 @@ def to_toml(job: JobConfig) -> str:
     import tomlkit
 
     tree = job.model_dump(mode="json", exclude_none=True)
-    return tomlkit.dumps(tree)
+    text: str = tomlkit.dumps(tree)
+    return text
 
 
 def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:

@@ -6,8 +6,10 @@ reads a recipe should not pay.
 
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
@@ -45,3 +47,16 @@ def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
+
+
+def record_memory(events: int | None) -> None:
+    """Remember the last `events` allocations and frees on CUDA; None: stop remembering."""
+    if events is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=events)
+
+
+def dump_memory(path: Path) -> None:
+    """Write what is remembered, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -5,16 +5,16 @@ nothing was lost (also after Ctrl-C or SIGTERM), 2 when the recipe is wrong, 1 f
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from torchtitan.build import build, open_tokenizer
 from torchtitan.checkpoint import Start, choose_start
-from torchtitan.config import ConfigError, Recipe, help_text
+from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
-from torchtitan.job import SAME_RUN, JobConfig, check_machine, load_job, remarks
+from torchtitan.job import SAME_RUN, JobConfig, load_job, problems_of_machine, remarks
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
@@ -24,7 +24,7 @@ USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
        python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
 
 Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
-lists: --section.key a b, or a,b."""
+lists: --section.key a b, or a,b; what may be absent: --section.key none."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,9 +71,17 @@ def read(words: Sequence[str], ranks: int, device_type: str) -> Recipe[JobConfig
     """
     path, flags = split_recipe(words)
     recipe = load_job(path, flags, ranks, device_type)
-    check_machine(recipe.config, device_type)
-    open_tokenizer(recipe.config)
+    recipe.refuse(problems_of_machine(recipe.config, device_type))
+    recipe.refuse(problems_of_tokenizer(recipe.config))
     return recipe
+
+
+def problems_of_tokenizer(job: JobConfig) -> Iterator[Problem]:
+    """What only reading the tokenizer tells."""
+    try:
+        open_tokenizer(job)
+    except ConfigError as error:
+        yield Problem("model.tokenizer_path", str(error))
 
 
 def choose(job: JobConfig) -> Start:
@@ -84,17 +92,23 @@ def choose(job: JobConfig) -> Start:
 
 def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The recipe's path, given first or as `--job.config_file`, and the other words."""
-    rest = list(words)
-    path = rest.pop(0) if rest and not rest[0].startswith("--") else None
-    for index, word in enumerate(rest):
-        name, equals, value = word.partition("=")
-        if name in ("--job.config_file", "--job.config-file"):
-            if not equals and index + 1 == len(rest):
-                raise ConfigError(f"{name}: wanted the path of a recipe")
-            path = value if equals else rest.pop(index + 1)
-            rest.pop(index)
-            break
-    return path, rest
+    paths: list[str] = []
+    rest: list[str] = []
+    waiting = list(words)
+    if waiting and not waiting[0].startswith("--"):
+        paths.append(waiting.pop(0))
+    while waiting:
+        name, equals, value = waiting.pop(0).partition("=")
+        if name not in ("--job.config_file", "--job.config-file"):
+            rest.append(name + equals + value)
+        elif equals or (waiting and not waiting[0].startswith("--")):
+            paths.append(value if equals else waiting.pop(0))
+        else:
+            raise ConfigError(f"{name}: job.config_file: got no value; wanted a recipe")
+    if len(paths) > 1:
+        got = " and ".join(paths)
+        raise ConfigError(f"--job.config_file: job.config_file: got {got}; wanted one recipe")
+    return paths[0] if paths else None, rest
 
 
 def refuse(error: ConfigError) -> int:

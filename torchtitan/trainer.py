@@ -1,6 +1,8 @@
 """The loop and the step."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,6 +14,16 @@ from torchtitan.logging import logger
 
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row had a loss or gradient norm that was not finite."""
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Python collects garbage only when told: at the same step on all ranks, so that none waits."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Trainer:
@@ -34,10 +46,9 @@ class Trainer:
         if state.step >= training.steps:
             logger.info("nothing to do: step %d of %d is done", state.step, training.steps)
             return
-        # Garbage is collected at the same step on every rank, so that no rank waits for another's.
-        gc.disable()
+        first = state.step + 1
         stopping = diverged = False
-        with run.meter, run.profiler, run.stop:
+        with run.meter, run.profiler, run.stop, garbage_kept():
             while state.step < training.steps and not stopping and not diverged:
                 stopping = self.step()
                 diverged = state.skipped_in_a_row >= training.max_skipped_steps
@@ -52,6 +63,8 @@ class Trainer:
                 run.profiler.step(state.step)
                 if state.step % training.gc_freq == 0:
                     gc.collect(1)
+                if state.step == first:
+                    run.world.after_first_step()
         if diverged:
             raise TrainingDiverged(
                 f"step {state.step}: the loss or the gradient norm was not finite in "
@@ -79,7 +92,7 @@ class Trainer:
         # Every rank's share of the global mean loss; they add up to it.
         loss = world.sum(run.model.forward_backward(batches, tokens), over="batch")
         grad_norm = run.optimizers.clip(run.job.training.max_norm)
-        stop = world.max(torch.tensor(float(run.stop.requested), device=loss.device))
+        stop = world.max(torch.full((), float(run.stop.requested), device=loss.device))
 
         # The one wait for the device in a step: all ranks read the same numbers, so they decide
         # alike whether to apply the update and whether to go on.

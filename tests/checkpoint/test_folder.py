@@ -223,9 +223,9 @@ def test_damaged_state_is_named(tmp_path: Path) -> None:
         choose(recipe(tmp_path))
 
 
-def test_finished_run_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     before = (tmp_path / "metrics.jsonl").read_text()
-    train(recipe(tmp_path))
+    run(recipe(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert steps_in(tmp_path) == [2, 4]

@@ -1,6 +1,7 @@
 """Recipes: frozen settings, read strictly, with errors that teach."""
 
-from torchtitan.config.help import help_text, sections
+from torchtitan.config.files import read_file, read_text
+from torchtitan.config.help import help_text, json_schema
 from torchtitan.config.load import Recipe, load
 from torchtitan.config.settings import (
     Config,
@@ -12,8 +13,7 @@ from torchtitan.config.settings import (
     Setting,
     Translation,
 )
-from torchtitan.config.sources import read_toml
-from torchtitan.config.words import allowed_names, nearest, show
+from torchtitan.config.words import allowed_names, show
 
 __all__ = [
     "Config",
@@ -27,9 +27,9 @@ __all__ = [
     "Translation",
     "allowed_names",
     "help_text",
+    "json_schema",
     "load",
-    "nearest",
-    "read_toml",
-    "sections",
+    "read_file",
+    "read_text",
     "show",
 ]

@@ -1,11 +1,11 @@
 """The settings of a recipe as a table: for `--help` and for docs/config.md."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.schema import describe, field_schema, one_of, subsection
+from torchtitan.config.schema import classes, describe, field_schema
 from torchtitan.config.settings import Config
 from torchtitan.config.words import show
 
@@ -23,26 +23,24 @@ class Section(NamedTuple):
     """One section, or one choice of a section that has several."""
 
     name: str
+    choice: str | None
     about: str
     entries: list[Entry]
 
 
 def sections(schema: type[Config]) -> Iterator[Section]:
     """Every section of a recipe, in order."""
-    for name, info in schema.model_fields.items():
-        if choice := one_of(info):
-            for key, settings in choice.registry.items():
-                entries = _entries(name, settings)
-                yield Section(f'{name} (name = "{key}")', _about(settings), entries)
-        elif settings := subsection(info):
-            yield Section(name, _about(settings), _entries(name, settings))
+    for name, choice, settings in classes(schema):
+        entries = [_entry(f"{name}.{key}", info) for key, info in settings.model_fields.items()]
+        yield Section(name, choice, (settings.__doc__ or "").strip().splitlines()[0], entries)
 
 
 def help_text(schema: type[Config]) -> str:
     """What `--help` prints of the settings."""
     lines = []
     for section in sections(schema):
-        lines += ["", f"[{section.name}] {section.about}"]
+        choice = f' with name = "{section.choice}"' if section.choice else ""
+        lines += ["", f"[{section.name}]{choice}: {section.about}"]
         for entry in section.entries:
             lines += [
                 f"  --{entry.path}  ({entry.allowed}; default: {entry.default})",
@@ -51,12 +49,15 @@ def help_text(schema: type[Config]) -> str:
     return "\n".join(lines)
 
 
-def _about(settings: type[Config]) -> str:
-    return (settings.__doc__ or "").strip().splitlines()[0]
-
-
-def _entries(section: str, settings: type[Config]) -> list[Entry]:
-    return [_entry(f"{section}.{key}", info) for key, info in settings.model_fields.items()]
+def json_schema(schema: type[Config]) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a recipe, for editors."""
+    tree = schema.model_json_schema()
+    extends = {"type": "string", "description": "Recipe to inherit from, relative to this one."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **tree,
+        "properties": {"extends": extends, **tree["properties"]},
+    }
 
 
 def _entry(path: str, info: FieldInfo) -> Entry:

@@ -2,37 +2,33 @@
 
 The idea: every source (an extended recipe, the recipe, the flags) is a flat mapping from a path to
 a value and the place it was written. Later sources win, so precedence is one dictionary merge:
-defaults < extended recipe < recipe < flags. The merged mapping is validated once, strictly, and
-every mistake is reported together with its place, what was got and what is allowed.
+defaults < extended recipe < recipe < flags. Each setting is then validated by itself, strictly, and
+what the settings mean together is checked last, with defaults in the place of those that are wrong:
+so every mistake is reported in one go, each with its place, what was got and what is allowed.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
-
-from torchtitan.config.schema import (
-    explain,
-    field_schema,
-    find_field,
-    json_types,
-    locate,
-    origin_of,
-)
+from torchtitan.config.faults import validate_all
+from torchtitan.config.files import read_recipe
+from torchtitan.config.flags import read_flags
+from torchtitan.config.schema import one_of
 from torchtitan.config.settings import (
     Config,
     KeyPath,
+    OneOf,
     Problem,
     RecipeError,
     Setting,
     Translation,
 )
-from torchtitan.config.sources import read_flags, read_toml
+from torchtitan.config.words import show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+Settings = dict[KeyPath, Setting]
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,22 @@ class Recipe(Generic[ConfigT]):
 
     config: ConfigT
     notices: list[str]
+    place: str
     origins: dict[KeyPath, str] = field(repr=False)
+
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        """Raise RecipeError with a line for each problem, if there are any."""
+        if lines := [self.line(problem) for problem in problems]:
+            raise RecipeError(lines)
+
+    def line(self, problem: Problem) -> str:
+        """A problem in words: where, which setting, what was got, what is wrong with it."""
+        path = tuple(problem.path.split("."))
+        value: Any = self.config
+        for key in path:
+            value = getattr(value, key)
+        origin = self.origins.get(path, self.place)
+        return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
 
 
 def load(
@@ -49,93 +60,104 @@ def load(
     recipe: str | Path | None = None,
     flags: Sequence[str] = (),
     *,
-    translate: Callable[[dict[KeyPath, Setting]], Translation],
-    prepare: Callable[[dict[KeyPath, Setting]], None],
+    translate: Callable[[Settings], Translation],
+    new_name: Callable[[KeyPath], KeyPath],
+    prepare: Callable[[Settings], Iterable[str]],
     check: Callable[[ConfigT], Iterable[Problem]],
 ) -> Recipe[ConfigT]:
     """Merge defaults, the recipe (with what it extends) and flags into `schema`.
 
+    Args:
+        schema: the tree of settings.
+        recipe: a TOML file.
+        flags: words of the command line.
+        translate: reads the settings of one source that has names of an older version.
+        new_name: the present path of an old key.
+        prepare: called with all settings before any is validated; returns problems.
+        check: what is wrong with settings that are each valid.
+
     Raises:
         RecipeError: with all mistakes of all sources, one line each.
     """
-    notices: list[str] = []
     problems: list[str] = []
-    merged: dict[KeyPath, Setting] = {}
-    sources = [*(read_toml(Path(recipe), problems) if recipe else []), read_flags(flags, problems)]
-    for source in sources:
-        translated = translate(source)
-        notices += translated.notices
-        problems += translated.problems
-        merged |= translated.settings
-    merged = {path: setting for path, setting in merged.items() if path[0] != "extends"}
-    prepare(merged)
-    merged = _type_flags(schema, merged)
+    notices: list[str] = []
 
-    # Mistakes in form are taken out and the rest is checked again, so that a recipe with a
-    # misspelt key also hears of degrees that do not multiply.
-    wrong: set[str] = set()
-    while True:
-        try:
-            config = schema.model_validate_json(json.dumps(_nest(merged), default=str), strict=True)
-            break
-        except ValidationError as error:
-            found = [locate(schema, item["loc"], merged) for item in error.errors()]
-            for path, item in zip(found, error.errors(), strict=True):
-                problems.append(explain(schema, path, item, merged))
-                wrong.add(".".join(path))
-            kept = {p: s for p, s in merged.items() if not any(p[: len(f)] == f for f in found)}
-            assert len(kept) < len(merged), f"a default of the recipe is invalid: {error}"
-            merged = kept
+    def translated(source: Settings) -> Settings:
+        result = translate(source)
+        notices.extend(result.notices)
+        problems.extend(result.problems)
+        return result.settings
+
+    files = read_recipe(Path(recipe), problems) if recipe else []
+    sources = [translated(source) for source in files]
+    # What is prepared may add names to choose from, and the type of a flag follows from a choice:
+    # so flags are read to learn what to prepare, and once more after it.
+    below = {path: setting for source in sources for path, setting in source.items()}
+    early, _ = read_flags(flags, schema, below, new_name)
+    problems += prepare(below | translate(early).settings)
+
+    settings: Settings = {}
+    for source in sources:
+        settings = _merged(schema, settings, source, notices)
+    from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
+    problems += wrong_flags
+    settings = _merged(schema, settings, translated(from_flags), notices)
+
+    values, faults = validate_all(schema, settings)
+    for path, message in faults.items():
+        problems.append(f"{settings[path].origin}: {'.'.join(path)}: {message}")
+    origins = {path: setting.origin for path, setting in settings.items() if path in values}
     place = str(recipe) if recipe else "defaults"
-    for problem in check(config):
-        if wrong.isdisjoint((problem.path, *problem.also)):
-            origin = origin_of(merged, tuple(problem.path.split(".")), place)
-            problems.append(f"{origin}: {problem.path}: {problem.message}")
+    loaded = Recipe(schema.model_validate(_nest(values)), notices, place, origins)
+    for problem in check(loaded.config):
+        if not any(_rests_on(problem, path) for path in faults):
+            problems.append(loaded.line(problem))
     if problems:
         raise RecipeError(problems)
-    return Recipe(config, notices, {path: setting.origin for path, setting in merged.items()})
+    return loaded
 
 
-def _type_flags(schema: type[Config], merged: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Give the words of flags the types that their settings ask for."""
-    typed = {}
-    for path, (value, origin) in merged.items():
-        if origin.startswith("--") and isinstance(value, list):
-            info = find_field(schema, path, merged)
-            kinds = json_types(field_schema(info)) if info else set()
-            typed[path] = Setting(_from_words(value, kinds), origin)
-        else:
-            typed[path] = Setting(value, origin)
-    return typed
+def _rests_on(problem: Problem, path: KeyPath) -> bool:
+    """Whether a problem is about a setting, or about one in the same section where it says so."""
+    dotted = ".".join((*path, ""))
+    names = [f"{name}." for name in (problem.path, *problem.also)]
+    return any(name.startswith(dotted) or dotted.startswith(name) for name in names)
 
 
-def _from_words(words: list[str], kinds: set[str]) -> Any:
-    if "array" in kinds:
-        return [_from_word(part, kinds) for word in words for part in word.split(",") if part]
-    if not words:
-        return True
-    return _from_word(words[0], kinds) if len(words) == 1 else words
+def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:
+    """The settings of two sources; where `above` chooses anew, what it does not have is left out.
+
+    A recipe that changes the optimizer of what it extends need not undo the settings of that one.
+    """
+    merged = below | above
+    for section, info in schema.model_fields.items():
+        choice, name = one_of(info), above.get((section, "name"))
+        if choice is None or name is None:
+            continue
+        now, before = choice.choice(name.value), _chosen(choice, section, below)
+        if now is None or before is None or now is before:
+            continue
+        for key in before.model_fields:
+            path = (section, key)
+            if path in below and path not in above and key not in now.model_fields:
+                del merged[path]
+                notices.append(
+                    f"{name.origin}: {section}.name: {name.value} has no {key}; "
+                    f"{show(below[path].value)} of {below[path].origin} is left out"
+                )
+    return merged
 
 
-def _from_word(word: str, kinds: set[str]) -> Any:
-    if word.lower() in ("true", "false") and "boolean" in kinds:
-        return word.lower() == "true"
-    for kind, convert in (("integer", int), ("number", float)):
-        if kind in kinds:
-            try:
-                return convert(word)
-            except ValueError:
-                continue
-    return word
+def _chosen(choice: OneOf, section: str, settings: Settings) -> type[Config] | None:
+    name = settings.get((section, "name"))
+    return choice.choice(name.value if name else choice.default)
 
 
-def _nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
+def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, setting in settings.items():
+    for path, value in values.items():
         node = tree
         for key in path[:-1]:
-            child = node.get(key)
-            node[key] = node = child if isinstance(child, dict) else {}
-        if not (setting.value == {} and isinstance(node.get(path[-1]), dict)):
-            node[path[-1]] = setting.value
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
     return tree

@@ -1,42 +1,25 @@
-"""Asks a tree of settings about its fields, and explains what is wrong with a value."""
+"""Asks a tree of settings about its sections and fields, and describes what a field holds."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.settings import Config, KeyPath, OneOf, Setting
-from torchtitan.config.words import nearest, show
 
-
-def find_field(
-    schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> FieldInfo | None:
-    """The field at `path`, following the choice that `settings` make where a section has one."""
-    fields = _fields_at(schema, path[:-1], settings)
-    return fields.get(path[-1]) if fields and path else None
-
-
-def _fields_at(
-    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> dict[str, FieldInfo] | None:
-    node: type[Config] | None = schema
-    for depth, key in enumerate(section, 1):
-        info = node.model_fields.get(key) if node else None
-        if info is None:
-            return None
-        if choice := one_of(info):
-            named = settings.get((*section[:depth], "name"))
-            name = named.value if named else choice.default
-            node = choice.choice({"name": name[0] if isinstance(name, list) and name else name})
-        else:
-            node = subsection(info)
-    return dict(node.model_fields) if node else None
+NOUNS = {
+    "integer": ("an integer", "integers"),
+    "number": ("a number", "numbers"),
+    "boolean": ("true or false", "true or false"),
+    "string": ("a string", "strings"),
+}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def one_of(info: FieldInfo) -> OneOf | None:
-    """The registry that a field chooses from, if it does."""
+    """The registry that a section is chosen from, if it is."""
     return next((item for item in info.metadata if isinstance(item, OneOf)), None)
 
 
@@ -46,116 +29,93 @@ def subsection(info: FieldInfo) -> type[Config] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Config) else None
 
 
+def is_section(info: FieldInfo) -> bool:
+    """Whether a field is a section, chosen by name or not."""
+    return bool(one_of(info) or subsection(info))
+
+
+def classes(schema: type[Config]) -> Iterator[tuple[str, str | None, type[Config]]]:
+    """(section, choice, settings class) for every section and every choice of it."""
+    for name, info in schema.model_fields.items():
+        if choice := one_of(info):
+            for key, settings in choice.registry.items():
+                yield name, key, settings
+        elif one := subsection(info):
+            yield name, None, one
+
+
+def section_class(
+    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
+) -> type[Config] | None:
+    """The settings class of a section, following the choice that `settings` make by `name`."""
+    if not section:
+        return schema
+    above = section_class(schema, section[:-1], settings)
+    info = above.model_fields.get(section[-1]) if above else None
+    if info is None:
+        return None
+    if choice := one_of(info):
+        name = settings.get((*section, "name"))
+        return choice.choice(name.value if name else choice.default)
+    return subsection(info)
+
+
+def find_field(
+    schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
+) -> FieldInfo | None:
+    """The field at `path`, None where there is none."""
+    section = section_class(schema, path[:-1], settings)
+    return section.model_fields.get(path[-1]) if section else None
+
+
+def validate(info: FieldInfo, value: Any) -> Any:
+    """A value that TOML can hold, as the field holds it.
+
+    Raises:
+        pydantic.ValidationError: where the field does not allow it; "20" and true are no numbers.
+    """
+    # In JSON, unlike in Python, a list is a strict tuple. A date has no JSON form; as an object it
+    # fits no field.
+    text = json.dumps(value, default=lambda date: {"date": str(date)})
+    return _adapter(info).validate_json(text)
+
+
 def field_schema(info: FieldInfo) -> dict[str, Any]:
-    """JSON Schema of one field, constraints included."""
-    kind: Any = info.annotation
-    return TypeAdapter(Annotated[kind, *info.metadata] if info.metadata else kind).json_schema()
+    """JSON Schema of the value of one field, constraints included."""
+    return _adapter(info).json_schema()
 
 
-def json_types(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits; `array` also stands for the types of its items."""
-    kinds = {schema["type"]} if "type" in schema else set()
-    for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
-        kinds.add("string" if isinstance(value, str) else "integer")
-    for part in _parts(schema):
-        kinds |= json_types(part)
-    return kinds
+def _adapter(info: FieldInfo) -> TypeAdapter[Any]:
+    kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema in words: "an integer >= 1", "true or false", "one of a, b"."""
+    """A JSON Schema in words: `an integer >= 1`, `true or false`, `always, never`."""
     if "anyOf" in schema:
-        parts = [describe(part) for part in schema["anyOf"] if part.get("type") != "null"]
-        return " or ".join(parts)
-    if "enum" in schema:
-        return "one of " + ", ".join(show(value) for value in schema["enum"])
-    if "const" in schema:
-        return show(schema["const"])
-    if schema.get("type") == "array":
-        return "a list of " + describe(schema.get("items", {})).removeprefix("a ")
-    words = {
-        "integer": "an integer",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-        "object": "a section",
-    }
-    bounds = {
-        "minimum": ">=",
-        "exclusiveMinimum": ">",
-        "maximum": "<=",
-        "exclusiveMaximum": "<",
-    }
-    limits = [f"{sign} {schema[key]}" for key, sign in bounds.items() if key in schema]
-    return " ".join([words.get(schema.get("type", ""), "a value"), " and ".join(limits)]).strip()
+        return " or ".join(describe(part) for part in schema["anyOf"] if part != {"type": "null"})
+    if names := _values(schema):
+        return ", ".join(names)
+    if schema["type"] == "array":
+        items = schema["items"]
+        return f"a list of {describe(items) if _values(items) else NOUNS[items['type']][1]}"
+    bounds = [f"{sign} {schema[key]}" for key, sign in BOUNDS.items() if key in schema]
+    return " ".join([NOUNS[schema["type"]][0], " and ".join(bounds)]).strip()
 
 
-def locate(
-    schema: type[Config], loc: tuple[int | str, ...], settings: Mapping[KeyPath, Setting]
-) -> KeyPath:
-    """The path of the setting that a validation error is about.
-
-    Pydantic appends the index of an item or the branch of a union to the path of the field.
-    """
-    path: KeyPath = tuple(str(part) for part in loc)
-    while len(path) > 1 and find_field(schema, path, settings) is None and path not in settings:
-        if _fields_at(schema, path[:-1], settings) is not None:
-            break  # an unknown key of a known section
-        path = path[:-1]
-    return path
+def names(schema: Mapping[str, Any]) -> list[str]:
+    """The names that a JSON Schema admits, those for the items of a list included."""
+    return [*_values(schema), *(name for part in _parts(schema) for name in names(part))]
 
 
-def explain(
-    schema: type[Config], path: KeyPath, error: Any, settings: Mapping[KeyPath, Setting]
-) -> str:
-    origin, dotted = origin_of(settings, path, "recipe"), ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return f"{origin}: {dotted}: {_unknown(schema, path, settings)}"
-    if error["type"] == "value_error" and (info := find_field(schema, path, settings)):
-        choice = one_of(info)
-        if choice and (name := settings.get((*path, "name"))):
-            text = f"got {show(name.value)}; {error['ctx']['error']}"
-            return f"{name.origin}: {dotted}.name: {text}"
-    got = settings[path].value if path in settings else error["input"]
-    if error["type"] == "value_error":
-        return f"{origin}: {dotted}: got {show(got)}; {error['ctx']['error']}"
-    info = find_field(schema, path, settings)
-    if info is None:
-        return f"{origin}: {dotted}: got {show(got)}; {error['msg']}"
-    allowed = field_schema(info) if subsection(info) is None else {"type": "object"}
-    hint = nearest(got, _choices(allowed)) if isinstance(got, str) else ""
-    return f"{origin}: {dotted}: got {show(got)}; wanted {describe(allowed)}{hint}"
+def json_types(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema admits; those of the items of a list included."""
+    own = {"string"} if _values(schema) else {schema["type"]} if "type" in schema else set()
+    return own.union(*map(json_types, _parts(schema)))
 
 
-def _unknown(schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]) -> str:
-    siblings = _fields_at(schema, path[:-1], settings) or {}
-    what = "section" if len(path) == 1 else "key"
-    if near := nearest(path[-1], siblings, prefix=".".join(path[:-1])):
-        return f"unknown {what}{near}"
-    homes = [
-        f"{section}.{path[-1]}"
-        for section, info in schema.model_fields.items()
-        if path[-1] in (_fields_at(schema, (section,), settings) or {})
-    ]
-    if homes:
-        return f"unknown {what}; did you mean {' or '.join(homes)}?"
-    return f"unknown {what}; [{'.'.join(path[:-1])}] has {', '.join(sorted(siblings))}".replace(
-        "[] has", "the sections are"
-    )
-
-
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    values = list(schema.get("enum", [schema["const"]] if "const" in schema else []))
-    for part in _parts(schema):
-        values += _choices(part)
-    return [value for value in values if isinstance(value, str)]
-
-
-def origin_of(settings: Mapping[KeyPath, Setting], path: KeyPath, otherwise: str) -> str:
-    if path in settings:
-        return settings[path].origin
-    inside = [s.origin for p, s in settings.items() if p[: len(path)] == path]
-    return inside[0] if inside else otherwise
+def _values(schema: Mapping[str, Any]) -> list[str]:
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:

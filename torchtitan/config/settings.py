@@ -1,6 +1,5 @@
 """What settings are made of: frozen sections, choices by name, values with their place."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
-from torchtitan.config.words import allowed_names
+from torchtitan.config.words import allowed_names, show
 
 KeyPath = tuple[str, ...]
 
@@ -26,9 +25,11 @@ class RecipeError(ConfigError):
 
 
 class Config(BaseModel):
-    """Base of every component's settings: frozen, and unknown keys are refused."""
+    """Base of every component's settings: frozen, unknown keys and infinities refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,21 @@ class OneOf:
     registry: Mapping[str, type[Config]]
     default: str
 
-    def choice(self, values: Mapping[str, Any]) -> type[Config] | None:
-        """The settings class that `values["name"]` picks, None where there is no such name."""
-        name = values.get("name", self.default)
+    def choice(self, name: Any) -> type[Config] | None:
+        """The settings class called `name`, None where there is none."""
         return self.registry.get(name) if isinstance(name, str) else None
 
     def _validate(self, value: Any) -> Config:
         if isinstance(value, Config):
             return value
         if not isinstance(value, dict):
-            raise ValueError("wanted a section with a `name`")
-        settings = self.choice(value)
+            raise ValueError("wanted a section")
+        named = {"name": self.default} | value
+        settings = self.choice(named["name"])
         if settings is None:
-            raise ValueError(f"unknown name; {allowed_names(value['name'], self.registry)}")
-        return settings.model_validate_json(json.dumps({"name": self.default} | value), strict=True)
+            got = named["name"]
+            raise ValueError(f"name: got {show(got)}; {allowed_names(got, self.registry)}")
+        return settings.model_validate(named)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
@@ -62,18 +64,31 @@ class OneOf:
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"oneOf": [settings.model_json_schema() for settings in self.registry.values()]}
+        choices = []
+        for name, settings in self.registry.items():
+            choice = settings.model_json_schema()
+            if name != self.default:
+                choice["required"] = [*choice.get("required", ()), "name"]
+            choices.append(choice)
+        return {"oneOf": choices, "description": f"One of {', '.join(self.registry)}."}
 
 
 class Setting(NamedTuple):
-    """A value as written and the place where it was written."""
+    """A value as written and the place where it was written.
+
+    A section is a setting too, with the value `{}`: its place is that of its header.
+    """
 
     value: Any
     origin: str
 
 
 class Problem(NamedTuple):
-    """A mistake found by a cross-section check: `path` is dotted, `also` names what it rests on."""
+    """A mistake found by a cross-section check: what is wrong with the value at a dotted path.
+
+    `message` goes on after "got <value>; ". `also` names the other settings, or sections, it
+    rests on: where one of them is wrong itself, nothing is said.
+    """
 
     path: str
     message: str

@@ -83,7 +83,7 @@ class SyntheticDocuments:
     def epoch(self, position: Position) -> int:
         return position.round
 
-    def advice(self, lanes: int) -> str | None:  # noqa: ARG002
+    def advice(self, lanes: int) -> str | None:
         return None
 
     def read(

@@ -7,9 +7,11 @@ so a new model is two files and one line in `torchtitan.models.MODELS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 InitialWeight = float | Literal["ones"]
 """How a parameter starts: normal with this standard deviation, or all ones."""
@@ -20,6 +22,12 @@ class ModelArgs(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
 
 
 Args = TypeVar("Args", bound=ModelArgs)
@@ -40,6 +48,27 @@ class ModelSpec(Generic[Args]):
     """(arguments, parameter name) to how that parameter starts."""
     flops_per_token: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward."""
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out the draws by which torch's layers start."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def build_empty(build: Callable[[Args, int], nn.Module], args: Args, seq_len: int) -> nn.Module:
+    """The network on the meta device: shapes and names, no memory.
+
+    Its weights are drawn later, by name. Drawing them here too would change nothing, but torch
+    imports its compiler to draw on the meta device, which takes a second.
+    """
+    with torch.device("meta"), _NothingDrawn():
+        return build(args, seq_len)
 
 
 class ParameterCounts(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -16,6 +16,9 @@ from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.fsdp import Precision
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "ActivationCheckpointConfig",
@@ -95,6 +98,7 @@ class ParallelModel:
 
     parts: list[nn.Module]
     loss: LossFunction
+    sharded: "list[FSDPModule]"
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Forward and backward of the microbatches of one step; gradients accumulate.
@@ -109,7 +113,7 @@ class ParallelModel:
         (model,) = self.parts
         share = torch.zeros((), device=tokens.device)
         for batch in batches:
-            fsdp.reduce_now(model, is_last=batch is batches[-1])
+            fsdp.reduce_after(self.sharded, is_last=batch is batches[-1])
             loss = self.loss(model(batch.tokens), batch.targets) / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             share += loss.detach()
@@ -145,7 +149,7 @@ def parallelize(
     loss: LossFunction = cross_entropy
     if layout.compile.enable and "loss" in layout.compile.components:
         loss = torch.compile(cross_entropy, backend=layout.compile.backend)
-    return ParallelModel([model], loss)
+    return ParallelModel([model], loss, fsdp.sharded_modules(model))
 
 
 def _has_work(layout: Layout, world: World) -> bool:

@@ -8,7 +8,7 @@ matrix product.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,7 @@ class ActivationCheckpointConfig(Config):
     mode: Literal["none", "full", "selective"] = Field(
         "selective", description="none: keep all; full: keep block inputs; selective: see option."
     )
-    selective_ac_option: int | Literal["op"] = Field(
+    selective_ac_option: Annotated[int, Field(ge=1)] | Literal["op"] = Field(
         2,
         description='With mode = "selective": "op" keeps attention and every second matrix '
         "product of each block; a number k treats every k-th block whole.",

@@ -86,12 +86,12 @@ def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def reduce_now(model: nn.Module, is_last: bool) -> None:
+def reduce_after(sharded: "Sequence[FSDPModule]", is_last: bool) -> None:
     """Before a microbatch: whether its gradients are the last of the step.
 
     Sharded gradients are reduced for every microbatch, since keeping them whole would cost the
     memory that sharding saved; copies are summed once, with the last.
     """
-    for module in sharded_modules(model):
+    for module in sharded:
         module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)

@@ -75,6 +75,10 @@ class Launch(NamedTuple):
         """Read the environment; without a launcher this is the only process."""
         if "WORLD_SIZE" not in os.environ:
             return cls(rank=0, size=1, local_rank=0, by_launcher=False)
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "WORLD_SIZE is set but RANK is not: start the processes with torchrun, or unset it"
+            )
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), by_launcher=True)
 

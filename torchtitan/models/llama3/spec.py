@@ -6,11 +6,10 @@ Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
 
 import math
 
-import torch
 from torch import nn
 
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
-from torchtitan.models.spec import InitialWeight, ModelSpec, count_parameters
+from torchtitan.models.spec import InitialWeight, ModelSpec, build_empty, count_parameters
 
 VOCAB_SIZE = 128_256
 LLAMA_3_1 = RopeScaling(factor=8.0)
@@ -96,8 +95,7 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     Attention multiplies S keys and S values per token, layer and head dimension, with no discount
     for the half that is masked.
     """
-    with torch.device("meta"):
-        counts = count_parameters(Llama3(args, seq_len))
+    counts = count_parameters(build_empty(Llama3, args, seq_len))
     multiplied = counts.total if args.tied else counts.total - counts.embedding
     return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
 

@@ -1,0 +1,207 @@
+"""What our trainer costs over the shortest hand-written PyTorch loop of the same mathematics.
+
+    python benchmarks/overhead.py            # one process
+    python benchmarks/overhead.py --ranks 2  # FSDP2 on two
+
+Both sides train the debug model from the same first weights on the same batches, 2,048 tokens a
+step, with clipping, fused AdamW and a learning rate schedule, without activation checkpointing.
+Ours reads, packs and prefetches the text, and does all that a run does in a step: sums token
+counts and losses over ranks, checks that they are finite, listens for signals, measures, writes
+metrics.jsonl. The hand-written loop (by_hand.py) has its batches in memory and prints a loss every
+ten steps.
+
+Speed: both live in one process and take turns, a block of steps each; the ratio is taken block by
+block, so that a machine that slows down slows both. Start and memory, on one process: each side in
+fresh processes of its own, in turns; ours is the command a user types.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from by_hand import BATCH, SEQ_LEN, make_step
+
+from torchtitan.build import Run, build
+from torchtitan.device import pick
+from torchtitan.job import load_job
+from torchtitan.parallel import World, open_world
+from torchtitan.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "train_configs/debug_model.toml"
+Step = Callable[[], None]
+
+
+def flags(folder: str, ranks: int, steps: int) -> list[str]:
+    """The debug recipe without saving and validating; the same tokens a step on any ranks."""
+    text = f"""--job.dump_folder {folder} --no-checkpoint.enable --no-validation.enable
+        --no-data.report_unigram_loss --training.seq_len {SEQ_LEN} --training.steps {steps}
+        --training.local_batch_size {BATCH // ranks}"""
+    return text.split()
+
+
+@contextmanager
+def ours(run: Run) -> Iterator[Step]:
+    """A step of the trainer, with everything around it that is live in a run."""
+    with closing(run.data), run.meter, run.profiler, run.stop:
+        trainer = Trainer(run)
+
+        def step() -> None:
+            trainer.step()
+            assert not run.checkpoint.is_due(False)
+            assert not run.validator.is_due(run.state.step, run.job.training.steps)
+            run.profiler.step(run.state.step)
+
+        yield step
+
+
+def read_batches(run: Run, world: World, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The first batches of a run, in memory; its position is put back."""
+    batches = [next(run.data).to(world.device.torch_device) for _ in range(count)]
+    return [(batch.tokens, batch.targets) for batch in batches]
+
+
+def take_turns(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a step of each side, block by block."""
+    seconds: dict[str, list[float]] = {"ours": [], "by hand": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        words = flags(folder, arguments.ranks, 100_000)
+        job = load_job(RECIPE, words, arguments.ranks, pick().type).config
+        world = stack.enter_context(open_world(job.degrees(arguments.ranks), job.comm))
+        reader = build(job, world)
+        with closing(reader.data):
+            batches = read_batches(reader, world, 64)
+        steps = {
+            "ours": stack.enter_context(ours(build(job, world))),
+            "by hand": make_step(batches, arguments.ranks, world.device.type),
+        }
+        for _ in range(arguments.warmup):
+            for step in steps.values():
+                step()
+        for block in range(arguments.blocks):
+            # Who goes first alternates, so that a trend favours neither.
+            for name in list(steps)[:: 1 if block % 2 else -1]:
+                dist.barrier()
+                world.device.synchronize()
+                begin = time.perf_counter()
+                for _ in range(arguments.steps):
+                    steps[name]()
+                world.device.synchronize()
+                dist.barrier()
+                seconds[name].append((time.perf_counter() - begin) / arguments.steps)
+    return seconds
+
+
+def run_ranks(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """`take_turns` on every rank, each in a process of its own; what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, __file__, "--report", str(report), *sys.argv[1:]]
+        processes = []
+        for rank in range(arguments.ranks):
+            environment = dict(os.environ)
+            if arguments.ranks > 1:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                environment |= {"WORLD_SIZE": str(arguments.ranks), "MASTER_PORT": "29517"}
+                environment |= {"MASTER_ADDR": "localhost"}
+            processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        for process in processes:
+            assert process.wait() == 0, f"a rank ended with status {process.returncode}"
+        return json.loads(report.read_text())  # type: ignore[no-any-return]
+
+
+def start_ours() -> dict[str, float]:
+    """Launch the command a user types; when its first step was done, and its peak memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.time()
+        command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", str(RECIPE)]
+        subprocess.run([*command, *flags(folder, 1, 11)], check=True, stderr=subprocess.DEVNULL)
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        return {"first_step_s": rows[0]["time"] - begin, "memory_gib": rows[-1]["memory_gib"]}
+
+
+def start_by_hand() -> dict[str, float]:
+    """Launch the hand-written loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, str(Path(__file__).with_name("by_hand.py")), str(report)]
+        begin = time.time()
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        found = json.loads(report.read_text())
+        return {"first_step_s": found["first_step"] - begin, "memory_gib": found["memory_gib"]}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, 4), "quartile_1": round(low, 4), "quartile_3": round(high, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1, help="1, or FSDP2 on this many")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of each side")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--warmup", type=int, default=5, help="steps of each side, not counted")
+    parser.add_argument("--starts", type=int, default=5, help="fresh starts of each side")
+    parser.add_argument("--output", type=Path, help="file for the result")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.report:
+        measured = take_turns(arguments)
+        if os.environ.get("RANK", "0") == "0":
+            arguments.report.write_text(json.dumps(measured))
+        return
+
+    seconds = run_ranks(arguments)
+    tokens = BATCH * SEQ_LEN
+    pairs = zip(seconds["ours"], seconds["by hand"], strict=True)
+    result: dict[str, Any] = {
+        "what": "ratio: tokens per second, ours / by hand, block by block",
+        "ratio": spread([hand / our for our, hand in pairs]),
+        "tokens_per_second": {
+            name: spread([tokens / value for value in values]) for name, values in seconds.items()
+        },
+    }
+    if arguments.ranks == 1:
+        starts: dict[str, list[dict[str, float]]] = {"ours": [], "by hand": []}
+        for _ in range(arguments.starts):
+            starts["ours"].append(start_ours())
+            starts["by hand"].append(start_by_hand())
+        for key in ("first_step_s", "memory_gib"):
+            result[key] = {
+                name: spread([one[key] for one in found]) for name, found in starts.items()
+            }
+    result |= {
+        "tokens_per_step": tokens,
+        "ranks": arguments.ranks,
+        "blocks": arguments.blocks,
+        "steps_per_block": arguments.steps,
+        "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
+        "device": pick().name,
+        "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads() if arguments.ranks == 1 else 1,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

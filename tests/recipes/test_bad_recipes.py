@@ -1,0 +1,214 @@
+"""Bad recipes: every mistake at once, a line each, exit status 2, and nothing is started."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from torchtitan.cli import main
+from torchtitan.config import RecipeError
+from torchtitan.job import JobConfig, load_job
+from torchtitan.models import MODELS
+from torchtitan.optim import OPTIMIZERS
+
+TABLE = Path(__file__).with_name("bad_recipes.txt")
+DEFAULTS = JobConfig()
+ALLOWED = {
+    "{SECTIONS}": JobConfig.model_fields,
+    "{TRAINING}": type(DEFAULTS.training).model_fields,
+    "{CHECKPOINT}": type(DEFAULTS.checkpoint).model_fields,
+    "{ADAMW}": OPTIMIZERS["AdamW"].model_fields,
+    "{SGD}": OPTIMIZERS["SGD"].model_fields,
+    "{MODELS}": MODELS,
+}
+MANY = """
+[trainng]
+steps = 5
+
+[training]
+seq_len = "long"
+step = 10
+local_batch_size = 0
+
+[optimizer]
+name = "AdamM"
+
+[checkpoint]
+async_mode = "async"
+load_step = 3
+
+[parallelism]
+tensor_parallel_degree = 3
+data_parallel_shard_degree = 4
+"""
+MANY_MISTAKES = [
+    "many.toml:13: checkpoint.async_mode: got",
+    "many.toml:1: trainng: unknown section",
+    "many.toml:5: training.seq_len: got",
+    "many.toml:6: training.step: unknown key",
+    "many.toml:7: training.local_batch_size: got 0",
+    "many.toml:10: optimizer.name: got",
+    "--compile.enable: compile.enable: got",
+    "many.toml:17: parallelism.tensor_parallel_degree: got 3; tensor parallelism is not",
+    "many.toml:18: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
+    "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
+    "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
+    "many.toml:14: checkpoint.load_step: got 3",
+]
+
+
+class Case(NamedTuple):
+    """One case of the table."""
+
+    name: str
+    flags: list[str]
+    world: int | None
+    recipe: str
+    lines: list[str]
+
+
+def cases() -> list[Case]:
+    """The cases of the table, in order."""
+    result = []
+    for text in TABLE.read_text(encoding="utf-8").split("\n=== ")[1:]:
+        name, *rest = text.rstrip("\n").split("\n")
+        words = rest.pop(0).split()[1:] if rest[0].startswith("$ ") else []
+        world = int(words.pop()) if "--world-size" in words else None
+        lines = [line[2:] for line in rest if line.startswith("> ")]
+        for mark, names in ALLOWED.items():
+            lines = [line.replace(mark, ", ".join(names)) for line in lines]
+        recipe = "".join(f"{line}\n" for line in rest if not line.startswith("> "))
+        result.append(Case(name, [w for w in words if w != "--world-size"], world, recipe, lines))
+    return result
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text(case.recipe, encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("bad.toml", case.flags, case.world, "cpu")
+    assert error.value.lines == case.lines
+
+
+def test_table_is_read_whole() -> None:
+    found = cases()
+    assert len(found) >= 60
+    assert len({case.name for case in found}) == len(found)
+    assert all(case.lines for case in found)
+
+
+def test_many_mistakes_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("many.toml").write_text(MANY.lstrip(), encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("many.toml", ["--compile.enable", "maybe"], 8, "cpu")
+    for line, begins in zip(error.value.lines, MANY_MISTAKES, strict=True):
+        assert line.startswith(begins)
+
+
+def test_a_wrong_value_is_not_followed_by_its_consequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = '[training]\nglobal_batch_size = 12\nlocal_batch_size = "4"\n'
+    Path("bad.toml").write_text(recipe, encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("bad.toml", [], 3, "cpu")  # with the default, 8, 12 would be no multiple
+    wanted = "wanted an integer >= 1"
+    assert error.value.lines == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
+
+
+def test_mistakes_of_an_extended_recipe_have_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    Path("base/b.toml").write_text("[training]\n\nsteps = 0\n", encoding="utf-8")
+    Path("mine.toml").write_text('extends = "base/b.toml"\n[job]\nname = "x"\n', encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("mine.toml", [], None, "cpu")
+    assert [line.split(":")[:3] for line in error.value.lines] == [
+        ["base/b.toml", "3", " training.steps"],
+        ["mine.toml", "3", " job.name"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "x.toml: there is no such recipe; did you mean xy.toml?"),
+        ("folder", "x.toml: is a folder; wanted a recipe, a file of TOML"),
+        (b"[job]\ndescription = '\xe9t\xe9'\n", "x.toml:2: not UTF-8 text: got the byte 0xe9"),
+        (b"\xff\xfe[\x00", "x.toml:1: not UTF-8 text: got the byte 0xff"),
+        (b"\xef\xbb\xbf[job]\r\n\r\nname = 1\r\n", "x.toml:3: job.name: unknown key; allowed: "),
+    ],
+    ids=["missing", "folder", "Latin-1", "UTF-16", "byte order mark and CRLF"],
+)
+def test_files(
+    content: bytes | str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("xy.toml").touch()
+    if content == "folder":
+        Path("x.toml").mkdir()
+    elif isinstance(content, bytes):
+        Path("x.toml").write_bytes(content)
+    with pytest.raises(RecipeError) as error:
+        load_job("x.toml", [], None, "cpu")
+    assert len(error.value.lines) == 1
+    assert error.value.lines[0].startswith(line)
+
+
+def test_recipes_that_extend_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, other in {"a": "b", "b": "c", "c": "a"}.items():
+        Path(f"{name}.toml").write_text(f'extends = "{other}.toml"\n', encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("a.toml", [], None, "cpu")
+    (line,) = error.value.lines
+    assert line.startswith('c.toml:1: extends: got "a.toml"; ')
+    assert line.endswith(": a.toml -> b.toml -> c.toml -> a.toml")
+
+
+@pytest.mark.parametrize("command", ["torchtitan.cli check", "torchtitan.train"])
+def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        f'[job]\ndump_folder = "{tmp_path}/out"\n[training]\nstep = 5\n[optimizer]\nlr = 0\n',
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split(), str(recipe), "--compile.enable", "maybe"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert [re.sub(r"got.*|unknown.*", "", line) for line in lines] == [
+        f"{recipe}:4: training.step: ",
+        f"{recipe}:6: optimizer.lr: ",
+        "--compile.enable: compile.enable: ",
+    ]
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_tokenizer_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("merges.model").write_text("bm90IGEgcmFuaw==\n", encoding="utf-8")
+    recipe = '[model]\ntokenizer_path = "merges.model"\n'
+    Path("bad.toml").write_text(recipe, encoding="utf-8")
+    assert main(["check", "bad.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('bad.toml:2: model.tokenizer_path: got "merges.model"; ')
+    assert error.count("\n") == 1

@@ -1,0 +1,218 @@
+"""The verbs of the `torchtitan` command, the schema for editors, and the reference page."""
+
+import importlib.util
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.cli import main
+from torchtitan.config import ConfigError, json_schema
+from torchtitan.job import JobConfig, load_job
+from torchtitan.optim import OPTIMIZERS
+from torchtitan.train import main as train
+from torchtitan.train import split_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+def recipe(text: str) -> str:
+    Path("r.toml").write_text(text, encoding="utf-8")
+    return "r.toml"
+
+
+def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("[training]\nsteps = 7\n[lr_scheduler]\nwarmup_steps = 3\n")
+    assert main(["check", path, "--training.seq_len", "64"]) == 0
+    output = capsys.readouterr().out
+    Path("resolved.toml").write_text(output, encoding="utf-8")
+    resolved = load_job("resolved.toml", [], 1, "cpu")
+    assert resolved.config == load_job(path, ["--training.seq_len=64"], 1, "cpu").config
+    assert set(tomllib.loads(output)) == set(JobConfig.model_fields)
+
+
+def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("[training]\nglobal_batch_size = 32\nsteps = 10\nbatch_size = 2\n")
+    words = ["--world-size", "4", "--parallelism.data_parallel_replicate_degree", "2"]
+    assert main(["check", path, *words]) == 0
+    comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert comments == [
+        "# r.toml:4: training.batch_size: is now training.local_batch_size",
+        "# lr_scheduler.warmup_steps: 200 is more than the 10 steps of the schedule; the run ends "
+        "within the warm-up",
+        "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
+        "# 32 sequences in an optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
+        "# 65,536 tokens in a step, 655,360 in 10 steps",
+        "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations a token",
+    ]
+
+
+def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
+    layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"# valid on 4 ranks: {layout}; --world-size N checks for N"
+
+
+def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("[profiling]\nenable_memory_snapshot = true\n")
+    assert main(["check", path, "--device", "cuda"]) == 0
+    assert main(["check", path, "--device", "cpu"]) == 2
+    assert "on cpu" in capsys.readouterr().err
+
+
+def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
+    assert main(["check", recipe(""), *words]) == 0
+    output = capsys.readouterr().out
+    assert "valid on 2 ranks" in output
+    assert "shuffle = false" in output
+    assert "steps = 300" in output
+
+
+def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe(""), "--steps", "5"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("--steps: steps: unknown key; allowed: job, model, ")
+    assert error.endswith("; did you mean training.steps or validation.steps?\n")
+
+
+@pytest.mark.parametrize("world", ["0", "-1", "two"])
+def test_check_of_a_wrong_world_size(world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["check", "r.toml", "--world-size", world])
+    assert end.value.code == 2
+    assert f"got {world}; wanted an integer >= 1" in capsys.readouterr().err
+
+
+def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", recipe("[training]\nbatch_size = 2\n")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "[training]\nlocal_batch_size = 2\n"
+    assert printed.err == "r.toml:2: training.batch_size: is now training.local_batch_size\n"
+
+
+def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe("[training]\nbatch_size = 2\n")
+    assert main(["migrate", path, "-o", "new.toml"]) == 0
+    assert Path("new.toml").read_text(encoding="utf-8") == "[training]\nlocal_batch_size = 2\n"
+    assert main(["migrate", path, "-o", path]) == 2
+    assert "r.toml: exists already; nothing was written" in capsys.readouterr().err
+    assert main(["migrate", "none.toml"]) == 2
+
+
+def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", "r.toml", "--training.steps", "5"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --training.steps 5" in capsys.readouterr().err
+
+
+def test_modules_of_the_current_folder_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Local", OPTIMIZERS["SGD"])
+    del OPTIMIZERS["Local"]
+    Path("local_optimizers.py").write_text(
+        "from torchtitan.optim import OPTIMIZERS, SGD\nOPTIMIZERS['Local'] = OPTIMIZERS['SGD']\n",
+        encoding="utf-8",
+    )
+    path = recipe('[job]\nimports = ["local_optimizers"]\n')
+    assert main(["check", path, "--optimizer.name", "SGD"]) == 0
+    assert "Local" in OPTIMIZERS
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (None, [])),
+        (["a.toml", "--x.y", "1"], ("a.toml", ["--x.y", "1"])),
+        (["--x.y", "1", "--job.config_file", "a.toml"], ("a.toml", ["--x.y", "1"])),
+        (["--job.config-file=a.toml", "--x.y=a b"], ("a.toml", ["--x.y=a b"])),
+    ],
+)
+def test_split_recipe(words: list[str], expected: tuple[str | None, list[str]]) -> None:
+    assert split_recipe(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--job.config_file"], "got no value; wanted a recipe"),
+        (["--job.config_file", "--x.y"], "got no value; wanted a recipe"),
+        (["a.toml", "--job.config_file=b.toml"], "got a.toml and b.toml; wanted one recipe"),
+    ],
+)
+def test_split_recipe_refuses(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--job.config_file: job.config_file: {message}$"):
+        split_recipe(words)
+
+
+def test_help_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+    assert capsys.readouterr().out == output
+    for section in JobConfig():
+        name, settings = section
+        for key, field in type(settings).model_fields.items():
+            assert f"  --{name}.{key}  (" in output
+            assert str(field.description) in output
+    for choice in OPTIMIZERS.values():
+        assert all(f"  --optimizer.{key}  (" in output for key in choice.model_fields)
+
+
+def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema, its `$ref` followed."""
+    reference = part.get("$ref")
+    return schema["$defs"][reference.removeprefix("#/$defs/")] if reference else part
+
+
+def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json-schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert set(schema["properties"]) == {"extends", *JobConfig.model_fields}
+    for name, part in schema["properties"].items():
+        section = resolved(schema, part)
+        assert section["description"], name
+        for choice in section.get("oneOf", [section]):
+            assert name == "extends" or choice["additionalProperties"] is False
+            for key, value in choice.get("properties", {}).items():
+                assert value["description"], f"{name}.{key}"
+
+
+def test_schema_tells_the_optimizers_apart() -> None:
+    choices = json_schema(JobConfig)["properties"]["optimizer"]["oneOf"]
+    names = {choice["properties"]["name"]["const"]: choice.get("required") for choice in choices}
+    # Without a name a section is AdamW's; were `name` optional elsewhere, it would be several.
+    assert names == {"AdamW": None, "Adam": ["name"], "SGD": ["name"]}
+
+
+def test_schema_refers_to_nothing_that_is_missing() -> None:
+    text = json.dumps(schema := json_schema(JobConfig))
+    for piece in text.split('"$ref": "')[1:]:
+        assert piece.split('"')[0].removeprefix("#/$defs/") in schema["$defs"]
+
+
+def test_reference_page_is_fresh() -> None:
+    path = ROOT / "scripts" / "write_config_docs.py"
+    spec = importlib.util.spec_from_file_location("write_config_docs", path)
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    # Names that tests register are none of a user's.
+    written = script.PAGE.read_text(encoding="utf-8")
+    page = "\n".join(line for line in script.page().split("\n") if "`tiny`" not in line)
+    assert page == written, "run python scripts/write_config_docs.py"

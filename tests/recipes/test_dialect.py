@@ -1,0 +1,237 @@
+"""Recipes of TorchTitan v0.1 and v0.2 load, and `torchtitan migrate` rewrites them for good."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config import Recipe, RecipeError
+from torchtitan.dialect import TABLE, Gone, Kept, Moved, entry
+from torchtitan.job import JobConfig, load_job
+from torchtitan.migrate import migrate
+
+OLD = sorted((Path(__file__).parent / "old").glob("*.toml"))
+DEFAULTS = JobConfig().flat()
+every_old_recipe = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> Recipe[JobConfig]:
+    return load_job(path, ["--model.tokenizer_path", "none"], 4, "cpu")
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths of all values."""
+    result = []
+    for key, value in table.items():
+        is_table = isinstance(value, dict)
+        result += keys(value, f"{prefix}{key}.") if is_table else [f"{prefix}{key}"]
+    return result
+
+
+def test_old_recipes_are_there() -> None:
+    assert [path.stem for path in OLD] == ["dec_2024", "v0_1", "v0_2"]
+
+
+@every_old_recipe
+def test_every_key_has_its_notice(path: Path) -> None:
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    noticed = [notice.split(": ")[1] for notice in read(path).notices]
+    renamed = [key for key in keys(table) if key not in DEFAULTS and key != "optimizer.name"]
+    optimizer = {f"optimizer.{name}" for name in type(read(path).config.optimizer).model_fields}
+    changed = {"checkpoint.exclude_from_loading", "activation_checkpoint.selective_ac_option"}
+    assert len(noticed) == len(set(noticed))
+    assert set(noticed) - changed == set(renamed) - optimizer
+
+
+def test_values_of_v0_1() -> None:
+    job = read(OLD[1]).config
+    assert job.job.print_config
+    assert job.job.imports == ("json",)
+    assert job.data.dataset == "c4"
+    assert job.compile.enable
+    assert (job.debug.seed, job.debug.deterministic) == (42, True)
+    assert job.lr_scheduler.min_lr_factor == 0.1
+    assert job.checkpoint.enable
+    assert job.checkpoint.last_save_model_only
+    assert not job.checkpoint.initial_load_model_only
+    assert job.checkpoint.exclude_from_loading == ("data", "lr_scheduler")
+    assert job.activation_checkpoint.selective_ac_option == 3
+    assert job.parallelism.data_parallel_replicate_degree == 2
+    assert job.accumulation(job.degrees(4)) == 4
+
+
+def test_values_of_v0_2() -> None:
+    job = read(OLD[2]).config
+    assert (job.data.dataset, job.data.num_workers, job.data.prefetch_factor) == ("c4", 2, 4)
+    assert (job.optimizer.name, job.lr_scheduler.total_steps) == ("Adam", 500)
+    assert job.validation.enable
+    assert job.debug.deterministic_warn_only
+
+
+def test_values_of_december_2024() -> None:
+    job = read(OLD[0]).config
+    assert job.training.local_batch_size == 4
+    assert job.lr_scheduler.warmup_steps == 2
+    assert job.flat()["optimizer.implementation"] == "fused"
+    assert not job.parallelism.disable_loss_parallel
+    assert not job.metrics.disable_color_printing
+    assert not job.metrics.save_for_all_ranks
+    assert job.parallelism.pipeline_parallel_schedule == "GPipe"
+
+
+@every_old_recipe
+def test_migrated_recipe_is_the_same(path: Path, tmp_path: Path) -> None:
+    text, notices = migrate(path)
+    migrated = read(written(tmp_path / "new.toml", text))
+    assert notices == read(path).notices
+    assert migrated.config == read(path).config
+    assert migrated.notices == []
+
+
+@every_old_recipe
+def test_migrating_twice_changes_nothing(path: Path, tmp_path: Path) -> None:
+    once = written(tmp_path / "once.toml", migrate(path)[0])
+    assert migrate(once) == (once.read_text(encoding="utf-8"), [])
+
+
+@every_old_recipe
+def test_migrating_keeps_comments(path: Path) -> None:
+    comments = re.compile(r"#.*")
+    text = path.read_text(encoding="utf-8")
+    assert sorted(comments.findall(migrate(path)[0])) == sorted(comments.findall(text))
+
+
+def test_text_of_a_migrated_recipe(tmp_path: Path) -> None:
+    old = """\
+# My run.
+extends = "base.toml"
+debug.deterministic_warn_only = false
+
+[training]  # all of it
+steps   = 1_000  # many
+batch_size = 0x10 # renamed
+# what to learn from
+dataset = "c4"  # moved
+seed = 1
+enable_loss_parallel = true  # turned round
+
+# Leaves.
+[experimental]
+custom_import = "json"
+
+# About the last section.
+[float8]
+emulate = false
+
+[job]
+description = '''
+a   # no comment
+
+
+[training]
+batch_size = 3'''
+"""
+    (tmp_path / "base.toml").write_text("", encoding="utf-8")
+    text, _ = migrate(written(tmp_path / "old.toml", old))
+    assert (
+        text
+        == """\
+# My run.
+extends = "base.toml"
+debug.deterministic_warn_only = false
+debug.seed = 1
+
+[training]  # all of it
+steps   = 1_000  # many
+local_batch_size = 0x10 # renamed
+
+# Leaves.
+
+# About the last section.
+
+[job]
+description = '''
+a   # no comment
+
+
+[training]
+batch_size = 3'''
+imports = ["json"]
+
+[data]
+# what to learn from
+dataset = "c4"  # moved
+
+[parallelism]
+disable_loss_parallel = false  # turned round
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        'training = { batch_size = 4, steps = 5, dataset = "c4", gc_debug = false }\n',
+        "training.batch_size = 4\ntraining.seed = 3\n[job]\ndescription = 'x'\n",
+        "[experimental]\ntensor_parallel_degree = 1\n[parallelism]\ncontext_parallel_degree = 1\n",
+        "[training.dataloader]\nnum_workers = 2\n[model]\n[training]\nbatch_size = 8\n",
+        "[training.dataloader]\nnum_workers = 2\n[training]\nbatch_size = 8\n",
+        'data = { add_bos = true }\ntraining = { dataset = "c4" }\n',
+        "\ufeff[training]\r\nbatch_size = 4\r\n",
+        "[training]\nbatch_size = 4",
+        '["training"]\n"batch_size" = 4\n',
+        "[checkpoint]\nexclude_from_loading = [\n  'dataloader', # why\n  'optimizer',\n]\n",
+    ],
+)
+def test_migrating_other_ways_to_write_it(old: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "old.toml", old)
+    new = written(tmp_path / "new.toml", migrate(path)[0])
+    assert read(new).config == read(path).config
+    assert read(path).notices
+    assert read(new).notices == []
+
+
+def test_nothing_to_migrate(tmp_path: Path) -> None:
+    text = "[training]\n\n\n\nsteps=5"
+    assert migrate(written(tmp_path / "new.toml", text)) == (text, [])
+
+
+def test_keys_without_a_counterpart_are_refused_together(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "old.toml", '[model]\nconverters = ["mx"]\n[mx]\n[comm]\nmode = "x"\n'
+    )
+    with pytest.raises(RecipeError) as error:
+        migrate(path)
+    assert [line.split(": ")[1] for line in error.value.lines] == ["model.converters", "comm.mode"]
+
+
+def test_old_names_win_by_their_source(tmp_path: Path) -> None:
+    written(tmp_path / "base.toml", "[training]\nlocal_batch_size = 4\n")
+    path = written(tmp_path / "mine.toml", 'extends = "base.toml"\n[training]\nbatch_size = 2\n')
+    assert read(path).config.training.local_batch_size == 2
+
+
+def test_table_leads_to_settings_that_exist() -> None:
+    for name, row in TABLE.items():
+        if isinstance(row, Moved):
+            assert row.to in DEFAULTS
+        if isinstance(row, Kept):
+            assert name in DEFAULTS
+        if isinstance(row, Gone):
+            assert name not in DEFAULTS
+            assert row.instead
+
+
+def test_own_settings_are_not_translated() -> None:
+    translated = {key for key in DEFAULTS if isinstance(entry(tuple(key.split("."))), Gone | Moved)}
+    assert translated == {
+        "checkpoint.exclude_from_loading",
+        "activation_checkpoint.selective_ac_option",
+    }

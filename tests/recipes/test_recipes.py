@@ -1,0 +1,116 @@
+"""The recipes of this repository are right, say what they differ in, and nothing twice."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from torchtitan.cli import main
+from torchtitan.config.files import read_recipe
+from torchtitan.job import JobConfig, load_job
+from torchtitan.models import MODELS
+from torchtitan.models.spec import count_parameters
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+RECIPES = sorted(FOLDER.glob("*.toml"))
+BASES = sorted(FOLDER.glob("base/*.toml"))
+every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+every_llama = pytest.mark.parametrize("path", RECIPES[1:], ids=lambda path: path.stem)
+# Ranks that each is meant for.
+RANKS = {
+    "debug_model": 1,
+    "llama3_1b": 8,
+    "llama3_3b": 8,
+    "llama3_405b": 512,
+    "llama3_70b": 64,
+    "llama3_8b": 8,
+}
+PUBLISHED_RATES = {"llama3_8b": 3e-4, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small tokenizer in the place of the one that a user has to bring."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "word": 2}, unk_token="word")
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"}), encoding="utf-8"
+    )
+    return str(path.parent)
+
+
+def test_all_are_here() -> None:
+    assert [path.stem for path in RECIPES] == list(RANKS)
+
+
+@every_recipe
+def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
+    path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = RANKS[path.stem]
+    words = ["check", str(path), "--world-size", str(ranks), "--model.tokenizer_path", tokenizer]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"# valid on {ranks} rank")
+    assert re.search(r"llama3 .*: [\d,]+ parameters, ", output)
+
+
+@every_llama
+def test_settings(path: Path, tokenizer: str) -> None:
+    ranks = RANKS[path.stem]
+    job = load_job(path, ["--model.tokenizer_path", tokenizer], ranks, "cuda").config
+    assert job.model.flavor == path.stem.removeprefix("llama3_").upper()
+    assert job.optimizer.lr == PUBLISHED_RATES.get(path.stem, 3e-4)
+    assert job.lr_scheduler.warmup_steps == 8000
+    assert job.data.dataset == "c4"
+    assert job.job.dump_folder == f"outputs/{path.stem}"
+    assert job.global_batch(job.degrees(ranks)) == 1024
+    assert job.training.mixed_precision_param == "bfloat16"
+    assert job.checkpoint.enable
+    assert job.activation_checkpoint.mode != "none"
+
+
+@every_llama
+def test_comment_says_what_it_needs(path: Path) -> None:
+    ranks = RANKS[path.stem]
+    comment = path.read_text(encoding="utf-8").split("\nextends")[0].replace("\n# ", " ")
+    said = re.search(r"on (\d+) GPUs .* = (\d+(?:\.\d)?) GB a GPU", comment)
+    assert said
+    spec = MODELS["llama3"]
+    with torch.device("meta"):
+        model = spec.build(spec.flavors[path.stem.removeprefix("llama3_").upper()], 8)
+    gigabytes = 16 * count_parameters(model).total / ranks / 1e9
+    assert int(said[1]) == ranks
+    assert float(said[2]) == pytest.approx(gigabytes, rel=0.03)
+
+
+@pytest.mark.parametrize("path", RECIPES + BASES, ids=lambda path: path.stem)
+def test_nothing_is_said_twice(path: Path) -> None:
+    assert list(repeated(path)) == []
+
+
+def repeated(path: Path) -> Iterator[str]:
+    """The keys of a recipe that have the value they would have without it."""
+    problems: list[str] = []
+    *above, own = read_recipe(path, problems)
+    assert not problems
+    inherited = JobConfig().flat()
+    for recipe in above:
+        inherited |= {".".join(key): setting.value for key, setting in recipe.items()}
+    for key, setting in own.items():
+        if setting.value != {} and inherited[".".join(key)] == setting.value:
+            yield f"{setting.origin}: {'.'.join(key)}"
+
+
+def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
+    assert "hf download meta-llama/Llama-3.1-8B tokenizer.json" in line

@@ -1,0 +1,353 @@
+"""The documentation does what it says.
+
+A page's blocks are played in order, in a folder of the page's own that has `train_configs/`. A
+block may have a marker above it, an HTML comment that readers do not see:
+
+    file: NAME       the block is written there before anything is played
+    not run: WHY     the block is left out; `NOT_RUN` lists all of these
+    refused          the recipe has mistakes
+    answer of: NAME  the block is what `torchtitan check NAME` says
+
+How each kind of block is played:
+
+- ```toml``` is loaded and checked as a recipe; one without a file name extends the debug recipe.
+- ```python``` without a file name is executed.
+- ```bash``` is run command by command, through the same `main` as from a shell, in a forked
+  process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
+  where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). Of torchrun
+  the words are parsed by torch and the recipe is checked for that many ranks. Of `scripts/test` the
+  tests it names are collected.
+
+Other blocks are for reading only.
+"""
+
+import ast
+import contextlib
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.test_house import LAYERS
+from torchtitan import cli, train
+from torchtitan.config import ConfigError
+from torchtitan.dialect import TABLE
+from torchtitan.job import JobConfig, load_job
+from torchtitan.optim import OPTIMIZERS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+DEBUG_RECIPE = "train_configs/debug_model.toml"
+
+NOT_RUN = {"README.md": ["needs two machines", "needs Slurm"]}
+
+# What a command is made small by; more than this many steps become this many.
+MOST_STEPS = 4
+SMALL = {"--training.steps": "2", "--training.seq_len": "32", "--validation.steps": "1"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines, marks = iter(enumerate(page.read_text().splitlines(), 1)), {}
+    for number, line in lines:
+        if mark := re.fullmatch(r"<!-- ([a-z ]+?)(?:: (.+))? -->", line):
+            marks[mark[1]] = mark[2] or ""
+        elif line.startswith("```"):
+            inside = []
+            for _, text in lines:
+                if text == "```":
+                    break
+                inside.append(text + "\n")
+            yield Block(page, number, line[3:], "".join(inside), marks)
+            marks = {}
+        else:
+            assert not marks, f"{page}:{number}: a marker stands right above its block"
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    found = list(blocks(page))
+    for block in found:
+        if name := block.marks.get("file"):
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text)
+    for block in found:
+        if "not run" not in block.marks:
+            for played in plays(block, tmp_path):
+                status, output = in_child(played.action, tmp_path)
+                assert status == 0, f"{block}: {played.what}\n{output}"
+
+
+class Play(NamedTuple):
+    """Something to do in the page's folder; its status is 0 if the page is right."""
+
+    what: str
+    action: Callable[[], int]
+
+
+def plays(block: Block, folder: Path) -> Iterator[Play]:
+    if block.language == "bash":
+        for command in block.commands:
+            yield Play(command, lambda command=command: run(command))
+    elif block.language == "python":
+        yield Play("compile", lambda: ast.parse(block.text) is None)
+        if "file" not in block.marks:
+            yield Play("execute", lambda: exec(block.text, {}) is not None)
+    elif "answer of" in block.marks:
+        yield Play("refuse", lambda: compare(refusal(block.marks["answer of"]), block.text))
+    elif "refused" in block.marks:
+        yield Play("refuse", lambda: refusal(block.marks["file"]) == "")
+    elif block.language == "toml":
+        yield Play("load", lambda: load(block, folder))
+
+
+def in_child(action: Callable[[], int], folder: Path) -> tuple[int, str]:
+    """Status and output of an action in `folder`, in a process that leaves nothing behind here."""
+    log = folder / "log.txt"
+    process = multiprocessing.get_context("fork").Process(target=child, args=(action, folder, log))
+    process.start()
+    process.join()
+    return process.exitcode or 0, log.read_text()
+
+
+def child(action: Callable[[], int], folder: Path, log: Path) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    status = 1
+    with (
+        log.open("w") as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
+        try:
+            status = int(action())
+        except BaseException:
+            traceback.print_exc()
+    # Skips the exit handlers of pytest, which belong to the parent.
+    os._exit(status)
+
+
+def load(block: Block, folder: Path) -> int:
+    name = block.marks.get("file", f"line-{block.line}.toml")
+    if "file" not in block.marks:
+        parent = re.match(r'extends = "(.+)".*\n', block.text)
+        assert not parent or (ROOT / "train_configs" / parent[1]).is_file()
+        text = block.text[parent.end() :] if parent else block.text
+        (folder / name).write_text(f'extends = "{DEBUG_RECIPE}"\n{text}')
+    load_job(name, [], None, "cpu")
+    return 0
+
+
+def refusal(recipe: str) -> str:
+    """What is said about a recipe with mistakes."""
+    try:
+        load_job(recipe, [], None, "cpu")
+    except ConfigError as error:
+        return f"{error}\n"
+    return ""
+
+
+def compare(found: str, expected: str) -> int:
+    print(found)
+    return found != expected
+
+
+def run(command: str) -> int:
+    """Run a command of the documentation as the module's docstring says."""
+    words = shlex.split(command)
+    environment = {}
+    while "=" in words[0] and not words[0].startswith("-"):
+        name, _, environment[name] = words.pop(0).partition("=")
+    match words:
+        case ["./run_train.sh", *flags] if "NGPU" in environment:
+            # This Python is to be used as it is; if it does not do, nothing is downloaded.
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            environment = os.environ | environment
+            environment |= {"NGPU": "2", "PATH": path, "PIP_NO_INDEX": "1"}
+            # The script works in its own folder.
+            folder = {"--job.dump_folder": str(Path("outputs/script").resolve())}
+            script = [ROOT / "run_train.sh", *small(flags, SMALL | folder)]
+            return subprocess.call(script, env=environment, stdout=sys.stdout, stderr=sys.stdout)
+        case ["./run_train.sh", *flags]:
+            recipe = environment.get("CONFIG_FILE", DEBUG_RECIPE)
+            return train.main(["--job.config_file", recipe, *small(flags)])
+        case ["./scripts/test"]:
+            return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
+        case ["./scripts/test", *arguments]:
+            collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+            return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
+        case ["python", "-m", "torchtitan.train", *flags]:
+            return train.main(small(flags))
+        case ["torchtitan", "train", *flags]:
+            return cli.main(["train", *small(flags)])
+        case ["torchtitan", *arguments]:
+            return cli.main(arguments)
+        case ["torchrun", *arguments]:
+            return parse_torchrun(arguments)
+        case ["python", script, *arguments]:
+            sys.argv = [script, *arguments]
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+            return 0
+    raise AssertionError(f"this test does not know how to run {words[0]}")
+
+
+def small(flags: list[str], limits: dict[str, str] = SMALL) -> list[str]:
+    """The flags with few steps and short sequences."""
+    if "--help" in flags:
+        return flags
+    kept, limits = list(flags), dict(limits)
+    for name in limits:
+        if name in kept:
+            place = kept.index(name)
+            value = kept[place + 1]
+            if name == "--training.steps" and int(value) <= MOST_STEPS:
+                limits[name] = value
+            del kept[place : place + 2]
+    return kept + [word for pair in limits.items() for word in pair]
+
+
+def parse_torchrun(arguments: list[str]) -> int:
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args(arguments)
+    assert parsed.module
+    assert parsed.training_script == "torchtitan.train"
+    path, flags = train.split_recipe(parsed.training_script_args)
+    load_job(path, flags, int(parsed.nproc_per_node), "cpu")
+    return 0
+
+
+def test_blocks_that_are_not_run_are_known() -> None:
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            if "not run" in block.marks:
+                found.setdefault(page.name, []).append(block.marks["not run"])
+    assert found == NOT_RUN
+
+
+def test_scripts_that_cannot_be_run_here_are_valid_shell() -> None:
+    for script in (ROOT / "multinode_trainer.slurm", ROOT / "run_train.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.is_file(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    for key in keys_named(prose(page)):
+        assert key in known_keys() or key in TABLE, f"{page.name}: there is no setting {key}"
+
+
+def keys_named(text: str) -> set[str]:
+    """What looks like a setting in `code`: a section's name, a dot and a word."""
+    section = "|".join(JobConfig.model_fields)
+    words = " ".join(re.findall(r"`([^`\n]+)`", text)).split()
+    found = (re.match(rf"(?:--)?(({section})\.(?:no-)?[a-z_0-9]+)(?=[=,;.]?$|=)", w) for w in words)
+    keys = {match[1].replace(".no-", ".") for match in found if match}
+    files = {key for key in keys if key.endswith((".py", ".jsonl"))}
+    return keys - files - {"metrics.enable_x"}  # a pattern
+
+
+def known_keys() -> set[str]:
+    keys = {
+        f"{section}.{key}"
+        for section, info in JobConfig.model_fields.items()
+        for key in getattr(info.annotation, "model_fields", ())
+    }
+    return keys | {f"optimizer.{k}" for choice in OPTIMIZERS.values() for k in choice.model_fields}
+
+
+def test_named_settings_are_found_in_text() -> None:
+    found = keys_named(
+        "`job.dump_folder`, `--validation.no-enable` and `training.steps = 3`; a `job`"
+    )
+    assert found == {"job.dump_folder", "validation.enable", "training.steps"}
+
+
+def test_changelog_has_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version in headings
+
+
+def first_cells(page: str) -> list[str]:
+    """The first cell of each row of the tables of a page, without code marks."""
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    return [cell.replace("`", "") for cell in rows]
+
+
+def test_every_file_has_a_line_in_the_architecture() -> None:
+    package = ROOT / "torchtitan"
+    listed = {name for name in first_cells("architecture.md") if name != "file"}
+    assert [name for name in listed if not (package / name).exists()] == []
+    for path in package.rglob("*.py"):
+        name, parent = path.relative_to(package).as_posix(), path.parent.relative_to(package)
+        is_covered = name in listed or f"{parent.as_posix()}/" in listed
+        assert is_covered or path.name == "__init__.py", f"{name} has no line in architecture.md"
+
+
+def test_layers_are_those_that_the_code_keeps() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    drawing = next(b.text for b in blocks(ROOT / "docs" / "architecture.md") if "cli · " in b.text)
+    assert "## Layers" in text
+    assert [line.split(" · ") for line in drawing.splitlines()] == LAYERS
+
+
+def test_every_dependency_is_justified() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}  # type: ignore[index]
+    assert names == set(first_cells("dependencies.md")) - {"package"}

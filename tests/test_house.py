@@ -1,0 +1,97 @@
+"""Rules of the house that a reader relies on: imports point down, and importing is cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "torchtitan"
+
+# A module may import what stands on a lower line, and its own package; never sideways, never up.
+LAYERS = [
+    ["cli", "launch"],
+    ["train"],
+    ["trainer"],
+    ["build"],
+    ["provenance"],
+    ["job", "migrate"],
+    ["checkpoint", "metrics", "profiling", "elastic", "validate", "dialect"],
+    ["parallel"],
+    ["models", "data", "optim", "losses"],
+    ["config", "device", "torch_private"],
+    ["logging"],
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+HEAVY = ["datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich"]
+SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def unit(path: Path) -> str:
+    """The module or package of `torchtitan` that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_units(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
+            names |= {f"torchtitan.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module)
+    return {name.split(".")[1] for name in names if name.startswith("torchtitan.")}
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {unit(path) for path in modules()} - {"__init__"} == LEVEL.keys()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    own = unit(path)
+    for other in imported_units(ast.parse(path.read_text())) - {own}:
+        assert LEVEL[other] > LEVEL[own], f"{own} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_own_modules_are_imported_at_the_top(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            assert not imported_units(function), f"{function.name} hides an import"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_failure_is_swallowed_and_nothing_is_global(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global)
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None
+            caught = ast.unparse(node.type)
+            assert caught not in ("Exception", "BaseException"), f"line {node.lineno}"
+
+
+def test_reading_a_recipe_imports_nothing_heavy() -> None:
+    code = "import sys, torchtitan.cli; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(found.stdout.split())
+    assert not loaded & {*HEAVY, *SLOW_TORCH}
+
+
+def test_importing_needs_no_accelerator_and_changes_no_logging() -> None:
+    code = (
+        "import torch\n"
+        "def refuse(*args): raise RuntimeError('touched CUDA')\n"
+        "torch.cuda._lazy_init = torch.cuda.get_device_name = refuse\n"
+        "import logging, torchtitan.cli\n"
+        "assert not logging.getLogger('torchtitan').handlers\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

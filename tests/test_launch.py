@@ -1,0 +1,118 @@
+"""Training as it is started: by the script, by itself, by torchrun on two nodes; and stopped."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import losses
+from torchtitan.checkpoint import saved_steps
+
+ROOT = Path(__file__).parent.parent
+RECIPE = "train_configs/debug_model.toml"
+SMALL = [
+    "--training.local_batch_size=2",
+    "--training.seq_len=32",
+    "--metrics.log_freq=1",
+    "--validation.steps=1",
+    "--no-data.report_unigram_loss",
+]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This interpreter as the active environment, on one thread."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def start(command: list[str], folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *SMALL, f"--job.dump_folder={folder}", *flags],
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def test_script_on_two_processes_shows_the_ranks_asked_for(tmp_path: Path) -> None:
+    two = {"NGPU": "2", "CONFIG_FILE": RECIPE}
+    both = finish(
+        start(["./run_train.sh"], tmp_path / "a", "--training.steps", "2", **two, LOG_RANK="0,1")
+    )
+    assert re.search(r"\[rank0\]", both)
+    assert re.search(r"\[rank1\]", both)
+    assert list(losses(tmp_path / "a")) == [1, 2]
+    one = finish(start(["./run_train.sh"], tmp_path / "b", "--training.steps", "2", **two))
+    assert re.search(r"\[rank0\].*step 2/2", one)
+    assert not re.search(r"\[rank1\]", one)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_path: Path) -> None:
+    process = start(["./run_train.sh"], tmp_path / "a", "--training.stps=2", NGPU=processes)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    (line,) = output.splitlines()
+    assert "did you mean training.steps?" in line
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
+    number: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", RECIPE]
+    steps = "--training.steps=40"
+    stopped = start(command, tmp_path / "stopped", steps)
+    wait_for_step(tmp_path / "stopped", 3, stopped)
+    stopped.send_signal(number)
+    assert "finishing this step, then saving" in finish(stopped)
+    assert 3 <= max(saved_steps(tmp_path / "stopped/checkpoint")) < 40
+
+    finish(start(command, tmp_path / "stopped", steps))
+    finish(start(command, tmp_path / "whole", steps))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_sigterm_to_the_script_is_passed_on_and_loses_nothing(tmp_path: Path) -> None:
+    process = start(["./run_train.sh"], tmp_path, "--training.steps=1000", NGPU="2")
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    saved = max(saved_steps(tmp_path / "checkpoint"))
+    assert saved == max(losses(tmp_path)) < 1000
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=2", "--nproc_per_node=1"]
+    rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]
+    train = ["-m", "torchtitan.train", "--job.config_file", RECIPE]
+    nodes = [
+        start([*torchrun, *rendezvous, *train], tmp_path, "--training.steps=2") for _ in range(2)
+    ]
+    for node in nodes:
+        finish(node)
+    assert list(losses(tmp_path)) == [1, 2]

@@ -1,0 +1,230 @@
+"""What a step does when something is wrong, and what it must not depend on."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import Recorder, losses, rows, trace, train, weights
+from torchtitan.build import Run, build
+from torchtitan.checkpoint import Start, saved_steps
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.parallel import Launch, open_world
+from torchtitan.trainer import Trainer, TrainingDiverged
+
+Spoil = Callable[[Run], None]
+
+
+def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[str, Any]:
+    """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        recorder = Recorder()
+        run.meter.sinks = [recorder]
+        clip = run.optimizers.clip
+
+        def spoiled(max_norm: float) -> torch.Tensor:
+            if bad_steps.get(run.state.step) == world.rank:
+                parameter = next(iter(run.optimizers.names))
+                local = parameter.grad.to_local() if launch.size > 1 else parameter.grad
+                local.view(-1)[0] = torch.inf
+            return clip(max_norm)
+
+        run.optimizers.clip = spoiled  # type: ignore[method-assign]
+        moved = []
+        error = None
+        with closing(run.data):
+            trainer = Trainer(run)
+            step = trainer.step
+
+            def watched() -> bool:
+                before = weights(run)
+                stop = step()
+                moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
+                return stop
+
+            trainer.step = watched  # type: ignore[method-assign]
+            try:
+                trainer.train(Start(None))
+            except TrainingDiverged as diverged:
+                error = str(diverged)
+        return {"rows": recorder.rows, "moved": moved, "error": error, "state": run.state}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks: int) -> None:
+    job = tiny.job(training={"steps": 4})
+    for found in run_ranks(with_spoiled_gradients, ranks, job, {2: ranks - 1}):
+        assert found["moved"] == [True, False, True, True]
+        assert [row["skipped"] for row in found["rows"]] == [0, 1, 0, 0]
+        assert found["state"].skipped == 1
+        assert found["state"].skipped_in_a_row == 0
+        assert found["error"] is None
+
+
+def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path: Path) -> None:
+    bad = {3: 0, 5: 0, 6: 1, 7: 0}
+    job = tiny.job(
+        tmp_path,
+        training={"steps": 9, "max_skipped_steps": 3},
+        checkpoint={"enable": True, "interval": 100},
+    )
+    for found in run_ranks(with_spoiled_gradients, 2, job, bad):
+        assert found["moved"] == [True, True, False, True, False, False, False]
+        assert "step 7" in found["error"]
+        assert "3 steps in a row (training.max_skipped_steps)" in found["error"]
+    assert list(saved_steps(tmp_path / "checkpoint")) == [7]
+
+
+def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> None:
+    """Train; one rank gets a signal in the middle of a step."""
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        forward_backward = type(run.model).forward_backward
+
+        class Interrupted(type(run.model)):  # type: ignore[misc]
+            def forward_backward(self, *args: Any) -> torch.Tensor:
+                if run.state.step == at_step and world.rank == rank:
+                    os.kill(os.getpid(), number)
+                return forward_backward(self, *args)
+
+        run.model = Interrupted(run.model.parts, run.model.loss, run.model.sharded)
+        with closing(run.data):
+            Trainer(run).train(Start(None))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_to_one_rank_ends_all_after_the_step_with_a_checkpoint(
+    ranks: int, number: int, tmp_path: Path
+) -> None:
+    settings = {"checkpoint": {"enable": True, "interval": 100}, "training": {"steps": 6}}
+    job = tiny.job(tmp_path / "stopped", **settings)
+    run_ranks(stopped_by_signal, ranks, job, number, 3, ranks - 1)
+    assert list(saved_steps(tmp_path / "stopped/checkpoint")) == [3]
+
+    run_ranks(train, ranks, job)
+    run_ranks(train, ranks, tiny.job(tmp_path / "whole", **settings))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    run_ranks(check_handlers, 1, tiny.job(tmp_path, training={"steps": 1}))
+
+
+def check_handlers(job: JobConfig) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train(job)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_validation_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+    settings = {"validation": {"enable": True, "freq": 2, "steps": 2}, "training": {"steps": 4}}
+    found = {}
+    for ranks in (1, 2, 4):
+        run_ranks(train, ranks, tiny.job(tmp_path / str(ranks), **settings))
+        found[ranks] = [
+            row["validation_loss"]
+            for row in rows(tmp_path / str(ranks))
+            if "validation_loss" in row
+        ]
+    assert len(found[1]) == 2
+    assert found[2] == pytest.approx(found[1], rel=1e-5)
+    assert found[4] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_checkpoint_is_on_disk_before_validation_begins(tmp_path: Path) -> None:
+    job = tiny.job(
+        tmp_path,
+        validation={"enable": True, "freq": 2},
+        checkpoint={"enable": True, "interval": 2},
+        training={"steps": 2},
+    )
+    run_ranks(failing_validation, 1, job)
+    assert list(saved_steps(tmp_path / "checkpoint")) == [2]
+
+
+def failing_validation(job: JobConfig) -> None:
+    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+
+        def fail() -> float:
+            raise MemoryError
+
+        run.validator.run = fail  # type: ignore[method-assign]
+        with closing(run.data), pytest.raises(MemoryError):
+            Trainer(run).train(Start(None))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> None:
+    exact = run_ranks(trace, 1, tiny.job())[0]
+    mixed = run_ranks(trace, ranks, tiny.job(training={"mixed_precision_param": "bfloat16"}))[0]
+    assert all(weight.dtype == torch.float32 for weight in mixed.weights[-1].values())
+    assert mixed.losses != exact.losses
+    assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_full_bfloat16(ranks: int) -> None:
+    settings = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
+    found = run_ranks(trace, ranks, tiny.job(training=settings))[0]
+    assert all(weight.dtype == torch.bfloat16 for weight in found.weights[-1].values())
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_deterministic_mode_is_set_and_repeats(tmp_path: Path) -> None:
+    debug = {"deterministic": True}
+    first = run_ranks(deterministic_trace, 1, tiny.job(debug=debug))[0]
+    second = run_ranks(deterministic_trace, 1, tiny.job(debug=debug))[0]
+    assert first == second
+    assert first[0] is True
+
+
+def deterministic_trace(job: JobConfig) -> tuple[bool, list[float]]:
+    found = trace(job)
+    return torch.are_deterministic_algorithms_enabled(), found.losses
+
+
+def test_decay_can_leave_out_norms_and_embeddings() -> None:
+    settings = {
+        "name": "AdamW",
+        "lr": 1e-3,
+        "weight_decay": 0.5,
+        "no_weight_decay_on": ["norms", "embeddings"],
+    }
+    run_ranks(check_groups, 1, tiny.job(optimizer=settings))
+
+
+def check_groups(job: JobConfig) -> None:
+    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        decay = {
+            run.optimizers.names[p]: group["weight_decay"]
+            for group in run.optimizers.optimizer.param_groups
+            for p in group["params"]
+        }
+        run.data.close()
+    free = {name for name, value in decay.items() if value == 0}
+    assert free == {name for name in decay if "norm" in name or "embeddings" in name}
+    assert decay["layers.0.attention.wq.weight"] == 0.5
+
+
+# torch's tracer looks at the gradient of an intermediate result.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_run_is_the_same_run() -> None:
+    exact = run_ranks(trace, 1, tiny.job(training={"steps": 2}))[0]
+    compiled = tiny.job(training={"steps": 2}, compile={"enable": True, "backend": "aot_eager"})
+    found = run_ranks(trace, 2, compiled)[0]
+    assert found.losses == pytest.approx(exact.losses, rel=1e-5)
+    assert found.weights[-1].keys() == exact.weights[-1].keys()

@@ -1,0 +1,90 @@
+"""Every key of a TOML text is found on its line, whatever surrounds it."""
+
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torchtitan.config.lines import key_lines
+
+TEXT = '''\
+# [not] = "a key"
+top = 1
+"quoted key" = "a # b"   # and [not] = this
+'its.literal'.b = 2
+
+[ spaced . "dots.in" ]
+a.b . c = "\\" [x] = 1"
+text = """
+[not]
+a = 1  \\
+""" # after
+closing = """"five"""""
+raw = \'\'\'
+b = "
+\'\'\'
+list = [
+    # x = 1
+    "]", [1, 2],
+    { deep = { er = 1 }, more = [ { z = 1 } ] },
+]
+inline = { one = 1, "two" = { three = 3 }, four = "}" }
+when = 1979-05-27 07:32:00
+time = 07:32:00.5
+number = -1_000.5e-3
+escaped."\\u00e9" = true
+[[tables]]
+name = "first"
+[[tables]]
+name = "second"
+[last]
+x = 1'''
+LINES = {
+    ("top",): 2,
+    ("quoted key",): 3,
+    ("its.literal",): 4,
+    ("its.literal", "b"): 4,
+    ("spaced",): 6,
+    ("spaced", "dots.in"): 6,
+    ("spaced", "dots.in", "a", "b", "c"): 7,
+    ("spaced", "dots.in", "text"): 8,
+    ("spaced", "dots.in", "closing"): 12,
+    ("spaced", "dots.in", "raw"): 13,
+    ("spaced", "dots.in", "list"): 16,
+    ("spaced", "dots.in", "list", "deep", "er"): 19,
+    ("spaced", "dots.in", "inline"): 21,
+    ("spaced", "dots.in", "inline", "two", "three"): 21,
+    ("spaced", "dots.in", "when"): 22,
+    ("spaced", "dots.in", "time"): 23,
+    ("spaced", "dots.in", "number"): 24,
+    ("spaced", "dots.in", "escaped", "é"): 25,
+    ("tables",): 26,
+    ("tables", "name"): 27,
+    ("last",): 30,
+    ("last", "x"): 31,
+}
+
+
+def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every table and key of what tomllib read; items of a list share its path."""
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from paths(item, (*path, key))
+    for item in value if isinstance(value, list) else ():
+        yield from paths(item, path)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines(end: str) -> None:
+    lines = key_lines(TEXT.replace("\n", end))
+    assert {path: lines[path] for path in LINES} == LINES
+
+
+def test_keys_are_those_that_tomllib_reads() -> None:
+    assert set(key_lines(TEXT)) == set(paths(tomllib.loads(TEXT)))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment", "   \n\t# and blanks\n\n"])
+def test_nothing(text: str) -> None:
+    assert key_lines(text) == {}

@@ -1,0 +1,216 @@
+"""Sources of settings: which wins, how flags are read, what is inherited."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config import Recipe, RecipeError
+from torchtitan.job import JobConfig, load_job
+from torchtitan.optim import OPTIMIZERS, AdamW
+
+OPTION = "activation_checkpoint.selective_ac_option"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def read(recipe: str | None = None, flags: str = "", world: int | None = None) -> Recipe[JobConfig]:
+    return load_job(recipe, flags.split(), world, "cpu")
+
+
+def value(key: str, flags: str) -> Any:
+    return read(flags=flags).config.flat()[key]
+
+
+def test_nothing_gives_the_defaults() -> None:
+    assert read().config == JobConfig()
+    assert read(write("empty.toml", "")).config == JobConfig()
+
+
+def test_precedence() -> None:
+    write("base/far.toml", "[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\nmax_norm = 1\n")
+    write("base/near.toml", 'extends = "far.toml"\n[training]\nsteps = 2\nseq_len = 2\ngc_freq=2\n')
+    mine = write("mine.toml", 'extends = "base/near.toml"\n[training]\nsteps = 3\nseq_len = 3\n')
+    training = read(mine, "--training.steps 4").config.training
+    assert (training.steps, training.seq_len, training.gc_freq, training.max_norm) == (4, 3, 2, 1.0)
+    assert training.local_batch_size == JobConfig().training.local_batch_size
+
+
+def test_origins() -> None:
+    write("base.toml", "[training]\nseq_len = 16\n")
+    mine = write("mine.toml", 'extends = "base.toml"\n\n[training]\nsteps = 3\n')
+    assert read(mine, "--debug.seed 1").origins == {
+        ("training", "seq_len"): "base.toml:2",
+        ("training", "steps"): "mine.toml:4",
+        ("debug", "seed"): "--debug.seed",
+    }
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--compile.enable",
+        "--compile.enable=true",
+        "--compile.enable true",
+        "--compile.enable True",
+    ],
+)
+def test_switch_on(flag: str) -> None:
+    assert value("compile.enable", flag) is True
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--no-data.shuffle", "--data.no-shuffle", "--data.shuffle=false", "--data.shuffle False"],
+)
+def test_switch_off(flag: str) -> None:
+    recipe = write("on.toml", "[data]\nshuffle = true\n")
+    assert read(recipe, flag).config.data.shuffle is False
+
+
+# Switched on alone, these are refused for what they need.
+NOT_ALONE = {
+    "checkpoint.load_only",
+    "debug.deterministic_warn_only",
+    "profiling.enable_memory_snapshot",
+}
+
+
+def test_every_boolean_switches_both_ways() -> None:
+    switches = [key for key, default in JobConfig().flat().items() if isinstance(default, bool)]
+    assert len(switches) > 20
+    for key in switches:
+        section, _, name = key.partition(".")
+        assert value(key, f"--no-{key}") is False
+        assert value(key, f"--{section}.no-{name.replace('_', '-')}") is False
+        if key in NOT_ALONE:
+            with pytest.raises(RecipeError, match=f"^--{key}: {key}: got true; "):
+                value(key, f"--{key}")
+        else:
+            assert value(key, f"--{key}") is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "expected"),
+    [
+        ("--training.steps 5", "training.steps", 5),
+        ("--training.steps=5", "training.steps", 5),
+        ("--training.local-batch-size 5", "training.local_batch_size", 5),
+        ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
+        ("--optimizer.lr 1", "optimizer.lr", 1.0),
+        ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
+        ("--job.description 5", "job.description", "5"),
+        ("--job.description true", "job.description", "true"),
+        ("--job.description none", "job.description", "none"),
+        ("--job.description=", "job.description", ""),
+        ("--job.description=a=b", "job.description", "a=b"),
+        ("--lr_scheduler.total_steps none", "lr_scheduler.total_steps", None),
+        (f"--{OPTION} 3", OPTION, 3),
+        (f"--{OPTION} op", OPTION, "op"),
+        ("--compile.components model", "compile.components", ["model"]),
+        ("--compile.components loss model", "compile.components", ["loss", "model"]),
+        ("--compile.components loss,model", "compile.components", ["loss", "model"]),
+        ("--checkpoint.exclude_from_loading=", "checkpoint.exclude_from_loading", []),
+        # A name that begins like a negation.
+        (
+            "--optimizer.no-weight-decay-on norms",
+            "optimizer.no_weight_decay_on",
+            ["norms"],
+        ),
+        # A key of the optimizer that another flag chooses.
+        ("--optimizer.momentum 1e-1 --optimizer.name SGD", "optimizer.momentum", 0.1),
+        # Old names.
+        ("--training.batch_size 5", "training.local_batch_size", 5),
+        ("--training.no-deterministic", "debug.deterministic", False),
+        ("--metrics.enable_color_printing", "metrics.disable_color_printing", False),
+        ("--no-metrics.enable_color_printing", "metrics.disable_color_printing", True),
+        ("--job.no-print_args", "job.print_config", False),
+        ("--optimizer.fused false", "optimizer.implementation", "foreach"),
+        ("--checkpoint.last_save_model_weights_only", "checkpoint.last_save_model_only", True),
+    ],
+)
+def test_flags(flags: str, key: str, expected: Any) -> None:
+    assert value(key, flags) == expected
+
+
+def test_numbers_of_toml() -> None:
+    recipe = write("r.toml", "[optimizer]\nlr = 1\n[training]\nmax_norm = 2\nsteps = 1_000\n")
+    config = read(recipe).config
+    assert (config.optimizer.lr, config.training.max_norm, config.training.steps) == (
+        1.0,
+        2.0,
+        1000,
+    )
+    assert isinstance(config.training.max_norm, float)
+
+
+def test_changing_the_optimizer_leaves_out_what_it_does_not_have() -> None:
+    write("base.toml", "[optimizer]\nlr = 0.5\nbeta1 = 0.8\neps = 1e-9\n")
+    mine = write("mine.toml", 'extends = "base.toml"\n[optimizer]\nname = "SGD"\nmomentum = 0.9\n')
+    recipe = read(mine)
+    assert recipe.config.optimizer == OPTIMIZERS["SGD"](lr=0.5, momentum=0.9)
+    assert recipe.notices == [
+        "mine.toml:3: optimizer.name: SGD has no beta1; 0.8 of base.toml:3 is left out",
+        "mine.toml:3: optimizer.name: SGD has no eps; 1e-09 of base.toml:4 is left out",
+    ]
+
+
+def test_changing_the_optimizer_by_a_flag() -> None:
+    recipe = read(write("r.toml", "[optimizer]\nbeta1 = 0.8\n"), "--optimizer.name Adam")
+    assert recipe.config.optimizer == OPTIMIZERS["Adam"](beta1=0.8)
+    assert recipe.notices == []
+
+
+def test_changing_the_optimizer_does_not_hide_a_mistake() -> None:
+    write("base.toml", "[optimizer]\nbta1 = 0.8\n")
+    mine = write("mine.toml", 'extends = "base.toml"\n[optimizer]\nname = "SGD"\n')
+    with pytest.raises(RecipeError, match=r"^base.toml:2: optimizer.bta1: unknown key of SGD"):
+        read(mine)
+
+
+def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(OPTIMIZERS, "Mine", AdamW)  # so that it is taken out again
+    del OPTIMIZERS["Mine"]
+    write(
+        "my_optimizers.py",
+        "from typing import Literal\n"
+        "from pydantic import Field\n"
+        "from torchtitan.optim import OPTIMIZERS, OptimizerConfig\n"
+        "class Mine(OptimizerConfig):\n"
+        "    name: Literal['Mine'] = Field('Mine', description='.')\n"
+        "    warmth: int = Field(1, description='.')\n"
+        "OPTIMIZERS['Mine'] = Mine\n",
+    )
+    flags = "--optimizer.name Mine --optimizer.warmth 7"
+    recipe = write("mine.toml", '[job]\nimports = ["my_optimizers"]\n')
+    old = write("old.toml", '[experimental]\ncustom_import = "my_optimizers"\n')
+    by_flag = f"--job.imports my_optimizers {flags}"
+    for source, words in ((recipe, flags), (old, flags), (None, by_flag)):
+        OPTIMIZERS.pop("Mine", None)
+        sys.modules.pop("my_optimizers", None)
+        loaded = read(source, words)
+        assert loaded.config.optimizer.name == "Mine"
+        assert loaded.config.flat()["optimizer.warmth"] == 7
+
+
+def test_a_mistake_in_a_section_holds_back_what_rests_on_the_section() -> None:
+    recipe = write("r.toml", '[data]\nlanes = "12"\nnum_workers = 3\n')
+    with pytest.raises(RecipeError) as error:
+        read(recipe)
+    assert error.value.lines == ['r.toml:2: data.lanes: got "12"; wanted an integer >= -1']
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read().config.training.steps = 3

@@ -1,0 +1,95 @@
+"""Recipes as files: TOML text to settings that know their line, with what each recipe extends."""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.lines import key_lines
+from torchtitan.config.settings import KeyPath, Setting
+from torchtitan.config.words import show
+
+
+def read_recipe(
+    path: Path, problems: list[str], seen: tuple[Path, ...] = ()
+) -> list[dict[KeyPath, Setting]]:
+    """The settings of a recipe and of everything it extends, the farthest ancestor first."""
+    settings = read_file(path, problems)
+    parent = settings.pop(("extends",), None)
+    if parent is None:
+        return [settings]
+    complain = f"{parent.origin}: extends: got {show(parent.value)}; "
+    if not isinstance(parent.value, str):
+        problems.append(complain + "wanted the path of a recipe, relative to this one")
+        return [settings]
+    base = Path(os.path.normpath(path.parent / parent.value))
+    chain = (*seen, path)
+    if base.resolve() in [link.resolve() for link in chain]:
+        circle = " -> ".join(link.name for link in (*chain, base))
+        problems.append(f"{complain}wanted a recipe that does not lead back here: {circle}")
+        return [settings]
+    if not base.is_file():
+        problems.append(f"{complain}there is no file {base}{_nearest_file(base)}")
+        return [settings]
+    return [*read_recipe(base, problems, chain), settings]
+
+
+def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
+    """The settings of one file; empty where it cannot be read."""
+    if path.is_dir():
+        problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
+        return {}
+    if not path.is_file():
+        problems.append(f"{path}: there is no such recipe{_nearest_file(path)}")
+        return {}
+    try:
+        text = read_text(path)
+        table = tomllib.loads(text)
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+        return {}
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        problems.append(f"{path}:{line}: not UTF-8 text: got the byte 0x{byte:02x}")
+        return {}
+    except tomllib.TOMLDecodeError as error:
+        problems.append(_syntax_problem(path, text, str(error)))
+        return {}
+    lines = key_lines(text)
+    return {key: Setting(value, f"{path}:{lines[key]}") for key, value in _flatten(table)}
+
+
+def read_text(path: Path) -> str:
+    """The text of a recipe, whatever its line ends, and with or without a byte order mark."""
+    return path.read_text(encoding="utf-8-sig")
+
+
+def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield (*prefix, key), {}
+            yield from _flatten(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
+
+
+def _syntax_problem(path: Path, text: str, error: str) -> str:
+    lines = text.splitlines() or [""]
+    what, _, where = error.partition(" (at ")
+    place = re.match(r"line (\d+), column (\d+)", where)
+    number = int(place[1]) if place else len(lines)
+    got = lines[min(number, len(lines)) - 1].strip()
+    hint = "; is it written twice?" if "overwrite" in what else ""
+    return f"{path}:{number}: not valid TOML: got `{got}`; {what}{hint}"
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    recipes = sorted(p.name for p in path.parent.glob("*.toml"))
+    near = difflib.get_close_matches(path.name, recipes, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -1,0 +1,114 @@
+"""Settings from the command line: `--section.key value`.
+
+Also `--a.b=v`, `--a.b v w` or `v,w` for lists, `none` for what may be absent, and for booleans
+`--a.b`, `--no-a.b`, `--a.no-b`. A hyphen may stand for an underscore. Words get the type of their
+field: TOML has types, a command line has not.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from torchtitan.config.schema import describe, field_schema, find_field, is_section, json_types
+from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
+
+ANYTHING = {"boolean", "integer", "number", "string"}
+
+
+def read_flags(
+    words: Sequence[str],
+    schema: type[Config],
+    below: Mapping[KeyPath, Setting],
+    new_name: Callable[[KeyPath], KeyPath],
+) -> tuple[dict[KeyPath, Setting], list[str]]:
+    """The settings that flags make, their sections included, and what is wrong with the flags.
+
+    `below` are the settings that the flags go over; they choose the class of a section where no
+    flag does. `new_name` tells the present path of an old key, whose field then gives the type.
+    """
+    settings: dict[KeyPath, Setting] = {}
+    flags, problems = _split(words)
+    chosen = {path: Setting(v[0], "") for path, v in flags if path[-1] == "name" and v}
+
+    for path, values in flags:
+        info, is_off = find_field(schema, new_name(path), {**below, **chosen}), False
+        if info is None and (positive := _without_no(path)):
+            path, is_off = positive, True
+            info = find_field(schema, new_name(path), {**below, **chosen})
+        name = ".".join(path)
+        origin = f"--{name}"
+        try:
+            if path in settings:
+                raise ConfigError("given twice; wanted one value")
+            value = _off(values) if is_off else _typed(info, values)
+        except ConfigError as error:
+            problems.append(f"{origin}: {name}: {error}")
+            continue
+        for depth in range(1, len(path)):
+            settings[path[:depth]] = Setting({}, origin)
+        settings[path] = Setting(value, origin)
+    return settings, problems
+
+
+def _split(words: Sequence[str]) -> tuple[list[tuple[KeyPath, list[str]]], list[str]]:
+    """The flags with the words that follow each, and words that follow none."""
+    flags: list[tuple[KeyPath, list[str]]] = []
+    problems = []
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            path = tuple(name.replace("-", "_").split("."))
+            flags.append((path, [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            problems.append(f"{word}: not a flag; wanted --section.key value")
+    return flags, problems
+
+
+def _without_no(path: KeyPath) -> KeyPath | None:
+    """The path that `--no-a.b` or `--a.no-b` switches off, None for other paths."""
+    for index in (0, len(path) - 1):
+        if path[index].startswith("no_"):
+            return (*path[:index], path[index].removeprefix("no_"), *path[index + 1 :])
+    return None
+
+
+def _off(values: Sequence[str]) -> bool:
+    if values:
+        raise ConfigError(f"got {' '.join(values)} after a `no-`; wanted no value")
+    return False
+
+
+def _typed(info: FieldInfo | None, values: Sequence[str]) -> Any:
+    """The value that words mean for a field; by their looks for a key that has none."""
+    if info is None or is_section(info):
+        typed = [_word(value, ANYTHING) for value in values]
+        return typed if len(typed) > 1 else typed[0] if typed else True
+    schema = field_schema(info)
+    kinds = json_types(schema)
+    if not values and "boolean" in kinds:
+        return True
+    if not values:
+        raise ConfigError(f"got no value; wanted {describe(schema)}")
+    if "array" in kinds:
+        return [_word(part, kinds) for value in values for part in value.split(",") if part]
+    if len(values) > 1:
+        raise ConfigError(f"got {len(values)} values, {' '.join(values)}; wanted one")
+    return _word(values[0], kinds)
+
+
+def _word(word: str, kinds: set[str]) -> Any:
+    if word.lower() in ("true", "false") and "boolean" in kinds:
+        return word.lower() == "true"
+    if word.lower() == "none" and "null" in kinds:
+        return None
+    for kind, convert in (("integer", int), ("number", float)):
+        if kind in kinds:
+            try:
+                return convert(word)
+            except ValueError:
+                continue
+    return word

@@ -1,0 +1,79 @@
+"""Where each key of a TOML text stands: tomllib gives the values but not their places."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+from torchtitan.config.settings import KeyPath
+
+BLANK = r"(?:\s|#[^\n]*)*"
+KEY_PART = r"""[ \t]*(?:"(?:[^"\\]|\\.)*"|'[^']*'|[\w-]+)[ \t]*"""
+STRING = r'''"""(?:[^\\]|\\.)*?"{3,5}|"(?:[^"\\]|\\.)*"''' r"""|'''.*?'{3,5}|'[^']*'"""
+# A date and a time may have a blank between them.
+BARE_VALUE = r"\d{4}-\d\d-\d\d \d\d:[^\s,\]}#]*|[^\s,\]}#]+"
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The first line, counted from 1, of every table and key of `text`, which is valid TOML."""
+    lines: dict[KeyPath, int] = {}
+    line, counted = 1, 0
+    for path, position in _Walk(text):
+        line, counted = line + text.count("\n", counted, position), position
+        for depth in range(1, len(path) + 1):
+            lines.setdefault(path[:depth], line)
+    return lines
+
+
+class _Walk:
+    """Goes through valid TOML once, from key to key; strings and comments are stepped over."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.position = text, 0
+
+    def __iter__(self) -> Iterator[tuple[KeyPath, int]]:
+        section: KeyPath = ()
+        while self._next():
+            start = self.position
+            if self._take(r"\[\[?"):
+                section = self._key()
+                self._take(r"\]\]?")
+                yield section, start
+            else:
+                yield from self._pair(section)
+
+    def _pair(self, section: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+        start = self.position
+        path = (*section, *self._key())
+        yield path, start
+        self._take("=")
+        yield from self._value(path)
+
+    def _value(self, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+        opening = self._next()
+        if opening not in "[{":
+            assert self._take(STRING) or self._take(BARE_VALUE)
+            return
+        self.position += 1
+        while self._next() not in "]}":
+            yield from self._value(path) if opening == "[" else self._pair(path)
+            self._next()
+            self._take(",")
+        self.position += 1
+
+    def _key(self) -> KeyPath:
+        parts: list[str] = []
+        while not parts or self._take(r"\."):
+            part = self._take(KEY_PART).strip()
+            parts.append(next(iter(tomllib.loads(f"{part} = 0"))) if part[0] in "\"'" else part)
+        return tuple(parts)
+
+    def _next(self) -> str:
+        """The next character that is not blank nor in a comment, empty at the end."""
+        self._take(BLANK)
+        return self.text[self.position : self.position + 1]
+
+    def _take(self, pattern: str) -> str:
+        """What `pattern` matches here, stepped over; empty where it does not match."""
+        found = re.compile(pattern, re.DOTALL).match(self.text, self.position)
+        self.position = found.end() if found else self.position
+        return found[0] if found else ""
