@@ -34,8 +34,8 @@ import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
 
 from torchtitan.build import Run, build
+from torchtitan.checks import load_job
 from torchtitan.device import pick
-from torchtitan.job import load_job
 from torchtitan.parallel import World, open_world
 from torchtitan.trainer import Trainer
 

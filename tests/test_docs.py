@@ -41,9 +41,10 @@ import pytest
 
 from tests.test_house import LAYERS
 from torchtitan import cli, train
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.dialect import TABLE
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parent.parent

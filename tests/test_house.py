@@ -16,6 +16,7 @@ LAYERS = [
     ["trainer"],
     ["build"],
     ["provenance"],
+    ["checks"],
     ["job", "migrate"],
     ["checkpoint", "metrics", "profiling", "elastic", "validate", "dialect"],
     ["parallel"],

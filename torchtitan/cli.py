@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchtitan.checks import load_job, remarks, smallest_world
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
-from torchtitan.job import JobConfig, load_job, remarks, smallest_world
+from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.migrate import migrate
 from torchtitan.models import MODELS

@@ -52,7 +52,7 @@ def check_profiling(config: ProfilingConfig, device_type: str) -> list[tuple[str
         problems.append(
             (
                 "profiling.profile_freq",
-                f"{config.profile_freq} steps are too few for profiler_warmup = "
+                f"these are too few steps for profiler_warmup = "
                 f"{config.profiler_warmup} plus profiler_active = {config.profiler_active}; "
                 f"use at least {busy}",
             )

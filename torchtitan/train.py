@@ -11,10 +11,11 @@ from pathlib import Path
 
 from torchtitan.build import build, open_tokenizer
 from torchtitan.checkpoint import Start, choose_start
+from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
-from torchtitan.job import SAME_RUN, JobConfig, load_job, problems_of_machine, remarks
+from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside

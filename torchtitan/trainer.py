@@ -55,7 +55,7 @@ class Trainer:
                 is_last = state.step == training.steps or stopping or diverged
                 if run.checkpoint.is_due(is_last):
                     with run.meter.time("checkpoint"):
-                        run.checkpoint.save(final=is_last)
+                        run.checkpoint.save(finished=state.step == training.steps)
                 if run.validator.is_due(state.step, training.steps) and not stopping:
                     with run.meter.time("validation"):
                         loss = run.validator.run()

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
+from torchtitan.checks import load_job
 from torchtitan.cli import main
 from torchtitan.config import RecipeError
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS
 

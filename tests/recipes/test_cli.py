@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from torchtitan.checks import load_job
 from torchtitan.cli import main
 from torchtitan.config import ConfigError, json_schema
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.train import main as train
 from torchtitan.train import split_recipe

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
 from torchtitan.dialect import TABLE, Gone, Kept, Moved, entry
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.migrate import migrate
 
 OLD = sorted((Path(__file__).parent / "old").glob("*.toml"))

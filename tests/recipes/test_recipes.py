@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 import torch
 
+from torchtitan.checks import load_job
 from torchtitan.cli import main
 from torchtitan.config.files import read_recipe
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
 

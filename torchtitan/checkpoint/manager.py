@@ -93,10 +93,13 @@ class Checkpointer:
         wanted = final or first or step % config.interval == 0
         return config.enable and not config.load_only and wanted and step != self.saved_step
 
-    def save(self, final: bool = False) -> None:
-        """Save the current step; when this returns, every byte is on disk."""
+    def save(self, finished: bool) -> None:
+        """Save the current step; when this returns, every byte is on disk.
+
+        `finished` says that the run is complete, which a run that was only stopped is not.
+        """
         step, config = self.state.step, self.config
-        model_only = final and config.last_save_model_only
+        model_only = finished and config.last_save_model_only
         if self.world.share(step in disk.saved_steps(self.folder)):
             raise ConfigError(
                 f"{self.folder / f'step-{step}'}: exists already, from a run that went further "

@@ -1,13 +1,12 @@
 """What a recipe may say about data: the `[data]` section, and the data sets known by name."""
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, allowed_names
 
 
 @dataclass(frozen=True)
@@ -103,17 +102,14 @@ def check_data(
     lanes = batch if config.lanes == -1 else config.lanes
     if lanes < 1 or lanes % batch:
         message = (
-            f"{config.lanes} is not a multiple of the {batch} sequences in the global batch; "
+            f"it is not a multiple of the {batch} sequences in the global batch; "
             f"use -1 or {batch}, {2 * batch}, {3 * batch}, ..."
         )
         mistakes.append(("data.lanes", message))
     elif config.num_workers and (lanes // ranks) % config.num_workers:
         each = lanes // ranks
         allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
-        message = (
-            f"{config.num_workers} does not divide the {each} lanes of each rank; "
-            f"use {', '.join(allowed)}"
-        )
+        message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
         mistakes.append(("data.num_workers", message))
     return mistakes
 
@@ -124,18 +120,16 @@ def dataset_mistakes(config: DataConfig) -> list[tuple[str, str]]:
     description = DATASETS.get(dataset)
     mistakes: list[tuple[str, str]] = []
     if path is not None and not Path(path).expanduser().exists():
-        mistakes.append(("data.dataset_path", f"there is no file or folder {path!r}"))
+        mistakes.append(("data.dataset_path", f'there is no file or folder "{path}"'))
     if description is None and not Path(dataset).expanduser().exists():
-        nearest = difflib.get_close_matches(dataset, DATASETS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        message = f"{dataset!r} is neither an existing path nor one of {', '.join(DATASETS)}{hint}"
+        message = f"it is no existing path; {allowed_names(dataset, DATASETS)}"
         mistakes.append(("data.dataset", message))
     elif description is None and path is not None:
-        message = f"data.dataset is already a path, {dataset!r}; give only one"
+        message = f'data.dataset is already a path, "{dataset}"; give only one'
         mistakes.append(("data.dataset_path", message))
     elif description and path is None and description.kind in NEEDS_PATH:
-        message = f"the data set {dataset!r} needs the file or folder to read"
+        message = f'the data set "{dataset}" needs the file or folder to read'
         mistakes.append(("data.dataset_path", message))
     elif description and path is not None and description.kind == "synthetic":
-        mistakes.append(("data.dataset_path", f"the data set {dataset!r} reads no files"))
+        mistakes.append(("data.dataset_path", f'the data set "{dataset}" reads no files'))
     return mistakes

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
-from torchtitan.job import JobConfig, load_job
+from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, AdamW
 
 OPTION = "activation_checkpoint.selective_ac_option"

@@ -157,13 +157,13 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        ({"dataset": "python_stdlb"}, "data.dataset", "did you mean 'python_stdlib'?"),
-        ({"dataset": "no/such/path"}, "data.dataset", "neither an existing path nor one of"),
-        ({"dataset": "jsonl"}, "data.dataset_path", "'jsonl' needs the file or folder"),
-        ({"dataset_path": "no/such"}, "data.dataset_path", "no file or folder 'no/such'"),
-        ({"dataset": "/", "dataset_path": "/"}, "data.dataset_path", "already a path, '/'"),
+        ({"dataset": "python_stdlb"}, "data.dataset", "did you mean python_stdlib?"),
+        ({"dataset": "no/such/path"}, "data.dataset", "it is no existing path; allowed: "),
+        ({"dataset": "jsonl"}, "data.dataset_path", '"jsonl" needs the file or folder'),
+        ({"dataset_path": "no/such"}, "data.dataset_path", 'no file or folder "no/such"'),
+        ({"dataset": "/", "dataset_path": "/"}, "data.dataset_path", 'already a path, "/"'),
         ({"dataset": "synthetic", "dataset_path": "/"}, "data.dataset_path", "reads no files"),
-        ({"lanes": 9}, "data.lanes", "9 is not a multiple of the 12 sequences"),
+        ({"lanes": 9}, "data.lanes", "it is not a multiple of the 12 sequences"),
         ({"lanes": 0}, "data.lanes", "use -1 or 12, 24, 36, ..."),
         ({"lanes": 24, "num_workers": 5}, "data.num_workers", "use 0, 1, 2, 4, 8"),
     ],
@@ -183,5 +183,7 @@ def test_check_accepts_what_works() -> None:
 
 def test_opening_reports_the_same_mistakes() -> None:
     config = DataConfig(dataset="fineweb", dataset_path="no/such")
-    with pytest.raises(ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: 'fineweb' is"):
+    with pytest.raises(
+        ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: it is no existing"
+    ):
         open_source(config, load_tokenizer(None), seed=0)

@@ -1,0 +1,303 @@
+"""Reads a recipe, and says which settings, each valid, cannot work together, and what would.
+
+All checks run before any process group exists and touch nothing but file names.
+"""
+
+import importlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchtitan import dialect
+from torchtitan.config import KeyPath, Problem, Recipe, Setting, allowed_names, load, show
+from torchtitan.data import check_data
+from torchtitan.job import JobConfig
+from torchtitan.metrics import check_metrics
+from torchtitan.models import MODELS
+from torchtitan.profiling import check_profiling
+
+
+def load_job(
+    recipe: str | Path | None, flags: Sequence[str], world_size: int | None, device_type: str
+) -> Recipe[JobConfig]:
+    """Read and check a recipe for `world_size` ranks; None: for any number that fits it.
+
+    Raises:
+        RecipeError: with all mistakes, one line each.
+    """
+
+    def check(job: JobConfig) -> Iterator[Problem]:
+        return problems(job, world_size, device_type)
+
+    return load(
+        JobConfig,
+        recipe,
+        flags,
+        translate=dialect.translate,
+        new_name=dialect.new_name,
+        prepare=_import_first,
+        check=check,
+    )
+
+
+def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
+    """Import the modules of `job.imports`, which may add names that the recipe uses."""
+    setting = settings.get(("job", "imports"))
+    if setting is None or not isinstance(setting.value, list):
+        return
+    for name in map(str, setting.value):
+        where = f"{setting.origin}: job.imports: got {show(name)}"
+        if not all(part.isidentifier() for part in name.split(".")):
+            yield f"{where}; wanted the dotted name of a module"
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            yield f"{where}; it cannot be imported: {error}"
+
+
+def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterator[Problem]:
+    """Everything about a recipe, valid in form, that cannot work."""
+    yield from _problems_of_degrees(job, world_size)
+    yield from _problems_of_model(job)
+    yield from _problems_of_sequences(job)
+    yield from _problems_of_batches(job, world_size)
+    yield from _problems_of_precision(job)
+    yield from _problems_of_files(job)
+    yield from _problems_of_checkpoints(job)
+    for key, message in check_metrics(job.metrics):
+        yield Problem(key, message)
+    for key, message in check_profiling(job.profiling, device_type):
+        yield Problem(key, message, ("profiling",))
+
+
+def smallest_world(job: JobConfig) -> int:
+    """The least number of ranks that the degrees of a recipe ask for."""
+    p = job.parallelism
+    shard = max(p.data_parallel_shard_degree, 1)
+    one = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    return one * p.data_parallel_replicate_degree * shard
+
+
+DEGREES = tuple(
+    f"parallelism.{kind}_degree"
+    for kind in (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+    )
+)
+SHARD = "parallelism.data_parallel_shard_degree"
+
+
+def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+    p = job.parallelism
+    for name in ("tensor", "pipeline", "context"):
+        if getattr(p, f"{name}_parallel_degree") > 1:
+            message = f"{name} parallelism is not part of this version; use 1"
+            yield Problem(f"parallelism.{name}_parallel_degree", message)
+    if p.data_parallel_shard_degree == 0:
+        yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
+        return
+    needed = smallest_world(job)
+    if world_size is None or world_size == needed:
+        return
+    ranks = f"the {world_size} rank{'s' * (world_size > 1)} of this run"
+    others = needed // max(p.data_parallel_shard_degree, 1)
+    factors = {key: job.flat()[key] for key in DEGREES}
+    product = " x ".join(
+        f"{key.split('.')[1]} {n}" for key, n in factors.items() if n not in (1, -1)
+    )
+    if p.data_parallel_shard_degree != -1:
+        hint = f"; use {world_size // others} or -1" if world_size % others == 0 else ""
+        message = (
+            f"the degrees multiply to {needed} ({product or 'all are 1'}), not to {ranks}{hint}"
+        )
+        yield Problem(SHARD, message, DEGREES)
+    elif world_size % others:
+        message = (
+            f"the other degrees multiply to {others} ({product}), which does not divide {ranks}"
+        )
+        yield Problem(SHARD, message, DEGREES)
+
+
+def _problems_of_model(job: JobConfig) -> Iterator[Problem]:
+    spec = MODELS.get(job.model.name)
+    if spec is None:
+        yield Problem("model.name", allowed_names(job.model.name, MODELS))
+        return
+    args = spec.flavors.get(job.model.flavor)
+    if args is None:
+        names = allowed_names(job.model.flavor, spec.flavors)
+        yield Problem("model.flavor", names, ("model.name",))
+        return
+    p, whose = job.parallelism, f"{job.model.name} {job.model.flavor}"
+    tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
+    for count, what in ((args.n_heads, "heads"), (args.n_kv_heads, "key/value heads")):
+        if count % tp:
+            message = f"it does not divide the {count} {what} of {whose}; use {_divisors(count)}"
+            yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
+    if args.n_layers < pp:
+        message = f"these are more stages than the {args.n_layers} layers of {whose}"
+        yield Problem("parallelism.pipeline_parallel_degree", message, ("model",))
+
+
+def _divisors(count: int) -> str:
+    found = [str(n) for n in range(1, count + 1) if count % n == 0]
+    return " or ".join(filter(None, [", ".join(found[:-1]), found[-1]]))
+
+
+def _problems_of_sequences(job: JobConfig) -> Iterator[Problem]:
+    t, p = job.training, job.parallelism
+    cp, tp, pp = p.context_parallel_degree, p.tensor_parallel_degree, p.pipeline_parallel_degree
+    parts = tp * (2 * cp if cp > 1 else 1)
+    if t.seq_len % parts:
+        why = f"tensor_parallel_degree {tp}" + f" x 2 x context_parallel_degree {cp}" * (cp > 1)
+        near = max(round(t.seq_len / parts), 1) * parts
+        message = f"it is not a multiple of {parts} ({why}); use {near}"
+        yield Problem("training.seq_len", message, DEGREES)
+    size, batch = p.pipeline_parallel_microbatch_size, t.local_batch_size
+    size_key = "parallelism.pipeline_parallel_microbatch_size"
+    if pp > 1 and batch % size:
+        message = f"it does not divide training.local_batch_size {batch}; use {_divisors(batch)}"
+        yield Problem(size_key, message, ("training.local_batch_size", *DEGREES))
+    elif pp > 1 and batch // size < pp:
+        fewer = f"its {batch // size} microbatches are fewer than the {pp} stages of the pipeline"
+        message = f"{fewer}; use {pp * size} or more"
+        yield Problem("training.local_batch_size", message, (size_key, *DEGREES))
+
+
+def _problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+    t = job.training
+    if t.global_batch_size == 0:
+        yield Problem("training.global_batch_size", "wanted -1 or an integer >= 1")
+        return
+    degrees = job.degrees(world_size or smallest_world(job))
+    if degrees.data < 1:
+        return  # said of the degrees already
+    once = t.local_batch_size * degrees.data
+    rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES)
+    if job.global_batch(degrees) % once:
+        near = max(round(t.global_batch_size / once), 1) * once
+        message = (
+            f"it is not a multiple of local_batch_size {t.local_batch_size} x {degrees.data} "
+            f"data-parallel rank{'s' * (degrees.data > 1)} = {once}; use {near}"
+        )
+        yield Problem("training.global_batch_size", message, rests_on)
+        return
+    sizes = {
+        "local_batch_size": t.local_batch_size,
+        "accumulation": job.accumulation(degrees),
+        "ranks": degrees.data,
+    }
+    for key, message in check_data(job.data, **sizes):
+        yield Problem(key, message, ("data", *rests_on))
+    if job.validation.enable:
+        for key, message in check_data(job.validation.data(job.data), **sizes):
+            if key.startswith("data.dataset"):
+                own = key.replace("data.", "validation.", 1)
+                yield Problem(own, message.replace("data.dataset", "validation.dataset"))
+
+
+def _problems_of_precision(job: JobConfig) -> Iterator[Problem]:
+    t = job.training
+    if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
+        message = (
+            "parameters stored in bfloat16 (training.dtype) gain nothing from it; "
+            "use bfloat16 here or float32 there"
+        )
+        yield Problem("training.mixed_precision_param", message, ("training.dtype",))
+    if job.debug.deterministic_warn_only and not job.debug.deterministic:
+        message = "it means nothing without debug.deterministic = true"
+        yield Problem("debug.deterministic_warn_only", message, ("debug.deterministic",))
+    if getattr(job.optimizer, "nesterov", False) and not getattr(job.optimizer, "momentum", 0):
+        yield Problem("optimizer.nesterov", "it needs optimizer.momentum > 0", ("optimizer",))
+    if job.compile.enable and not job.compile.components:
+        message = "with compile.enable = true, wanted at least one of model, loss"
+        yield Problem("compile.components", message, ("compile",))
+
+
+FOLDERS = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
+
+
+def _problems_of_files(job: JobConfig) -> Iterator[Problem]:
+    tokenizer = job.model.tokenizer_path
+    if tokenizer is not None and not Path(tokenizer).expanduser().exists():
+        message = (
+            "there is no such file or folder; put the model's tokenizer.json or tokenizer.model "
+            "there (for Llama 3: hf download meta-llama/Llama-3.1-8B tokenizer.json "
+            f"--local-dir {tokenizer})"
+        )
+        yield Problem("model.tokenizer_path", message)
+    initial = job.checkpoint.initial_load_path
+    if initial is not None and not Path(initial).expanduser().is_dir():
+        yield Problem("checkpoint.initial_load_path", "there is no such folder")
+    if job.job.config_file is not None:
+        message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
+        yield Problem("job.config_file", message)
+    dump = Path(job.job.dump_folder).expanduser()
+    existing = next((folder for folder in (dump, *dump.parents) if folder.exists()), None)
+    if existing and not existing.is_dir():
+        yield Problem("job.dump_folder", f"{existing} is a file; wanted a folder")
+    for key in FOLDERS:
+        folder = Path(job.flat()[key])
+        if folder.is_absolute() or ".." in folder.parts or folder == Path():
+            yield Problem(key, "wanted the name of a folder inside job.dump_folder")
+
+
+def _problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
+    c = job.checkpoint
+    idle = {
+        "resume": c.resume == "must",
+        "load_step": c.load_step >= 0,
+        "load_only": c.load_only,
+    }
+    for key, is_asked in idle.items():
+        if is_asked and not c.enable:
+            message = "it does nothing while checkpoint.enable is false"
+            yield Problem(f"checkpoint.{key}", message, ("checkpoint.enable",))
+    if c.load_step >= 0 and c.resume == "never":
+        message = 'checkpoint.resume is "never"; use "must" there or -1 here'
+        yield Problem("checkpoint.load_step", message, ("checkpoint.resume",))
+    if c.export_dtype != "float32" and not c.last_save_model_only:
+        message = "it needs checkpoint.last_save_model_only = true"
+        yield Problem("checkpoint.export_dtype", message, ("checkpoint.last_save_model_only",))
+
+
+def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
+    """What this very machine cannot do; a check made for another one does not ask."""
+    on_cpu = job.compile.backend == "inductor" and device_type == "cpu"
+    if job.compile.enable and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
+        message = (
+            "torch.compile on a CPU needs g++ or clang++, and there is neither; install one, or "
+            'use compile.backend = "aot_eager"'
+        )
+        yield Problem("compile.enable", message)
+
+
+def remarks(job: JobConfig) -> Iterator[str]:
+    """What works, but perhaps not as its writer thinks."""
+    schedule, steps = job.lr_scheduler, job.schedule_steps()
+    if schedule.warmup_steps > steps:
+        yield (
+            f"lr_scheduler.warmup_steps: {schedule.warmup_steps} is more than the {steps} steps "
+            "of the schedule; the run ends within the warm-up"
+        )
+    elif schedule.warmup_steps + schedule.decay_steps(steps) > steps:
+        yield (
+            f"lr_scheduler.decay_ratio: {schedule.decay_ratio} of {steps} steps reaches into the "
+            f"{schedule.warmup_steps} steps of warm-up; the decay begins after them, already "
+            "under way"
+        )
+    if steps < job.training.steps and schedule.decay_steps(steps) and not schedule.min_lr_factor:
+        yield (
+            f"lr_scheduler.total_steps: after {steps} steps the learning rate is 0, but there are "
+            f"{job.training.steps} steps"
+        )
