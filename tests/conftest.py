@@ -6,14 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import tiny
+import tests.tiny  # noqa: F401  (registers the model of the tests)
 from torchtitan.logging import logger
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.
 torch.set_num_threads(1)
-tiny.register()
 
 
 @pytest.fixture(autouse=True)

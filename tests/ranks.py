@@ -11,9 +11,11 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -30,54 +32,64 @@ def run_ranks(
         AssertionError: with the tracebacks of the ranks that failed.
     """
     context = mp.get_context("fork" if device == "cpu" else "spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.SimpleQueue()
-        arguments = (world, Path(folder) / "store", device, results, function, args)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         ranks = [
-            context.Process(target=_rank, args=(rank, *arguments), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, world, folder, device, function, args), daemon=True
+            )
             for rank in range(world)
         ]
         for process in ranks:
             process.start()
-        answers: dict[int, bytes] = {}
-        failures = {}
-        while len(answers) + len(failures) < world and not failures:
-            rank, ok, value = results.get()
-            (answers if ok else failures)[rank] = value
+        running = list(ranks)
+        while running and not any(process.exitcode for process in ranks):
+            wait([process.sentinel for process in running], timeout=1)
+            running = [process for process in running if process.is_alive()]
+        for process in running:
+            process.kill()
         for process in ranks:
-            if failures:
-                process.kill()
             process.join()
-    assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())
-    return [pickle.loads(answers[rank]) for rank in range(world)]
+        failures = [
+            f"rank {rank} ended with status {process.exitcode}:\n{_read(folder / f'{rank}.error')}"
+            for rank, process in enumerate(ranks)
+            if process.exitcode and process not in running
+        ]
+        assert not failures, "\n".join(failures)
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else "it left no traceback"
 
 
 def _rank(
     rank: int,
     world: int,
-    store: Path,
+    folder: Path,
     device: str,
-    results: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     # Garbage of the parent may hold threads that a fork does not have; never collect it here.
     gc.freeze()
+    # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
+    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    status = 1
     try:
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend,
-            store=dist.FileStore(str(store), world),
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.FileStore(str(folder / "store"), world),
             rank=rank,
             world_size=world,
             timeout=TIMEOUT,
         )
-        # As bytes: a tensor on a queue is shared memory, which would die with this process.
-        results.put((rank, True, pickle.dumps(function(*args))))
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*args)))
         dist.destroy_process_group()
+        status = 0
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
     finally:
         # Skips the exit handlers of pytest, which belong to the parent.
-        os._exit(0)
+        os._exit(status)

@@ -26,12 +26,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def register() -> None:
-    """Make the tiny model known by name, as an extension would."""
-    tied = dataclasses.replace(ARGS, tied=True)
-    wide = dataclasses.replace(ARGS, dim=64)
-    flavors = {"tiny": ARGS, "tied": tied, "wide": wide}
-    MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=flavors)
+FLAVORS = {
+    "tiny": ARGS,
+    "tied": dataclasses.replace(ARGS, tied=True),
+    "wide": dataclasses.replace(ARGS, dim=64),
+}
+# Known by name in every process that imports this, as a model outside the tree would be.
+MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 
 
 def job(dump_folder: Path | str = "unused", **sections: dict[str, Any]) -> JobConfig:

@@ -135,6 +135,7 @@ class Profiler:
             ),
             on_trace_ready=self._export,
             record_shapes=True,
+            acc_events=True,  # there is one cycle, but torch 2.11 warns that it forgets others
         )
         self._trace.start()
 

@@ -46,6 +46,7 @@ class Validator:
     ) -> None:
         self.config, self.open_stream, self.accumulation = config, open_stream, accumulation
         self.model, self.world = model, world
+        self.stream: DataStream | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether there is a validation after `step`."""
@@ -55,13 +56,11 @@ class Validator:
         """Mean loss over the held-out batches, in nats a target; the same on every rank."""
         device = self.world.device.torch_device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        stream = self.open_stream()
-        try:
-            for _ in range(self.config.steps * self.accumulation):
-                batch = next(stream).to(device)
-                total[0] += self.model.evaluate(batch)
-                total[1] += batch.target_count()
-        finally:
-            stream.close()
+        self.stream = self.stream or self.open_stream()
+        self.stream.rewind()
+        for _ in range(self.config.steps * self.accumulation):
+            batch = next(self.stream).to(device)
+            total[0] += self.model.evaluate(batch)
+            total[1] += batch.target_count()
         loss, targets = self.world.sum(total, over="batch").tolist()
         return float(loss / targets)

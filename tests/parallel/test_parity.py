@@ -72,17 +72,23 @@ LAYOUTS = {
 
 
 @cache
-def reference(optimizer: str) -> Trace:
+def reference(optimizer: str, device: str) -> Trace:
     """One rank, the whole batch at once, nothing wrapped."""
-    (result,) = run_ranks(trace, 1, recipe(optimizer, training={"local_batch_size": 8}), True)
+    job = recipe(optimizer, training={"local_batch_size": 8})
+    (result,) = run_ranks(trace, 1, job, True, device, device=device)
     return result
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_the_same_run_as_one_rank(name: str, optimizer: str) -> None:
-    case, expected = LAYOUTS[name], reference(optimizer)
-    for rank, found in enumerate(run_ranks(trace, case.ranks, case.job(optimizer), True)):
+def test_layout_trains_the_same_run_as_one_rank(name: str, optimizer: str, device: str) -> None:
+    case = LAYOUTS[name]
+    if device == "cuda" and torch.cuda.device_count() < case.ranks:
+        pytest.skip(f"needs {case.ranks} GPUs")
+    expected = reference(optimizer, device)
+    results = run_ranks(trace, case.ranks, case.job(optimizer), True, device, device=device)
+    for rank, found in enumerate(results):
         compare(found, expected, f"rank {rank}")
 
 
@@ -99,7 +105,7 @@ def compare(found: Trace, expected: Trace, where: str) -> None:
 
 def test_reference_learns_and_is_uneven() -> None:
     """The comparison means something: weights move, norms are clipped, counts differ by rank."""
-    expected = reference("SGD")
+    expected = reference("SGD", "cpu")
     first, last = expected.weights[0], expected.weights[-1]
     assert all((first[name] - last[name]).abs().max() > 1e-4 for name in first)
     assert min(expected.grad_norms) > 0.3

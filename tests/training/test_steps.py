@@ -143,6 +143,16 @@ def test_validation_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     assert found[4] == pytest.approx(found[1], rel=1e-5)
 
 
+def test_each_validation_reads_the_same_batches(tmp_path: Path) -> None:
+    frozen = {"name": "SGD", "lr": 1e-30, "weight_decay": 0.0}
+    validation = {"enable": True, "freq": 1, "steps": 2}
+    job = tiny.job(tmp_path, validation=validation, optimizer=frozen, training={"steps": 3})
+    run_ranks(train, 2, job)
+    found = [row["validation_loss"] for row in rows(tmp_path) if "validation_loss" in row]
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
 def test_checkpoint_is_on_disk_before_validation_begins(tmp_path: Path) -> None:
     job = tiny.job(
         tmp_path,

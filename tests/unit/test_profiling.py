@@ -133,7 +133,8 @@ def test_check_refuses_a_cycle_too_short_for_its_trace():
     assert check_profiling(config, "cuda") == [
         (
             "profiling.profile_freq",
-            "these are too few steps for profiler_warmup = 3 plus profiler_active = 1; use at least 4",
+            "these are too few steps for profiler_warmup = 3 plus profiler_active = 1; "
+            "use at least 4",
         )
     ]
 

@@ -214,6 +214,10 @@ class DataStream:
             "add_eos": self._config.add_eos,
         }
 
+    def rewind(self) -> None:
+        """Goes back to the first sample of all."""
+        self._restart(0, {})
+
     def close(self) -> None:
         """Stops the threads. The stream may go on; it then reads again from what was consumed."""
         # The last reference to a prefetcher stops and joins its thread.

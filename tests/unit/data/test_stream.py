@@ -261,7 +261,7 @@ def test_resume_on_other_data_is_refused(texts: Path) -> None:
 def test_workers_must_share_the_lanes_evenly(texts: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_workers: it does not .* 6 lanes .* 0, 1, 2, 3, 6"):
         streams(texts, 2, lanes=12, num_workers=4)
-    with pytest.raises(ConfigError, match=r"data\.lanes: 6 is not a multiple of the 4 sequences"):
+    with pytest.raises(ConfigError, match=r"data\.lanes: it is not a multiple of the 4 sequences"):
         streams(texts, 1, lanes=6)
 
 
