@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -109,12 +110,15 @@ def run_ranks(arguments: argparse.Namespace) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, __file__, "--report", str(report), *sys.argv[1:]]
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
         processes = []
         for rank in range(arguments.ranks):
             environment = dict(os.environ)
             if arguments.ranks > 1:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-                environment |= {"WORLD_SIZE": str(arguments.ranks), "MASTER_PORT": "29517"}
+                environment |= {"WORLD_SIZE": str(arguments.ranks), "MASTER_PORT": port}
                 environment |= {"MASTER_ADDR": "localhost"}
             processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
         for process in processes:
