@@ -42,18 +42,19 @@ def run_ranks(
         ]
         for process in ranks:
             process.start()
-        running = list(ranks)
-        while running and not any(process.exitcode for process in ranks):
-            wait([process.sentinel for process in running], timeout=1)
-            running = [process for process in running if process.is_alive()]
-        for process in running:
-            process.kill()
+        # A rank that fails leaves the others waiting for it, so they are not waited for.
+        failed: list[int] = []
+        while not failed and (running := [one for one in ranks if one.exitcode is None]):
+            wait([process.sentinel for process in running])
+            failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
         for process in ranks:
+            if process.exitcode is None:
+                process.kill()
             process.join()
         failures = [
-            f"rank {rank} ended with status {process.exitcode}:\n{_read(folder / f'{rank}.error')}"
-            for rank, process in enumerate(ranks)
-            if process.exitcode and process not in running
+            f"rank {rank} ended with status {ranks[rank].exitcode}:\n"
+            f"{_read(folder / f'{rank}.error')}"
+            for rank in failed
         ]
         assert not failures, "\n".join(failures)
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
