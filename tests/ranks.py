@@ -43,18 +43,16 @@ def run_ranks(
         for process in ranks:
             process.start()
         # A rank that fails leaves the others waiting for it, so they are not waited for.
-        failed: list[int] = []
-        while not failed and (running := [one for one in ranks if one.exitcode is None]):
-            wait([process.sentinel for process in running])
-            failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+        while None in (codes := [process.exitcode for process in ranks]) and not any(codes):
+            wait([ranks[rank].sentinel for rank, code in enumerate(codes) if code is None], 0.1)
         for process in ranks:
             if process.exitcode is None:
                 process.kill()
             process.join()
         failures = [
-            f"rank {rank} ended with status {ranks[rank].exitcode}:\n"
-            f"{_read(folder / f'{rank}.error')}"
-            for rank in failed
+            f"rank {rank} ended with status {code}:\n{_read(folder / f'{rank}.error')}"
+            for rank, code in enumerate(codes)
+            if code
         ]
         assert not failures, "\n".join(failures)
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
