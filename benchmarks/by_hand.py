@@ -7,7 +7,6 @@ and run by it as a script, to see how soon a first step can be done and in how l
 """
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.device import pick
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.spec import build_empty
@@ -69,5 +69,5 @@ if __name__ == "__main__":
     first = time.time()
     for _ in range(10):
         step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    peak = pick().memory_peak()
     Path(sys.argv[1]).write_text(json.dumps({"first_step": first, "memory_gib": peak}))

@@ -16,9 +16,11 @@ fresh processes of its own, in turns; ours is the command a user types.
 """
 
 import argparse
+import cProfile
 import json
 import os
 import platform
+import pstats
 import socket
 import statistics
 import subprocess
@@ -105,6 +107,28 @@ def take_turns(arguments: argparse.Namespace) -> dict[str, list[float]]:
     return seconds
 
 
+def profile_step(steps: int = 20) -> dict[str, float]:
+    """Milliseconds of a step of ours, and of the mathematics in it, under Python's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = load_job(RECIPE, flags(folder, 1, 100_000), 1, pick().type).config
+        with open_world(job.degrees(1), job.comm) as world, ours(build(job, world)) as step:
+            for _ in range(5):
+                step()
+            with cProfile.Profile() as profile:
+                for _ in range(steps):
+                    step()
+    seconds: dict[str, float] = {}
+    for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        seconds["/".join([*Path(file).parts[-2:], name])] = cumulative
+    total = seconds["torchtitan/trainer.py/step"]
+    parts = {
+        "forward and backward": seconds["parallel/__init__.py/forward_backward"],
+        "clipping and optimizer": seconds["optim/group.py/clip"] + seconds["optim/group.py/step"],
+    }
+    parts["everything else"] = total - sum(parts.values())
+    return {name: round(1000 * value / steps, 2) for name, value in parts.items()}
+
+
 def run_ranks(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """`take_turns` on every rank, each in a process of its own; what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--warmup", type=int, default=5, help="steps of each side, not counted")
     parser.add_argument("--starts", type=int, default=5, help="fresh starts of each side")
+    parser.add_argument("--profile", action="store_true", help="where our step's time goes")
     parser.add_argument("--output", type=Path, help="file for the result")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -169,6 +194,18 @@ def main() -> None:
             arguments.report.write_text(json.dumps(measured))
         return
 
+    if arguments.profile:
+        result = {"milliseconds_of_our_step": profile_step(), **about(arguments)}
+    else:
+        result = compare(arguments)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Speed of both sides and, on one rank, their start and memory."""
     seconds = run_ranks(arguments)
     tokens = BATCH * SEQ_LEN
     pairs = zip(seconds["ours"], seconds["by hand"], strict=True)
@@ -188,11 +225,15 @@ def main() -> None:
             result[key] = {
                 name: spread([one[key] for one in found]) for name, found in starts.items()
             }
-    result |= {
-        "tokens_per_step": tokens,
+    sizes = {"blocks": arguments.blocks, "steps_per_block": arguments.steps}
+    return {**result, **sizes, **about(arguments)}
+
+
+def about(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a result depends on."""
+    return {
+        "tokens_per_step": BATCH * SEQ_LEN,
         "ranks": arguments.ranks,
-        "blocks": arguments.blocks,
-        "steps_per_block": arguments.steps,
         "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
         "device": pick().name,
         "cores": os.cpu_count(),
@@ -201,10 +242,6 @@ def main() -> None:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

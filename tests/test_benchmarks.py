@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -30,7 +31,7 @@ def test_overhead(ranks: int, tmp_path: Path) -> None:
     assert ("memory_gib" in result) == (ranks == 1)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")))
+@pytest.mark.parametrize("path", RESULTS)
 def test_results_say_how_they_were_made(path: Path) -> None:
     result = json.loads(path.read_text())
     assert result.keys() >= {"command", "device", "torch", "python", "date", "ratio"}
@@ -38,7 +39,11 @@ def test_results_say_how_they_were_made(path: Path) -> None:
 
 def test_page_quotes_the_results() -> None:
     page = (ROOT / "benchmarks/README.md").read_text()
-    for path in (ROOT / "benchmarks/results").glob("overhead_*.json"):
+    assert len(RESULTS) == 2
+    for path in RESULTS:
         ratio = json.loads(path.read_text())["ratio"]
         low, middle, high = (f"{ratio[k]:.3f}" for k in ("quartile_1", "median", "quartile_3"))
         assert f"{middle} ({low} to {high})" in page
+    profile = json.loads((ROOT / "benchmarks/results/profile_cpu_1_rank.json").read_text())
+    for part, milliseconds in profile["milliseconds_of_our_step"].items():
+        assert f"| {part} | {milliseconds:.2f} |" in page

@@ -74,7 +74,7 @@ def build(job: JobConfig, world: World) -> Run:
         optimizers=optimizers,
         state=state,
         data=data,
-        about=about_run(job),
+        about=about_run(job) if world.rank == 0 else {},
     )
     validation_data = partial(open_stream, job.validation.data(job.data))
     return Run(

@@ -3,8 +3,6 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross entropy of every target that counts, in nats, computed in float32.
@@ -13,11 +11,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (batch, sequence, vocabulary), any floating dtype.
-        targets: (batch, sequence) int64; -100 marks a target that does not count.
+        targets: (batch, sequence) int64; torch's mark -100 is a target that does not count.
     """
     return F.cross_entropy(
         logits.flatten(0, 1).float(),
         targets.flatten(),
         reduction="sum",
-        ignore_index=IGNORED,
     )

@@ -1,5 +1,6 @@
 """What is written beside a run, so that it can be told later what ran: recipe and versions."""
 
+import functools
 import json
 import platform
 import subprocess
@@ -33,6 +34,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
+@functools.cache
 def git_commit() -> str | None:
     """Commit of the checkout this package runs from, with "+changes" where it was edited."""
     folder = Path(__file__).parent

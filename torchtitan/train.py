@@ -13,7 +13,7 @@ from torchtitan.build import build, open_tokenizer
 from torchtitan.checkpoint import Start, choose_start
 from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
-from torchtitan.data import open_source, unigram_loss
+from torchtitan.data import Tokenizer, open_source, unigram_loss
 from torchtitan.device import pick
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import configure, logger
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with closing(run.data):
                 if world.rank == 0:
                     write_beside(Path(job.job.dump_folder).expanduser(), job, world.size, device)
-                    report_unigram_loss(job)
+                    report_unigram_loss(job, run.tokenizer)
                 Trainer(run).train(start)
     except ConfigError as error:
         return refuse(error)
@@ -126,10 +126,9 @@ def tell(recipe: Recipe[JobConfig]) -> None:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 
 
-def report_unigram_loss(job: JobConfig) -> None:
+def report_unigram_loss(job: JobConfig, tokenizer: Tokenizer) -> None:
     """Log the loss that needs no model, once, for the eye to compare with."""
     if job.data.report_unigram_loss:
-        tokenizer = open_tokenizer(job)
         loss = unigram_loss(open_source(job.data, tokenizer, seed=job.debug.seed), tokenizer)
         logger.info("reference: a unigram model of this text has loss %.3f", loss)
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Recorder, losses, rows, trace, train, weights
-from torchtitan.build import Run, build
+from torchtitan.build import build
 from torchtitan.checkpoint import Start, saved_steps
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer, TrainingDiverged
-
-Spoil = Callable[[Run], None]
 
 
 def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[str, Any]:

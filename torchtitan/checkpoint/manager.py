@@ -41,6 +41,7 @@ class Checkpointer:
         data: DataStream,
         about: Mapping[str, Any],
     ) -> None:
+        """`about` is what rank 0 writes of the run; the other ranks need not know it."""
         self.config, self.folder, self.world = config, dump_folder / config.folder, world
         self.model, self.optimizers, self.state, self.data = model, optimizers, state, data
         self.about = dict(about)
