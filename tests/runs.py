@@ -1,5 +1,6 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
+import dataclasses
 import json
 from contextlib import closing
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class UnevenTargets:
         batch = next(self.stream)
         keep = batch.tokens.sum(1, keepdim=True) % batch.tokens.shape[1] + 1
         hidden = torch.arange(batch.tokens.shape[1]) >= keep
-        return Batch(batch.tokens, batch.targets.masked_fill(hidden, -100))
+        return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, -100))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def build(job: JobConfig, world: World) -> Run:
     folder = Path(job.job.dump_folder).expanduser()
     tokenizer = open_tokenizer(job)
     model = build_model(job, world)
-    optimizers = Optimizers(model.parts, job.optimizer)
+    optimizers = Optimizers(model.parts, job.optimizer, world.groups["pp"])
     open_stream = partial(
         build_stream,
         tokenizer=tokenizer,
@@ -123,13 +123,17 @@ def build_model(job: JobConfig, world: World) -> ParallelModel:
         world.device.name,
     )
     layout = Layout(
+        parallelism=job.parallelism,
         precision=precision,
-        reshard=job.parallelism.fsdp_reshard_after_forward,
         cpu_offload=job.training.enable_cpu_offload,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+        accumulation=job.accumulation(world.degrees),
+        document_mask=job.model.attn_mask_type == "block_causal",
     )
-    model = parallelize(network, list(spec.blocks(network).values()), layout, world)
+    model = parallelize(network, spec, args, layout, world)
     device = world.device.torch_device
     for part in model.parts:
         part.to_empty(device="cpu" if layout.cpu_offload else device)

@@ -94,10 +94,6 @@ SHARD = "parallelism.data_parallel_shard_degree"
 
 def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
     p = job.parallelism
-    for name in ("tensor", "pipeline", "context"):
-        if getattr(p, f"{name}_parallel_degree") > 1:
-            message = f"{name} parallelism is not part of this version; use 1"
-            yield Problem(f"parallelism.{name}_parallel_degree", message)
     if p.data_parallel_shard_degree == 0:
         yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
         return

@@ -8,6 +8,7 @@ from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.config import Config, OneOf
 from torchtitan.data import DataConfig
 from torchtitan.metrics import MetricsConfig
+from torchtitan.models.attention import AttentionMask
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -55,6 +56,11 @@ class ModelSection(Config):
         None,
         description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one; "
         "absent: bytes.",
+    )
+    attn_mask_type: AttentionMask = Field(
+        "causal",
+        description="causal: a token attends to all before it in its sequence; block_causal: to "
+        "those of its own document only.",
     )
 
 

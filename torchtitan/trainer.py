@@ -87,10 +87,10 @@ class Trainer:
         self.has_shown = True
         batches = [batch.to(world.device.torch_device) for batch in batches]
         counts = torch.stack([batch.target_count() for batch in batches])
-        tokens = world.sum(counts.sum(), over="batch")
+        tokens = world.sum(counts.sum(), over="data")
 
         # Every rank's share of the global mean loss; they add up to it.
-        loss = world.sum(run.model.forward_backward(batches, tokens), over="batch")
+        loss = world.sum(run.model.forward_backward(batches, tokens), over="loss")
         grad_norm = run.optimizers.clip(run.job.training.max_norm)
         stop = world.max(torch.full((), float(run.stop.requested), device=loss.device))
 

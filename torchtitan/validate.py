@@ -55,12 +55,14 @@ class Validator:
     def run(self) -> float:
         """Mean loss over the held-out batches, in nats a target; the same on every rank."""
         device = self.world.device.torch_device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        targets = torch.zeros((), dtype=torch.int64, device=device)
         self.stream = self.stream or self.open_stream()
         self.stream.rewind()
-        for _ in range(self.config.steps * self.accumulation):
-            batch = next(self.stream).to(device)
-            total[0] += self.model.evaluate(batch)
-            total[1] += batch.target_count()
-        loss, targets = self.world.sum(total, over="batch").tolist()
-        return float(loss / targets)
+        for _ in range(self.config.steps):
+            batches = [next(self.stream).to(device) for _ in range(self.accumulation)]
+            total += self.model.evaluate(batches)
+            targets += torch.stack([batch.target_count() for batch in batches]).sum()
+        self.world.sum(total, over="loss")
+        self.world.sum(targets, over="data")
+        return float(total / targets)

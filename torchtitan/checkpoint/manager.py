@@ -167,7 +167,8 @@ class Checkpointer:
                 mistakes.append(f"{name} is not in the checkpoint")
             elif size != tensor.shape:
                 mistakes.append(f"{name} is {tuple(size)} there and {tuple(tensor.shape)} here")
-        if mistakes:
+        # A pipeline's ranks hold different names, and all must end if one does.
+        if mistakes := list(dict.fromkeys(m for own in self.world.gather(mistakes) for m in own)):
             more = f" (and {len(mistakes) - 3} more)" if len(mistakes) > 3 else ""
             raise ConfigError(f"{path}: does not fit this recipe: {'; '.join(mistakes[:3])}{more}")
         load(tensors, storage_reader=reader, process_group=self.world.patient)

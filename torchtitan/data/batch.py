@@ -1,6 +1,7 @@
-"""A microbatch: token ids and, one to the right, the ids to predict."""
+"""A microbatch: token ids, the ids to predict, and where each token stands."""
 
 import dataclasses
+from typing import Self
 
 import torch
 
@@ -10,18 +11,23 @@ IGNORED = -100
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A microbatch of one rank."""
+    """A microbatch of one rank; each field is (B, S) int64."""
 
     tokens: torch.Tensor
-    """(B, S) int64"""
     targets: torch.Tensor
-    """(B, S) int64: the token after each; -100 where there is nothing to predict."""
+    """The token after each; -100 where there is nothing to predict."""
+    positions: torch.Tensor
+    """Where in its sequence each token stands."""
+    documents: torch.Tensor
+    """Which document of its sequence each token belongs to: 0, 1, ..."""
 
     def target_count(self) -> torch.Tensor:
         """Number of targets that count, as a 0-d int64 tensor where the targets are."""
         return (self.targets != IGNORED).sum()
 
-    def to(self, device: torch.device | str) -> "Batch":
-        return Batch(
-            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        )
+    def to(self, device: torch.device | str) -> Self:
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+        }
+        return dataclasses.replace(self, **moved)

@@ -28,6 +28,8 @@ class Sample(NamedTuple):
 
     tokens: Tokens
     """(seq_len + 1,)"""
+    documents: Tokens
+    """(seq_len + 1,): 0 for tokens of the first document in the sample, 1 for the second, ..."""
     lane: int
     after: Record
     """Where the lane stands once this sample is consumed."""
@@ -68,17 +70,18 @@ class Lane:
         self._offset = start.offset if start else 0  # tokens of the current document used up
 
     def next_sample(self) -> Sample:
-        sample = np.empty(self._length, np.int32)
-        filled = 0
+        sample, documents = np.empty((2, self._length), np.int32)
+        filled = document = 0
         while True:
             if self._current is None:
                 self._current = next(self._documents)
             position, tokens = self._current
             part = tokens[self._offset : self._offset + self._length - filled]
             sample[filled : filled + len(part)] = part
+            documents[filled : filled + len(part)] = document
             filled += len(part)
             if filled == self._length:
                 # The last token stays: the next sample begins with it.
                 self._offset += len(part) - 1
-                return Sample(sample, self._number, Record(*position, self._offset))
-            self._current, self._offset = None, 0
+                return Sample(sample, documents, self._number, Record(*position, self._offset))
+            self._current, self._offset, document = None, 0, document + 1

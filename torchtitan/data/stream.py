@@ -22,7 +22,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import Lane, Record, Sample, Tokens, tokenized
+from torchtitan.data.lanes import Lane, Record, Sample, tokenized
 from torchtitan.data.order import Identity, Position, Source
 from torchtitan.data.settings import DataConfig, check_data
 from torchtitan.data.sources import open_source
@@ -139,11 +139,17 @@ class DataStream:
     def __next__(self) -> Batch:
         if not self._workers:
             self._start_workers()
-        samples = np.stack([self._next_sample() for _ in range(self._local_batch_size)])
-        tokens = torch.from_numpy(samples.astype(np.int64))
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        samples = [self._next_sample() for _ in range(self._local_batch_size)]
+        tokens = torch.from_numpy(np.stack([s.tokens for s in samples]).astype(np.int64))
+        documents = torch.from_numpy(np.stack([s.documents for s in samples]).astype(np.int64))
+        return Batch(
+            tokens=tokens[:, :-1].contiguous(),
+            targets=tokens[:, 1:].contiguous(),
+            positions=torch.arange(self._seq_len).repeat(self._local_batch_size, 1),
+            documents=documents[:, :-1].contiguous(),
+        )
 
-    def _next_sample(self) -> Tokens:
+    def _next_sample(self) -> Sample:
         sample: Sample | ConfigError = next(self._workers[self._served % len(self._workers)])
         if isinstance(sample, ConfigError):
             self.close()
@@ -151,7 +157,7 @@ class DataStream:
         assert sample.lane == self._turns[self._served % len(self._turns)]
         self._served += 1
         self._records[sample.lane] = sample.after
-        return sample.tokens
+        return sample
 
     @property
     def epoch(self) -> int:

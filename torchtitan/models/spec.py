@@ -16,6 +16,17 @@ from torch.overrides import TorchFunctionMode
 InitialWeight = float | Literal["ones"]
 """How a parameter starts: normal with this standard deviation, or all ones."""
 
+TensorRole = Literal["embedding", "norm", "gather", "columns", "rows", "logits"]
+"""What a module is to tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
+
+    embedding  a table split on the vocabulary
+    norm       works on each token alone, so on any part of the sequence
+    gather     a module whose input is made whole once, for the "columns" inside it
+    columns    a linear split by its outputs
+    rows       a linear split by its inputs, whose results add up over ranks
+    logits     the last linear, split on the vocabulary
+"""
+
 
 class ModelArgs(Protocol):
     """What every model's arguments have."""
@@ -28,6 +39,10 @@ class ModelArgs(Protocol):
     def n_heads(self) -> int: ...
     @property
     def n_kv_heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
 
 
 Args = TypeVar("Args", bound=ModelArgs)
@@ -46,6 +61,12 @@ class ModelSpec(Generic[Args]):
     """The repeating blocks a network, or a pipeline stage cut from it, has: in order, by name."""
     init_std: Callable[[Args, str], InitialWeight]
     """(arguments, parameter name) to how that parameter starts."""
+    before_blocks: tuple[str, ...]
+    """Modules with parameters that work before the blocks, in order: a pipeline's first stage."""
+    after_blocks: tuple[str, ...]
+    """Modules with parameters that work after the blocks, in order: a pipeline's last stage."""
+    tensor_plan: Mapping[str, TensorRole]
+    """Module names, `*` for any block, to what they are to tensor parallelism."""
     flops_per_token: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward."""
 

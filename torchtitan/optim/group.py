@@ -17,7 +17,14 @@ from torchtitan.optim.settings import OptimizerConfig
 class Optimizers:
     """The optimizer over every model part of this rank."""
 
-    def __init__(self, parts: Sequence[nn.Module], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        config: OptimizerConfig,
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`stages` are the ranks that hold the other parts of the model, if there are any."""
+        self.stages = stages
         self.names: dict[Tensor, str] = {
             p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
         }
@@ -46,7 +53,7 @@ class Optimizers:
             The global norm before clipping, a plain 0-d tensor that is the same on every rank.
         """
         gradients = [p.grad for p in self.names if p.grad is not None]
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, self.stages)
         if max_norm > 0:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
@@ -80,11 +87,12 @@ class Optimizers:
             group["lr"] = rate
 
 
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm, in float32, over all gradients of all ranks.
 
     Gradients are grouped by how they lie on a mesh: each group's square is summed over the mesh
-    axes that split it, and over no axis that holds copies of it.
+    axes that split it, and over no axis that holds copies of it; then all are added up over
+    `stages`, whose ranks have gradients of other parameters.
     """
     from torch.distributed.tensor import DTensor  # takes a second
 
@@ -101,7 +109,10 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
             if not placement.is_replicate():
                 dist.all_reduce(square, group=layout[0].get_group(axis))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def local(tensor: Tensor) -> Tensor:

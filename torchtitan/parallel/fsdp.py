@@ -1,7 +1,7 @@
 """Data parallelism by `fully_shard` (FSDP2; Zhao et al., 2023, arXiv:2304.11277).
 
 One technique covers every data-parallel layout, because its mesh has two axes: parameters are
-copied along `dp_replicate` and split along `dp_shard`.
+copied along `dp_replicate` and split along `dp_shard`, joined with `cp` if sequences are split too.
 
     DDP   dp_replicate = N, dp_shard = 1
     FSDP  dp_replicate = 1, dp_shard = N
@@ -11,18 +11,21 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 batch, so the sum over ranks is the gradient of the global mean.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.parallel.settings import ReshardPolicy
+
 if TYPE_CHECKING:  # 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule
-
-ReshardPolicy = Literal["default", "always", "never"]
+    from torch.distributed.tensor import Shard
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def apply(
     cpu_offload: bool,
     pin_memory: bool,
 ) -> None:
-    """Split and copy the parameters of `model` over `mesh` (dp_replicate, dp_shard), in place.
+    """Split and copy the parameters of `model` over `mesh` (copies, parts) or (parts), in place.
 
     Each block is gathered on its own, just before it is used. `reshard` says whether a block is
     freed again after its forward: `always`; `never`; `default`: all but the last, which the
@@ -57,6 +60,8 @@ def apply(
         fully_shard,
     )
 
+    # Under tensor parallelism the logits are a view of a DTensor; nothing changes them in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
 
@@ -67,6 +72,7 @@ def apply(
             reshard_after_forward=reshard_after_forward,
             mp_policy=policy,
             offload_policy=offload,
+            shard_placement_fn=partial(_placement, parts=mesh.size(-1)),
         )
 
     for block in blocks:
@@ -77,6 +83,20 @@ def apply(
         module.set_gradient_divide_factor(1.0)
         # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
+    """Along which dim a parameter is split into `parts`; None: the first, as FSDP does by itself.
+
+    Rows that tensor parallelism split already are split again only if that comes out even; else
+    columns are, so that every rank's part stays one contiguous piece.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0):
+        if len(parameter) % (parameter.device_mesh.size() * parts):
+            return Shard(1)
+    return None
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -8,21 +8,27 @@ Every axis always exists, with size 1 when unused, so nothing above asks whether
     cp            parts of the sequence
     tp            parts of a matrix
 
-`data` joins the axes whose ranks read different samples, `batch` those whose ranks hold different
-targets.
+Axes are also joined: the ranks of `data` read different samples, those of `loss` own different
+parts of the global loss, and dp_shard and cp together split the parameters, since the ranks of a
+sequence can own a part of them each as well as those of different samples.
+
+Process groups are made for the axes in use alone: all axes of size 1 have one group, of this rank
+alone, and axes over the same ranks share theirs.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan import torch_private
 from torchtitan.config import Config
@@ -30,7 +36,7 @@ from torchtitan.device import Device, pick
 
 JOINED_AXES = {
     "data": ("dp_replicate", "dp_shard"),
-    "batch": ("dp_replicate", "dp_shard", "cp"),
+    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
 }
 # Coordination of saves: as slow as a shared file system can be.
 PATIENCE = timedelta(hours=2)
@@ -49,6 +55,11 @@ class Degrees(NamedTuple):
     def data(self) -> int:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks that share the parameters."""
+        return self.dp_shard * self.cp
 
 
 class CommConfig(Config):
@@ -92,22 +103,21 @@ class World:
     device: Device
     degrees: Degrees
     mesh: DeviceMesh
-    joined: dict[str, DeviceMesh]
-    patient: dist.ProcessGroup
+    data_mesh: DeviceMesh
+    """What FSDP lays parameters out on: (copies, parts), or (parts) where there are no copies."""
+    groups: "dict[str, dist.ProcessGroup]"
+    """By the name of an axis or of joined axes; some names share a group."""
+    patient: "dist.ProcessGroup"
     comm: CommConfig
-
-    def axis(self, name: str) -> DeviceMesh:
-        """The mesh along one axis, by its name or the name of a joined axis."""
-        return self.joined[name] if name in self.joined else self.mesh[name]
 
     @property
     def data_rank(self) -> int:
         """Which share of every batch of samples this rank reads."""
-        return int(self.axis("data").get_local_rank())
+        return dist.get_rank(self.groups["data"])
 
-    def sum(self, values: Tensor, over: Literal["batch"]) -> Tensor:
-        """Sum over an axis, in place; the same on all its ranks."""
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.axis(over).get_group())
+    def sum(self, values: Tensor, over: Literal["data", "loss"]) -> Tensor:
+        """Sum over joined axes, in place; the same on all their ranks."""
+        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.groups[over])
         return values
 
     def max(self, values: Tensor) -> Tensor:
@@ -130,9 +140,67 @@ class World:
     def after_first_step(self) -> None:
         """From now on a rank that does not answer is found sooner."""
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
-        for name in (*Degrees._fields, *JOINED_AXES):
-            torch_private.set_timeout(self.axis(name).get_group(), timeout)
+        groups = [*self.groups.values(), *self.data_mesh.get_all_groups()]
+        for group in {id(group): group for group in groups}.values():
+            torch_private.set_timeout(group, timeout)
         torch_private.set_timeout(None, timeout)
+
+
+class Groups:
+    """Makes the process groups of a run: one for each different set of ranks, when first asked."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self.degrees = degrees
+        self.ranks = torch.arange(math.prod(degrees)).view(tuple(degrees))
+        self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def over(self, axes: Sequence[str]) -> dist.ProcessGroup:
+        """This rank's group along `axes`."""
+        used = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
+        if used not in self.made:
+            self.made[used] = self._make(used)
+        return self.made[used]
+
+    def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        mine = (self.ranks == dist.get_rank()).nonzero()[0].tolist()
+        where = tuple(
+            slice(None) if axis in axes else at
+            for axis, at in zip(Degrees._fields, mine, strict=True)
+        )
+        ranks = self.ranks[where].flatten().tolist()
+        if len(ranks) == len(self.ranks.flatten()) > 1:
+            everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+            return everyone
+        # Ranks of other groups need not take part, however many there are.
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc="_".join(axes) or "alone"
+        )
+        return group
+
+
+def make_mesh(
+    degrees: Degrees, device_type: str
+) -> tuple[DeviceMesh, "dict[str, dist.ProcessGroup]"]:
+    """The mesh of all axes, and the groups by the names of axes and joined axes."""
+    groups = Groups(degrees)
+    axes = {name: (name,) for name in Degrees._fields} | JOINED_AXES
+    by_name = {name: groups.over(joined) for name, joined in axes.items()}
+    mesh = DeviceMesh.from_group(
+        [by_name[name] for name in Degrees._fields],
+        device_type,
+        mesh=groups.ranks,
+        mesh_dim_names=Degrees._fields,
+    )
+    return mesh, by_name
+
+
+def make_data_mesh(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh:
+    """The part of `mesh` over which data parallelism copies and splits parameters."""
+    parts = "dp_shard" if degrees.cp == 1 else "cp"
+    if degrees.cp > 1 and degrees.dp_shard > 1:
+        parts = "dp_shard_cp"
+        torch_private.join(mesh, ("dp_shard", "cp"), parts)
+    return mesh[parts] if degrees.dp_replicate == 1 else mesh["dp_replicate", parts]
 
 
 @contextmanager
@@ -154,17 +222,15 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
-        names = Degrees._fields
-        mesh = init_device_mesh(device.type, tuple(degrees), mesh_dim_names=names)
+        mesh, groups = make_mesh(degrees, device.type)
         yield World(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             device=device,
             degrees=degrees,
             mesh=mesh,
-            joined={
-                name: torch_private.join(mesh, axes, name) for name, axes in JOINED_AXES.items()
-            },
+            data_mesh=make_data_mesh(mesh, degrees),
+            groups=groups,
             patient=dist.new_group(backend="gloo", timeout=PATIENCE),
             comm=comm,
         )

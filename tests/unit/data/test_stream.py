@@ -1,5 +1,6 @@
 """The stream: one order for every layout, nothing lost or repeated, exact resume."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -92,7 +93,7 @@ def test_a_batch_is_ids_and_the_ids_after_them(texts: Path) -> None:
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert batch.tokens[:, 0].tolist() == [BOS] * 4
     assert int(batch.target_count()) == 4 * SEQ_LEN
-    ignored = Batch(batch.tokens, torch.full_like(batch.targets, -100)).to("cpu")
+    ignored = dataclasses.replace(batch, targets=torch.full_like(batch.targets, -100)).to("cpu")
     assert int(ignored.target_count()) == 0
     assert iter(stream) is stream
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.attention import SelfAttention
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -89,9 +91,9 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(positions, frequencies)
         self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate `x` (B, S, heads, E) in fp32; the result has its dtype."""
-        cos, sin = self.table[: x.shape[1], None].unbind(-1)  # (S, 1, E/2)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in fp32; the result has its dtype."""
+        cos, sin = self.table[positions][:, :, None].unbind(-1)  # (B, S, 1, E/2)
         a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
 
@@ -107,14 +109,15 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.attend = SelfAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         # The number of heads is inferred, since tensor parallelism leaves this rank some of them.
         heads = (-1, self.head_dim)
-        q = self.rope(self.wq(x).unflatten(-1, heads)).transpose(1, 2)  # (B, H, S, E)
-        k = self.rope(self.wk(x).unflatten(-1, heads)).transpose(1, 2)  # (B, K, S, E)
+        q = self.rope(self.wq(x).unflatten(-1, heads), positions).transpose(1, 2)  # (B, H, S, E)
+        k = self.rope(self.wk(x).unflatten(-1, heads), positions).transpose(1, 2)  # (B, K, S, E)
         v = self.wv(x).unflatten(-1, heads).transpose(1, 2)  # (B, K, S, E)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = self.attend(q, k, v, documents)  # (B, H, S, E)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -143,10 +146,17 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, documents)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
+
+
+class TiedOutput(nn.Module):
+    """Logits from the embedding matrix. A module, so that it can be distributed like any other."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
 
 class Llama3(nn.Module):
@@ -165,22 +175,38 @@ class Llama3(nn.Module):
         # A dict, so that a pipeline stage that starts at layer 16 still calls it `layers.16`.
         self.layers = nn.ModuleDict({str(i): Block(args, self.rope) for i in range(args.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = None if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output: nn.Module | None = (
+            TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
 
     def init_buffers(self) -> None:
         """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
         self.rope.init_buffers()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, S) int64 to logits (B, S, V)."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Token ids to logits (B, S, V).
+
+        Args:
+            tokens: (B, S) int64, or hidden states (B, S, D) for a later stage of a pipeline.
+            positions: (B, S) int64, where each token stands in its sequence; None: 0 to S - 1.
+            documents: which document each token belongs to, for a mask that keeps them apart;
+                (B, S) int64.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, S, D)
         for block in self.layers.values():
-            x = block(x)
+            x = block(x, positions, documents)
         if self.norm is None:
             return x
         x = self.norm(x)
-        if self.output is None:
+        assert self.output is not None, "the output stands on the stage of the last norm"
+        logits: Tensor
+        if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None, "a tied output needs the embedding on its stage"
-            return F.linear(x, self.tok_embeddings.weight)
-        logits: Tensor = self.output(x)
+            logits = self.output(x, self.tok_embeddings.weight)
+        else:
+            logits = self.output(x)
         return logits

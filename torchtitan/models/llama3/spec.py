@@ -9,7 +9,13 @@ import math
 from torch import nn
 
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
-from torchtitan.models.spec import InitialWeight, ModelSpec, build_empty, count_parameters
+from torchtitan.models.spec import (
+    InitialWeight,
+    ModelSpec,
+    TensorRole,
+    build_empty,
+    count_parameters,
+)
 
 VOCAB_SIZE = 128_256
 LLAMA_3_1 = RopeScaling(factor=8.0)
@@ -100,11 +106,31 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
+TENSOR_PLAN: dict[str, TensorRole] = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "columns",
+    "layers.*.attention.wk": "columns",
+    "layers.*.attention.wv": "columns",
+    "layers.*.attention.wo": "rows",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "columns",
+    "layers.*.feed_forward.w3": "columns",
+    "layers.*.feed_forward.w2": "rows",
+    "norm": "norm",
+    "output": "logits",
+}
+
 LLAMA3 = ModelSpec(
     name="llama3",
     flavors=FLAVORS,
     build=Llama3,
     blocks=blocks,
     init_std=init_std,
+    before_blocks=("tok_embeddings",),
+    after_blocks=("norm", "output"),
+    tensor_plan=TENSOR_PLAN,
     flops_per_token=flops_per_token,
 )

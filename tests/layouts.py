@@ -1,0 +1,120 @@
+"""The layouts that must all train the same run: one list for parity, for resume and for CUDA."""
+
+import dataclasses
+from typing import Any
+
+from tests import tiny
+from torchtitan.job import JobConfig
+
+OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 0.5, "momentum": 0.9}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout: its degrees, and how else its recipe differs from the one-rank one."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    sections: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    def recipe(self, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The sections of a recipe for this layout; `sections` win."""
+        degrees = {
+            "pipeline_parallel_degree": self.pp,
+            "data_parallel_replicate_degree": self.replicate,
+            "data_parallel_shard_degree": self.shard,
+            "context_parallel_degree": self.cp,
+            "tensor_parallel_degree": self.tp,
+        }
+        merged: dict[str, dict[str, Any]] = {"model": {"flavor": "deep"}, "parallelism": degrees}
+        for changes in (self.sections, sections):
+            for name, keys in changes.items():
+                merged[name] = merged.get(name, {}) | keys
+        return merged
+
+
+def case(
+    pp: int = 1,
+    replicate: int = 1,
+    shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    *,
+    batch: int = 2,
+    training: dict[str, Any] | None = None,
+    recompute: dict[str, Any] | None = None,
+    **parallelism: Any,
+) -> Case:
+    """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
+    sections = {
+        "training": {"local_batch_size": batch, **(training or {})},
+        "activation_checkpoint": recompute or {},
+        "parallelism": parallelism,
+    }
+    return Case(pp, replicate, shard, cp, tp, {name: s for name, s in sections.items() if s})
+
+
+def schedule(name: str, pp: int = 2, **rest: Any) -> Case:
+    return case(pp, batch=8, pipeline_parallel_schedule=name, **rest)
+
+
+RESHARD = "fsdp_reshard_after_forward"
+FULL = {"mode": "full"}
+OPERATORS = {"mode": "selective", "selective_ac_option": "op"}
+SECOND = {"mode": "selective", "selective_ac_option": 2}
+RING = {"context_parallel_rotate_method": "ring"}
+UNBALANCED = {"context_parallel_load_balancer": "none"}
+NO_SEQUENCE = {"disable_sequence_parallel": True}
+NO_LOSS = {"disable_loss_parallel": True}
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+
+LAYOUTS: dict[str, Case] = {
+    # Data parallelism.
+    "DDP 2": case(replicate=2),
+    "DDP 4": case(replicate=4),
+    "DDP 2, accumulating 4": case(replicate=2, batch=1),
+    "FSDP 2": case(shard=2),
+    "FSDP 4": case(shard=4),
+    "FSDP 2, accumulating 4": case(shard=2, batch=1),
+    "FSDP 2, always reshard": case(shard=2, **{RESHARD: "always"}),
+    "FSDP 2, never reshard": case(shard=2, **{RESHARD: "never"}),
+    "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
+    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
+    "FSDP 2, every second block recomputed": case(shard=2, recompute=SECOND),
+    "FSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "HSDP 2 x 2, accumulating 2": case(replicate=2, shard=2, batch=1),
+    "one rank, accumulating 8": case(batch=1),
+    "one rank, CPU offload": case(batch=8, training={"enable_cpu_offload": True}),
+    # Tensor parallelism.
+    "TP 2": case(tp=2),
+    "TP 4": case(tp=4),
+    "TP 2, no sequence parallelism": case(tp=2, **NO_SEQUENCE),
+    "TP 2, no loss parallelism": case(tp=2, **NO_LOSS),
+    "TP 2, neither": case(tp=2, **NO_SEQUENCE, **NO_LOSS),
+    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS),
+    "TP 2, CPU offload": case(tp=2, training={"enable_cpu_offload": True}),
+    "DDP 2 x TP 2": case(replicate=2, tp=2),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    "FSDP 2 x TP 2, no sequence parallelism": case(shard=2, tp=2, **NO_SEQUENCE),
+    "FSDP 2 x TP 2, accumulating, full recomputation": case(shard=2, tp=2, batch=1, recompute=FULL),
+    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
+}
+
+
+ONE = case(batch=8)
+"""The reference: one rank, the whole batch at once, nothing wrapped."""
+
+
+def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
+    """The tiny recipe in `layout`; clipping acts in every step, so its scale is compared too."""
+    training = {"max_norm": 0.3} | sections.pop("training", {})
+    optimizers = {"name": optimizer, **OPTIMIZERS[optimizer]}
+    return tiny.job(**layout.recipe(optimizer=optimizers, training=training, **sections))

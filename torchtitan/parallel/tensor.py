@@ -1,0 +1,139 @@
+"""Tensor parallelism: each matrix is split over ranks (Megatron-LM; Shoeybi et al., 2019,
+arXiv:1909.08053), from the roles that a model's plan declares.
+
+A block's first matrices are split by columns and its last by rows, so that between them every rank
+works on its own heads and features, and one sum over ranks ends them. Between blocks runs the
+*stream* of activations. With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each
+rank keeps a part of the sequence of it; without, every rank keeps all.
+
+    role       weights     input                  output
+    embedding  rows        tokens                 partial sums -> stream
+    norm       whole       stream                 stream
+    gather     -           stream -> whole        -
+    columns    rows (*)    whole                  a part of the features
+    rows       columns     a part of the features partial sums -> stream
+    logits     rows (*)    stream -> whole        a part of the vocabulary, or whole
+
+(*) `nn.Linear` stores its weight as (outputs, inputs), so its columns are the tensor's rows.
+
+Weights become DTensors; what passes between modules stays plain tensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.models.spec import TensorRole
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+class Style(NamedTuple):
+    """How a module of some role lies on the tensor axis."""
+
+    weight: "Placement | None"
+    given: "Placement"
+    """How the input arrives, a plain tensor."""
+    needed: "Placement"
+    """What it is turned into before the module sees it."""
+    left: "Placement | None"
+    """What the output is turned into; None: there is nothing to do."""
+
+
+def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Style]:
+    """The table above."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole, rows, columns, features = Replicate(), Shard(0), Shard(1), Shard(2)
+    stream: Placement = Shard(1) if sequence_parallel else whole
+    logits: Placement = features if loss_parallel else whole
+    return {
+        "embedding": Style(rows, given=whole, needed=whole, left=stream),
+        "norm": Style(whole, given=stream, needed=stream, left=stream),
+        "gather": Style(None, given=stream, needed=whole, left=None),
+        "columns": Style(rows, given=whole, needed=whole, left=features),
+        "rows": Style(columns, given=features, needed=features, left=stream),
+        "logits": Style(rows, given=stream, needed=whole, left=logits),
+    }
+
+
+def apply(
+    model: nn.Module,
+    plan: Mapping[str, TensorRole],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Split the modules of `model` that `plan` names over `mesh` (tp), in place."""
+    table = styles(sequence_parallel, loss_parallel)
+    for name, module in model.named_modules():
+        roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
+        assert len(roles) <= 1, f"{name} has several roles: {roles}"
+        if roles:
+            _distribute(module, mesh, table[roles[0]])
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        assert style.weight is not None, f"{name} stands in a module without weights of its own"
+        # No rank's values are sent: all are drawn later, by name.
+        placed = distribute_tensor(parameter, mesh, [style.weight], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(placed))
+
+    if isinstance(module, nn.Embedding):
+        module.forward = partial(_look_up, module)  # type: ignore[method-assign]
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [style.given], run_check=False)
+        return (x.redistribute(placements=[style.needed]), *rest)
+
+    def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
+        assert style.left is not None
+        local: Tensor = output.redistribute(placements=[style.left]).to_local()
+        return local
+
+    module.register_forward_pre_hook(enter)
+    if style.left is not None:
+        module.register_forward_hook(leave)
+
+
+def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
+    """Each rank looks up the tokens whose rows it has, and gives zeros for the others.
+
+    On plain tensors, since DTensor's own would make the gradient of the whole table on every rank.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    rows = weight.to_local()
+    first = -(-len(weight) // weight.device_mesh.size()) * weight.device_mesh.get_local_rank()
+    local = tokens.to_local() - first
+    is_mine = (local >= 0) & (local < len(rows))
+    found = F.embedding(torch.where(is_mine, local, 0), rows) * is_mine[..., None]
+    return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
+
+
+def settle(parameters: Iterable[Tensor]) -> None:
+    """Bring gradients to where their parameters are: those of norms still await a sum over ranks.
+
+    FSDP does this itself; without it, once a step is enough.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
