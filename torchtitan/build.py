@@ -104,15 +104,25 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
 
 def build_model(job: JobConfig, world: World) -> ParallelModel:
     """Build the network without memory, lay it out, then fill in only what this rank owns."""
+    model = lay_out(job, world)
+    allocate(model, job, world)
+    spec = MODELS[job.model.name]
+    rule = partial(spec.init_std, spec.flavors[job.model.flavor])
+    for part in model.parts:
+        initialize(part.named_parameters(), rule, job.debug.seed)
+    return model
+
+
+def lay_out(job: JobConfig, world: World) -> ParallelModel:
+    """The network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = spec.flavors[job.model.flavor]
-    network = build_empty(spec.build, args, job.training.seq_len)
     precision = Precision(
         parameters=getattr(torch, job.training.dtype),
         compute=getattr(torch, job.training.mixed_precision_param),
         reduce=getattr(torch, job.training.mixed_precision_reduce),
     )
-    network.to(precision.parameters)
+    network = build_empty(spec.build, args, job.training.seq_len, precision.parameters)
     logger.info(
         "%s %s: %s parameters, computed in %s, on %d x %s",
         job.model.name,
@@ -133,16 +143,18 @@ def build_model(job: JobConfig, world: World) -> ParallelModel:
         accumulation=job.accumulation(world.degrees),
         document_mask=job.model.attn_mask_type == "block_causal",
     )
-    model = parallelize(network, spec, args, layout, world)
+    return parallelize(network, spec, args, layout, world)
+
+
+def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
+    """Give the parts of a model memory, uninitialised, and fill their buffers."""
     device = world.device.torch_device
     for part in model.parts:
-        part.to_empty(device="cpu" if layout.cpu_offload else device)
+        part.to_empty(device="cpu" if job.training.enable_cpu_offload else device)
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         part.init_buffers()  # type: ignore[operator]
-        initialize(part.named_parameters(), partial(spec.init_std, args), job.debug.seed)
-    return model
 
 
 def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:

@@ -4,6 +4,7 @@ All checks run before any process group exists and touch nothing but file names.
 """
 
 import importlib
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
 def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterator[Problem]:
     """Everything about a recipe, valid in form, that cannot work."""
     yield from _problems_of_degrees(job, world_size)
-    yield from _problems_of_model(job)
+    yield from _problems_of_model(job, world_size)
     yield from _problems_of_sequences(job)
     yield from _problems_of_batches(job, world_size)
     yield from _problems_of_precision(job)
@@ -119,7 +120,7 @@ def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Pro
         yield Problem(SHARD, message, DEGREES)
 
 
-def _problems_of_model(job: JobConfig) -> Iterator[Problem]:
+def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
     spec = MODELS.get(job.model.name)
     if spec is None:
         yield Problem("model.name", allowed_names(job.model.name, MODELS))
@@ -129,15 +130,22 @@ def _problems_of_model(job: JobConfig) -> Iterator[Problem]:
         names = allowed_names(job.model.flavor, spec.flavors)
         yield Problem("model.flavor", names, ("model.name",))
         return
-    p, whose = job.parallelism, f"{job.model.name} {job.model.flavor}"
-    tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
+    tp, whose = job.parallelism.tensor_parallel_degree, f"{job.model.name} {job.model.flavor}"
+    degrees = job.degrees(world_size or smallest_world(job))
     for count, what in ((args.n_heads, "heads"), (args.n_kv_heads, "key/value heads")):
         if count % tp:
             message = f"it does not divide the {count} {what} of {whose}; use {_divisors(count)}"
             yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
-    if args.n_layers < pp:
-        message = f"these are more stages than the {args.n_layers} layers of {whose}"
-        yield Problem("parallelism.pipeline_parallel_degree", message, ("model",))
+    if -(-args.vocab_size // tp) * (tp - 1) >= args.vocab_size:
+        message = f"the {args.vocab_size} tokens of {whose} leave a rank without any; use fewer"
+        yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
+    if tp > 1 and degrees.fsdp > 0 and args.dim % degrees.fsdp:
+        message = (
+            f"with tensor_parallel_degree {tp}, columns of matrices are split over the "
+            f"{degrees.fsdp} ranks of data_parallel_shard_degree x context_parallel_degree, which "
+            f"do not divide the dim {args.dim} of {whose}; use {_divisors(args.dim)}"
+        )
+        yield Problem(SHARD, message, ("model", *DEGREES))
 
 
 def _divisors(count: int) -> str:
@@ -146,23 +154,20 @@ def _divisors(count: int) -> str:
 
 
 def _problems_of_sequences(job: JobConfig) -> Iterator[Problem]:
-    t, p = job.training, job.parallelism
-    cp, tp, pp = p.context_parallel_degree, p.tensor_parallel_degree, p.pipeline_parallel_degree
-    parts = tp * (2 * cp if cp > 1 else 1)
-    if t.seq_len % parts:
-        why = f"tensor_parallel_degree {tp}" + f" x 2 x context_parallel_degree {cp}" * (cp > 1)
-        near = max(round(t.seq_len / parts), 1) * parts
+    p, length = job.parallelism, job.training.seq_len
+    factors = {}
+    if p.tensor_parallel_degree > 1 and not p.disable_sequence_parallel:
+        factors["tensor_parallel_degree"] = p.tensor_parallel_degree
+    if p.context_parallel_degree > 1:
+        factors["context_parallel_degree"] = p.context_parallel_degree
+        if p.context_parallel_load_balancer == "headtail":
+            factors["2 (a part from the head and one from the tail each)"] = 2
+    parts = math.prod(factors.values())
+    if length % parts:
+        why = " x ".join(f"{key} {n}" if key[0] != "2" else key for key, n in factors.items())
+        near = max(round(length / parts), 1) * parts
         message = f"it is not a multiple of {parts} ({why}); use {near}"
         yield Problem("training.seq_len", message, DEGREES)
-    size, batch = p.pipeline_parallel_microbatch_size, t.local_batch_size
-    size_key = "parallelism.pipeline_parallel_microbatch_size"
-    if pp > 1 and batch % size:
-        message = f"it does not divide training.local_batch_size {batch}; use {_divisors(batch)}"
-        yield Problem(size_key, message, ("training.local_batch_size", *DEGREES))
-    elif pp > 1 and batch // size < pp:
-        fewer = f"its {batch // size} microbatches are fewer than the {pp} stages of the pipeline"
-        message = f"{fewer}; use {pp * size} or more"
-        yield Problem("training.local_batch_size", message, (size_key, *DEGREES))
 
 
 def _problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
@@ -217,6 +222,7 @@ def _problems_of_precision(job: JobConfig) -> Iterator[Problem]:
 
 FOLDERS = (
     "checkpoint.folder",
+    "comm.save_traces_folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
@@ -246,6 +252,10 @@ def _problems_of_files(job: JobConfig) -> Iterator[Problem]:
         folder = Path(job.flat()[key])
         if folder.is_absolute() or ".." in folder.parts or folder == Path():
             yield Problem(key, "wanted the name of a folder inside job.dump_folder")
+    prefix = job.comm.save_traces_file_prefix
+    if "/" in prefix or prefix[-1:].isdigit():
+        message = "wanted the first part of a file's name; the number of a rank follows it"
+        yield Problem("comm.save_traces_file_prefix", message)
 
 
 def _problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:

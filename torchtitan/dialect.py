@@ -63,6 +63,10 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
+def _ring(value: Any) -> Any:
+    return "ring" if value == "alltoall" else value
+
+
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value] if value else []
 
@@ -81,16 +85,16 @@ PARALLELISM = (
     "fsdp_reshard_after_forward",
     "pipeline_parallel_degree",
     "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
     "context_parallel_degree",
+    "enable_async_tensor_parallel",
 )
-ONLY_PIPELINE = "it only acts with pipeline parallelism, which is not part of this version"
-ONLY_CONTEXT = "it only acts with context parallelism, which is not part of this version"
+SPLIT_POINTS = "write the modules of each stage into parallelism.module_fqns_per_model_part"
+MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbatch_size"
 ONLY_EXPERTS = "there are no models with experts"
 ONLY_QUANTIZED = "it only acts with a converter, and none is asked for"
 NO_CONVERTERS = "converters (float8, mx) are not part of this version"
-NO_TENSOR = "tensor parallelism is not part of this version"
 NO_HUGGING_FACE = "Hugging Face weights are not part of this version"
-NO_RECORDER = "the flight recorder is not part of this version"
 NO_ESTIMATION = "memory estimation is not part of this version"
 CHECKPOINT_OPTION = "this version has mode and selective_ac_option only"
 NO_ASYNC = 'saving in the background is not part of this version; use "disabled"'
@@ -128,16 +132,20 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "debug.moe_force_load_balance": Gone(ONLY_EXPERTS, falsy),
     "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
-    "parallelism.enable_async_tensor_parallel": Gone(NO_TENSOR, falsy),
-    "parallelism.pipeline_parallel_split_points": Gone(ONLY_PIPELINE, falsy),
-    "parallelism.module_fqns_per_model_part": Gone(ONLY_PIPELINE, falsy),
-    "parallelism.pipeline_parallel_layers_per_stage": Gone(ONLY_PIPELINE, always),
-    "parallelism.pipeline_parallel_schedule_csv": Gone(ONLY_PIPELINE, falsy),
-    "parallelism.pipeline_parallel_first_stage_less_layers": Gone(ONLY_PIPELINE, always),
-    "parallelism.pipeline_parallel_last_stage_less_layers": Gone(ONLY_PIPELINE, always),
+    "parallelism.pipeline_parallel_split_points": Gone(SPLIT_POINTS, falsy),
+    "parallelism.pipeline_parallel_first_stage_less_layers": Moved(
+        "parallelism.pipeline_parallel_embedding_weight"
+    ),
+    "parallelism.pipeline_parallel_last_stage_less_layers": Moved(
+        "parallelism.pipeline_parallel_head_weight"
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Gone(ONLY_EXPERTS, always),
-    "parallelism.context_parallel_rotate_method": Gone(ONLY_CONTEXT, always),
-    "parallelism.context_parallel_load_balancer": Gone(ONLY_CONTEXT, always),
+    "parallelism.context_parallel_rotate_method": Moved(
+        "parallelism.context_parallel_rotate_method", _ring
+    ),
+    "parallelism.context_parallel_load_balancer": Kept(
+        {"ptrr": 'it balances masks of FlexAttention; use "headtail"'}
+    ),
     "parallelism.expert_parallel_degree": Gone(ONLY_EXPERTS, just(1)),
     "parallelism.expert_tensor_parallel_degree": Gone(ONLY_EXPERTS, just(1)),
     "parallelism.expert_parallel_comm_backend": Gone(ONLY_EXPERTS, always),
@@ -177,9 +185,6 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "validation.local_batch_size": Gone("validation reads batches of the training shape", always),
     "validation.seq_len": Gone("validation reads batches of the training shape", always),
     "validation.dataloader.*": Gone("validation reads its few batches when due", always),
-    "comm.trace_buf_size": Gone(NO_RECORDER, always),
-    "comm.save_traces_folder": Gone(NO_RECORDER, always),
-    "comm.save_traces_file_prefix": Gone(NO_RECORDER, always),
     "comm.mode": Gone("the fake backend is not part of this version", just("default")),
     "float8.enable_float8_linear": Gone(NO_CONVERTERS, falsy),
     "float8.*": Gone(ONLY_QUANTIZED, always),
@@ -192,12 +197,12 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "fault_tolerance.*": Gone("it only acts with fault_tolerance.enable", always),
     **{f"training.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
     **{f"experimental.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
-    "experimental.enable_async_tensor_parallel": Gone(NO_TENSOR, falsy),
     "experimental.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
-    "experimental.pipeline_parallel_microbatches": Gone(ONLY_PIPELINE, always),
-    "experimental.pipeline_parallel_split_points": Gone(ONLY_PIPELINE, falsy),
-    "experimental.pipeline_parallel_schedule_csv": Gone(ONLY_PIPELINE, falsy),
-    "experimental.context_parallel_rotate_method": Gone(ONLY_CONTEXT, always),
+    "experimental.pipeline_parallel_microbatches": Gone(MICROBATCHES, always),
+    "experimental.pipeline_parallel_split_points": Gone(SPLIT_POINTS, falsy),
+    "experimental.context_parallel_rotate_method": Moved(
+        "parallelism.context_parallel_rotate_method", _ring
+    ),
 }
 OLD_SECTIONS = (
     "experimental",

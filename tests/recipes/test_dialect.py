@@ -46,7 +46,11 @@ def test_every_key_has_its_notice(path: Path) -> None:
     noticed = [notice.split(": ")[1] for notice in read(path).notices]
     renamed = [key for key in keys(table) if key not in DEFAULTS and key != "optimizer.name"]
     optimizer = {f"optimizer.{name}" for name in type(read(path).config.optimizer).model_fields}
-    changed = {"checkpoint.exclude_from_loading", "activation_checkpoint.selective_ac_option"}
+    changed = {
+        "checkpoint.exclude_from_loading",
+        "activation_checkpoint.selective_ac_option",
+        "parallelism.context_parallel_rotate_method",
+    }
     assert len(noticed) == len(set(noticed))
     assert set(noticed) - changed == set(renamed) - optimizer
 
@@ -235,4 +239,5 @@ def test_own_settings_are_not_translated() -> None:
     assert translated == {
         "checkpoint.exclude_from_loading",
         "activation_checkpoint.selective_ac_option",
+        "parallelism.context_parallel_rotate_method",
     }

@@ -5,6 +5,7 @@ Also `--a.b=v`, `--a.b v w` or `v,w` for lists, `none` for what may be absent, a
 field: TOML has types, a command line has not.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,11 +94,21 @@ def _typed(info: FieldInfo | None, values: Sequence[str]) -> Any:
         return True
     if not values:
         raise ConfigError(f"got no value; wanted {describe(schema)}")
+    if schema.get("items", {}).get("type") == "array":
+        return _json(" ".join(values), schema)
     if "array" in kinds:
         return [_word(part, kinds) for value in values for part in value.split(",") if part]
     if len(values) > 1:
         raise ConfigError(f"got {len(values)} values, {' '.join(values)}; wanted one")
     return _word(values[0], kinds)
+
+
+def _json(text: str, schema: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        wanted = f"wanted {describe(schema)}, as JSON"
+        raise ConfigError(f"got {text}; {wanted}: {error}") from error
 
 
 def _word(word: str, kinds: set[str]) -> Any:

@@ -98,6 +98,8 @@ def describe(schema: Mapping[str, Any]) -> str:
         return ", ".join(names)
     if schema["type"] == "array":
         items = schema["items"]
+        if items["type"] == "array":
+            return f"a list, each item {describe(items)}"
         return f"a list of {describe(items) if _values(items) else NOUNS[items['type']][1]}"
     bounds = [f"{sign} {schema[key]}" for key, sign in BOUNDS.items() if key in schema]
     return " ".join([NOUNS[schema["type"]][0], " and ".join(bounds)]).strip()

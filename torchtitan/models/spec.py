@@ -82,14 +82,24 @@ class _NothingDrawn(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def build_empty(build: Callable[[Args, int], nn.Module], args: Args, seq_len: int) -> nn.Module:
-    """The network on the meta device: shapes and names, no memory.
+def build_empty(
+    build: Callable[[Args, int], nn.Module],
+    args: Args,
+    seq_len: int,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """The network on the meta device, with parameters of `dtype`: shapes and names, no memory.
 
     Its weights are drawn later, by name. Drawing them here too would change nothing, but torch
     imports its compiler to draw on the meta device, which takes a second.
     """
-    with torch.device("meta"), _NothingDrawn():
-        return build(args, seq_len)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), _NothingDrawn():
+            return build(args, seq_len)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 class ParameterCounts(NamedTuple):

@@ -46,8 +46,8 @@ class ParallelismConfig(Config):
         description="Order of the microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
         "InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.",
     )
-    pipeline_parallel_schedule_csv: str | None = Field(
-        None, description="File with an order of your own, a row a rank; instead of a schedule."
+    pipeline_parallel_schedule_csv: str = Field(
+        "", description="File with an order of your own, a row a rank; instead of a schedule."
     )
     pipeline_parallel_microbatch_size: int = Field(
         1, ge=1, description="Sequences in a pipeline microbatch."

@@ -136,6 +136,25 @@ def test_no_token_sees_a_later_one():
     assert not torch.isclose(before[:, 20:], after[:, 20:]).all(dim=-1).any()
 
 
+def test_positions_say_where_a_token_stands():
+    """Any order of the tokens is the same sequence to the rotation, which only reads positions."""
+    rope, order = build().rope, torch.randperm(SEQ_LEN, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(0))
+    straight = rope(x, torch.arange(SEQ_LEN)[None])
+    assert torch.equal(rope(x[:, order], order[None]), straight[:, order])
+
+
+def test_documents_packed_together_do_not_see_each_other():
+    """Each document of a packed sequence gives the logits it would give alone."""
+    model, inputs = build(), tokens()
+    documents = torch.zeros_like(inputs)
+    documents[:, 12:] = 1
+    packed = model(inputs, documents=documents)
+    torch.testing.assert_close(packed[:, :12], model(inputs[:, :12]))
+    torch.testing.assert_close(packed[:, 12:], model(inputs[:, 12:]))
+    assert not torch.isclose(packed[:, 13:], model(inputs)[:, 13:]).all(dim=-1).any()
+
+
 def test_a_shorter_sequence_needs_no_other_table():
     torch.testing.assert_close(build()(tokens())[:, :20], build()(tokens()[:, :20]))
     assert build().rope.table.shape == (SEQ_LEN, 4, 2)
@@ -145,7 +164,9 @@ def test_rotation_depends_on_the_distance_alone():
     """The defining property: a query meets a key the same way wherever the two stand."""
     rope = build().rope
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    rotated_q, rotated_k = (rope(v.expand(1, SEQ_LEN, 1, 8))[0, :, 0] for v in (q, k))
+    rotated_q, rotated_k = (
+        rope(v.expand(1, SEQ_LEN, 1, 8), torch.arange(SEQ_LEN)[None])[0, :, 0] for v in (q, k)
+    )
     scores = rotated_q @ rotated_k.T
     for distance in range(SEQ_LEN):
         diagonal = scores.diagonal(-distance)
@@ -162,8 +183,9 @@ def test_rotation_is_exact_in_bf16():
     assert torch.equal(rope.table, table)
     x = torch.randn(1, 4096, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     half, full = x.clone().requires_grad_(), x.float().requires_grad_()
-    assert torch.equal(rope(half), rope(full).bfloat16())
-    rope(half).backward(x), rope(full).backward(x.float())
+    positions = torch.arange(4096)[None]
+    assert torch.equal(rope(half, positions), rope(full, positions).bfloat16())
+    rope(half, positions).backward(x), rope(full, positions).backward(x.float())
     assert torch.equal(half.grad, full.grad.bfloat16())
     assert model(tokens()).dtype == torch.bfloat16
 
@@ -218,6 +240,6 @@ def test_fsdp_mixed_precision_computes_what_bf16_does(one_rank, args):
 def test_block_compiles_in_one_graph():
     model, x = build(), torch.randn(2, SEQ_LEN, ARGS.dim)
     block = model.layers["1"]
-    expected = block(x)
+    inputs = x, torch.arange(SEQ_LEN)[None], None
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(compiled(*inputs), block(*inputs))

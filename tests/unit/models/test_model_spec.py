@@ -43,6 +43,9 @@ TOY = ModelSpec(
     build=Toy,
     blocks=lambda model: {f"stack.{n}": block for n, block in model.stack.named_children()},
     init_std=lambda _args, _name: 0.3,
+    before_blocks=("embed",),
+    after_blocks=("head",),
+    tensor_plan={},
     flops_per_token=lambda args, _seq_len: 6 * (args.depth * 16 * 17 + 16 * 32),
 )
 
