@@ -1,6 +1,7 @@
 """The layouts that must all train the same run: one list for parity, for resume and for CUDA."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from tests import tiny
@@ -50,12 +51,14 @@ def case(
     batch: int = 2,
     training: dict[str, Any] | None = None,
     recompute: dict[str, Any] | None = None,
+    documents: bool = False,
     **parallelism: Any,
 ) -> Case:
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
     sections = {
         "training": {"local_batch_size": batch, **(training or {})},
         "activation_checkpoint": recompute or {},
+        "model": {"attn_mask_type": "block_causal"} if documents else {},
         "parallelism": parallelism,
     }
     return Case(pp, replicate, shard, cp, tp, {name: s for name, s in sections.items() if s})
@@ -74,6 +77,12 @@ UNBALANCED = {"context_parallel_load_balancer": "none"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
+CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
+BY_HAND = (
+    ("tok_embeddings", *(f"layers.{number}" for number in range(5))),
+    ("layers.5", "layers.6", "layers.7", "norm", "output"),
+)
 
 LAYOUTS: dict[str, Case] = {
     # Data parallelism.
@@ -106,9 +115,48 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2 x TP 2, no sequence parallelism": case(shard=2, tp=2, **NO_SEQUENCE),
     "FSDP 2 x TP 2, accumulating, full recomputation": case(shard=2, tp=2, batch=1, recompute=FULL),
     "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
+    # Context parallelism.
+    "CP 2": case(cp=2),
+    "CP 4": case(cp=4),
+    "CP 2, ring": case(cp=2, **RING),
+    "CP 4, ring, unbalanced": case(cp=4, **RING, **UNBALANCED),
+    "CP 2, documents": case(cp=2, documents=True),
+    "CP 4, ring, documents": case(cp=4, documents=True, **RING),
+    "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
+    "DDP 2 x CP 2": case(replicate=2, cp=2),
+    "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
+    "CP 2 x TP 2": case(cp=2, tp=2, **RING),
+    "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
+    # Pipeline parallelism.
+    "PP 2, GPipe": schedule("GPipe"),
+    "PP 2, 1F1B": schedule("1F1B"),
+    "PP 2, 1F1B, accumulating 4": case(2),
+    "PP 2, Interleaved1F1B": schedule("Interleaved1F1B"),
+    "PP 2, LoopedBFS": schedule("LoopedBFS"),
+    "PP 2, InterleavedZeroBubble": schedule("InterleavedZeroBubble"),
+    "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble"),
+    "PP 2, DualPipeV": schedule("DualPipeV"),
+    "PP 2, a schedule of one's own": case(2, batch=8, pipeline_parallel_schedule_csv=CSV),
+    "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
+    "PP 2, full recomputation": case(2, recompute=FULL),
+    "PP 2, documents": case(2, documents=True),
+    "PP 4, 1F1B": schedule("1F1B", 4),
+    "PP 4, Interleaved1F1B": schedule("Interleaved1F1B", 4),
+    "DDP 2 x PP 2": case(2, replicate=2),
+    "FSDP 2 x PP 2": case(2, shard=2),
+    "FSDP 2 x PP 2, Interleaved1F1B": case(2, shard=2, **INTERLEAVED),
+    "FSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV),
+    "TP 2 x PP 2": case(2, tp=2),
+    "TP 2 x PP 2, ZBVZeroBubble": case(2, tp=2, **ZBV),
+    "CP 2 x PP 2": case(2, cp=2, **RING),
+    # All together.
+    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
+    "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(
+        2, shard=2, tp=2, recompute=FULL, **INTERLEAVED
+    ),
+    "HSDP 2 x 2 x PP 2": case(2, replicate=2, shard=2),
+    "CP 2 x TP 2 x PP 2, documents": case(2, cp=2, tp=2, documents=True),
 }
-
-
 ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 

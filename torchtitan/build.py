@@ -140,7 +140,6 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
         compile=job.compile,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
-        accumulation=job.accumulation(world.degrees),
         document_mask=job.model.attn_mask_type == "block_causal",
     )
     return parallelize(network, spec, args, layout, world)

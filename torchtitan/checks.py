@@ -6,7 +6,7 @@ All checks run before any process group exists and touch nothing but file names.
 import importlib
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from torchtitan import dialect
@@ -15,20 +15,29 @@ from torchtitan.data import check_data
 from torchtitan.job import JobConfig
 from torchtitan.metrics import check_metrics
 from torchtitan.models import MODELS
+from torchtitan.parallel import pipeline_checks
 from torchtitan.profiling import check_profiling
 
 
 def load_job(
-    recipe: str | Path | None, flags: Sequence[str], world_size: int | None, device_type: str
+    recipe: str | Path | None,
+    flags: Sequence[str],
+    world_size: int | None,
+    device_type: str,
+    *,
+    spared: Collection[str] = (),
 ) -> Recipe[JobConfig]:
     """Read and check a recipe for `world_size` ranks; None: for any number that fits it.
+
+    Of the keys in `spared` it does not matter how they fit the others and this machine.
 
     Raises:
         RecipeError: with all mistakes, one line each.
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
-        return problems(job, world_size, device_type)
+        found = problems(job, world_size, device_type)
+        return (problem for problem in found if problem.path not in spared)
 
     return load(
         JobConfig,
@@ -130,12 +139,29 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
         names = allowed_names(job.model.flavor, spec.flavors)
         yield Problem("model.flavor", names, ("model.name",))
         return
-    tp, whose = job.parallelism.tensor_parallel_degree, f"{job.model.name} {job.model.flavor}"
+    p, whose = job.parallelism, f"{job.model.name} {job.model.flavor}"
+    tp = p.tensor_parallel_degree
     degrees = job.degrees(world_size or smallest_world(job))
     for count, what in ((args.n_heads, "heads"), (args.n_kv_heads, "key/value heads")):
         if count % tp:
             message = f"it does not divide the {count} {what} of {whose}; use {_divisors(count)}"
             yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
+    size, batch = p.pipeline_parallel_microbatch_size, job.training.local_batch_size
+    if p.pipeline_parallel_degree > 1 and batch % size:
+        message = f"it does not divide training.local_batch_size {batch}; use {_divisors(batch)}"
+        rests_on = ("training.local_batch_size", *DEGREES)
+        yield Problem("parallelism.pipeline_parallel_microbatch_size", message, rests_on)
+    else:
+        for key, message in pipeline_checks.problems(
+            p,
+            spec,
+            args,
+            microbatches=batch // size,
+            recompute=job.activation_checkpoint,
+            compile=job.compile,
+        ):
+            rests_on = ("model", "training.local_batch_size", "parallelism")
+            yield Problem(key, message, rests_on)
     if -(-args.vocab_size // tp) * (tp - 1) >= args.vocab_size:
         message = f"the {args.vocab_size} tokens of {whose} leave a rank without any; use fewer"
         yield Problem("parallelism.tensor_parallel_degree", message, ("model",))

@@ -5,15 +5,19 @@ reads a recipe should not pay.
 """
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -37,11 +41,6 @@ def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
 
 
-def join(mesh: "DeviceMesh", axes: tuple[str, ...], name: str) -> "DeviceMesh":
-    """One axis called `name` over the ranks of several neighbouring axes of `mesh`."""
-    return mesh[axes]._flatten(name)
-
-
 def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     """Change how long a collective of `group` (None: the default group) may take."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -60,3 +59,179 @@ def record_memory(events: int | None) -> None:
 def dump_memory(path: Path) -> None:
     """Write what is remembered, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def process_group(name: str) -> ProcessGroup:
+    """The process group of that name: an operator is given names, not objects."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """`tensor` of every rank of `group`: (ranks, *shape). Torch 2.13 renames the collective."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    whole = tensor.new_empty(group.size(), *tensor.shape)
+    gather(whole.flatten(0, 1), tensor, group=group)
+    return whole
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's row of the sum of `tensor` (ranks, *shape) over `group`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    own = torch.empty_like(tensor[0])
+    scatter(own, tensor.flatten(0, 1), group=group)
+    return own
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention by a fused kernel, which unlike the public function tells its normaliser.
+
+    Args:
+        q: (B, H, Sq, E).
+        k, v: (B, K, Sk, E); each serves H/K query heads.
+        causal: a query sees the keys up to its own index; only for Sq = Sk and without `bias`.
+        bias: added to the scores, (B, 1, Sq, Sk) in q's dtype. Finite: of a row of minus infinity
+            alone, the CPU kernel says that its log-sum-exp is 0.
+
+    Returns:
+        The output (B, H, Sq, E), and the log-sum-exp of the scores (B, H, Sq) in fp32.
+    """
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, attn_mask=bias
+        )
+    elif _flash_can(q, bias):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+    else:
+        keys, values, bias = _for_efficient(q, k, v, bias)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, keys, values, bias, compute_log_sumexp=True, is_causal=causal
+        )
+        lse = lse[..., : q.shape[2]]  # the kernel pads it
+    return out, lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in `attention_forward`.
+
+    `out` and `lse` may be those of attention over more keys than these; the result is then the
+    part of the gradients that these keys account for.
+    """
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
+        return grads[0], grads[1], grads[2]
+    no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)  # in place of a random state
+    if _flash_can(q, bias):
+        # The kernel takes `lse` as if it were contiguous, without looking.
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]),
+            *(0.0, causal, no_dropout, no_dropout),
+        )
+        return grads[0], grads[1], grads[2]
+    keys, values, bias = _for_efficient(q, k, v, bias)
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        *(grad_out, q, keys, values, bias),
+        # It takes the heads of a token to be neighbours, and rows of `lse` padded as it pads them.
+        out.transpose(1, 2).contiguous().transpose(1, 2),
+        F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous(),
+        *(no_dropout, no_dropout, 0.0, [True, True, True, False], causal),
+    )
+    heads = (k.shape[1], -1)
+    return grad_q, grad_k.unflatten(1, heads).sum(2), grad_v.unflatten(1, heads).sum(2)
+
+
+def _flash_can(q: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _for_efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and bias for the memory-efficient kernel.
+
+    It wants as many key heads as query heads, and a bias for each whose rows begin at multiples
+    of 16 elements.
+    """
+    heads = q.shape[1]
+    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    if bias is not None:
+        keys = bias.shape[-1]
+        bias = F.pad(bias, (0, -keys % 16))[..., :keys].expand(-1, heads, -1, -1)
+    return k, v, bias
+
+
+def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[int, list[str]]:
+    """What each rank does under a pipeline schedule for several stages a rank, as CSV cells.
+
+    The constructors work out the orders of all ranks, and ask a stage for little more than its
+    number, so that a stand-in without a process group will do.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stage = SimpleNamespace(group_rank=0, group_size=pp, num_stages=stages, submod=None)
+    schedule = get_schedule_class(name)([stage] * (stages // pp), microbatches)
+    return {
+        rank: [str(action) for action in actions if action is not None]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+
+
+def leave_out_greeting(stage: Any) -> None:
+    """Keep torch 2.11 from greeting a pipeline stage's neighbours, later ones do not.
+
+    It makes communicators. Where a neighbour is on the same rank, gloo cannot send to itself.
+    """
+    stage._get_init_p2p_neighbors_ops = list
+
+
+def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any:
+    """A pipeline schedule over `stages` that follows the order in a file."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    schedule: Any = _PipelineScheduleRuntime(stages, **settings)  # type: ignore[no-untyped-call]
+    schedule._load_csv(str(path))
+    return schedule
+
+
+def flight_records(device_type: str) -> list[bytes]:
+    """What torch's Flight Recorders hold, as pickles of plain values: the device's own first.
+
+    Gloo has a recorder and NCCL another; a process that trains on CUDA uses both.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    names = ["_dump_fr_trace"] if device_type == "cpu" else ["_dump_nccl_trace", "_dump_fr_trace"]
+    if missing := [name for name in names if not hasattr(c10d, name)]:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot tell what its Flight Recorder holds (it has no "
+            f"{missing[0]}); use torch 2.11 to 2.13, or comm.trace_buf_size = 0"
+        )
+    return [getattr(c10d, name)() for name in names]
+
+
+def group_members() -> dict[str, tuple[str, list[int]]]:
+    """Of each process group by name: what it is for, and its ranks in the world."""
+    from torch.distributed import get_process_group_ranks
+    from torch.distributed.distributed_c10d import _world
+
+    return {
+        name: (group.group_desc, get_process_group_ranks(group))
+        for group, name in _world.pg_names.items()
+    }

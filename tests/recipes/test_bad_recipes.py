@@ -54,7 +54,6 @@ MANY_MISTAKES = [
     "many.toml:7: training.local_batch_size: got 0",
     "many.toml:10: optimizer.name: got",
     "--compile.enable: compile.enable: got",
-    "many.toml:17: parallelism.tensor_parallel_degree: got 3; tensor parallelism is not",
     "many.toml:18: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
     "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
     "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.data import Batch
 from torchtitan.losses import cross_entropy, vocabulary_parallel_cross_entropy
-from torchtitan.models.spec import Args, ModelSpec
-from torchtitan.parallel import activation_checkpoint, compile, fsdp, tensor
+from torchtitan.models.spec import Args, ModelArgs, ModelSpec
+from torchtitan.parallel import activation_checkpoint, compile, context, fsdp, stages, tensor
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.fsdp import Precision
-from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.pipeline import Pipeline, Shapes
+from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 
 if TYPE_CHECKING:
@@ -50,9 +52,13 @@ class Layout:
     compile: CompileConfig
     seq_len: int
     local_batch_size: int
-    accumulation: int
     document_mask: bool
     """Whether attention stays within a document."""
+
+    @property
+    def microbatches(self) -> int:
+        """How many pass through a pipeline between its filling and its draining."""
+        return self.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
 
 
 class Runner(Protocol):
@@ -130,14 +136,23 @@ def parallelize(
     are inside the unit that is gathered and reduced.
     """
     chosen, degrees = layout.parallelism, world.degrees
-    parts = [model]
+    if degrees.cp > 1:
+        context.apply(
+            model,
+            world.groups["cp"],
+            chosen.context_parallel_rotate_method,
+            chosen.context_parallel_load_balancer,
+        )
+    plan = stages.plan(chosen, spec, args, model, layout.seq_len)
+    mine = plan.of(dist.get_rank(world.groups["pp"]))
+    parts = [stages.build(model, plan, stage) for stage in mine]
     for part in parts:
         blocks = list(spec.blocks(part).values())
         if degrees.tp > 1:
             tensor.apply(
                 part,
                 spec.tensor_plan,
-                world.mesh["tp"],
+                world.parameter_mesh["tp"],
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
@@ -149,13 +164,58 @@ def parallelize(
                 blocks,
                 world.data_mesh,
                 precision=layout.precision,
-                reshard=chosen.fsdp_reshard_after_forward,
+                reshard=_reshard(chosen),
                 cpu_offload=layout.cpu_offload,
                 pin_memory=world.device.type == "cuda",
             )
     loss = _loss(layout, world, args.vocab_size)
-    runner = Plain(parts[0], loss, fsdp.sharded_modules(parts[0]), layout.document_mask)
-    return ParallelModel(parts, runner, lambda batch: batch)
+    runner: Runner
+    if degrees.pp > 1:
+        runner = Pipeline(
+            parts,
+            plan,
+            world.groups["pp"],
+            chosen,
+            microbatches=layout.microbatches,
+            shapes=_shapes(layout, world, args),
+            loss=loss,
+            device=world.device.torch_device,
+            document_mask=layout.document_mask,
+        )
+    else:
+        runner = Plain(parts[0], loss, fsdp.sharded_modules(parts[0]), layout.document_mask)
+    cut = partial(
+        context.shard,
+        rank=dist.get_rank(world.groups["cp"]),
+        size=degrees.cp,
+        balancing=chosen.context_parallel_load_balancer,
+    )
+    return ParallelModel(parts, runner, cut)
+
+
+def _reshard(chosen: ParallelismConfig) -> ReshardPolicy:
+    """Under a pipeline a stage is used by one microbatch after the other, so it stays gathered."""
+    in_pipeline = chosen.pipeline_parallel_degree > 1
+    default = chosen.fsdp_reshard_after_forward == "default"
+    return "never" if in_pipeline and default else chosen.fsdp_reshard_after_forward
+
+
+def _shapes(layout: Layout, world: World, args: ModelArgs) -> Shapes:
+    """What this rank has of a pipeline's microbatch."""
+    chosen, tp = layout.parallelism, world.degrees.tp
+    size, length = chosen.pipeline_parallel_microbatch_size, layout.seq_len // world.degrees.cp
+    stream = length if chosen.disable_sequence_parallel else length // tp
+    vocabulary = args.vocab_size
+    if tp > 1 and not chosen.disable_loss_parallel:
+        part = -(-vocabulary // tp)  # all have as many, but the last
+        first = part * dist.get_rank(world.groups["tp"])
+        vocabulary = min(first + part, vocabulary) - first
+    return Shapes(
+        tokens=(size, length),
+        hidden=(size, stream, args.dim),
+        logits=(size, length, vocabulary),
+        dtype=layout.precision.compute,
+    )
 
 
 def _loss(layout: Layout, world: World, vocabulary: int) -> LossFunction:

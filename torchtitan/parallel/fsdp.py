@@ -93,10 +93,9 @@ def _placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    if isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0):
-        if len(parameter) % (parameter.device_mesh.size() * parts):
-            return Shard(1)
-    return None
+    if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
+        return None
+    return Shard(1) if len(parameter) % (parameter.device_mesh.size() * parts) else None
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -8,9 +8,9 @@ Every axis always exists, with size 1 when unused, so nothing above asks whether
     cp            parts of the sequence
     tp            parts of a matrix
 
-Axes are also joined: the ranks of `data` read different samples, those of `loss` own different
-parts of the global loss, and dp_shard and cp together split the parameters, since the ranks of a
-sequence can own a part of them each as well as those of different samples.
+Axes are also joined: the ranks of `data` read different samples; those of `fsdp` own different
+parts of the parameters, which the ranks of a sequence can share as well as those of different
+samples; and those of `loss` own different parts of the global loss.
 
 Process groups are made for the axes in use alone: all axes of size 1 have one group, of this rank
 alone, and axes over the same ranks share theirs.
@@ -18,7 +18,7 @@ alone, and axes over the same ranks share theirs.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,8 +36,10 @@ from torchtitan.device import Device, pick
 
 JOINED_AXES = {
     "data": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
 }
+PARAMETER_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 # Coordination of saves: as slow as a shared file system can be.
 PATIENCE = timedelta(hours=2)
 
@@ -71,6 +73,17 @@ class CommConfig(Config):
     train_timeout_seconds: int = Field(
         100, ge=1, description="Limit for a collective after the first step."
     )
+    trace_buf_size: int = Field(
+        20000, ge=0, description="Collectives that torch's Flight Recorder remembers; 0: it is off."
+    )
+    save_traces_folder: str = Field(
+        "comm_traces",
+        description="Folder of the step records, and of the traces of a run that failed, inside "
+        "job.dump_folder.",
+    )
+    save_traces_file_prefix: str = Field(
+        "rank_", description="What the name of a trace has before the number of its rank."
+    )
 
 
 class Launch(NamedTuple):
@@ -103,8 +116,8 @@ class World:
     device: Device
     degrees: Degrees
     mesh: DeviceMesh
-    data_mesh: DeviceMesh
-    """What FSDP lays parameters out on: (copies, parts), or (parts) where there are no copies."""
+    parameter_mesh: DeviceMesh
+    """The same ranks, with dp_shard and cp as one axis: parameters lie on it."""
     groups: "dict[str, dist.ProcessGroup]"
     """By the name of an axis or of joined axes; some names share a group."""
     patient: "dist.ProcessGroup"
@@ -114,6 +127,14 @@ class World:
     def data_rank(self) -> int:
         """Which share of every batch of samples this rank reads."""
         return dist.get_rank(self.groups["data"])
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """What FSDP works on: (copies, parts), or (parts) where there are no copies."""
+        copied = self.degrees.dp_replicate > 1
+        return (
+            self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
+        )
 
     def sum(self, values: Tensor, over: Literal["data", "loss"]) -> Tensor:
         """Sum over joined axes, in place; the same on all their ranks."""
@@ -140,8 +161,7 @@ class World:
     def after_first_step(self) -> None:
         """From now on a rank that does not answer is found sooner."""
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
-        groups = [*self.groups.values(), *self.data_mesh.get_all_groups()]
-        for group in {id(group): group for group in groups}.values():
+        for group in {id(group): group for group in self.groups.values()}.values():
             torch_private.set_timeout(group, timeout)
         torch_private.set_timeout(None, timeout)
 
@@ -177,30 +197,35 @@ class Groups:
         )
         return group
 
+    def mesh(self, axes: Mapping[str, Sequence[str]], device_type: str) -> DeviceMesh:
+        """A mesh of all ranks, each of whose axes joins neighbouring axes of the world."""
+        sizes = [math.prod(getattr(self.degrees, axis) for axis in axes[name]) for name in axes]
+        return DeviceMesh.from_group(
+            [self.over(joined) for joined in axes.values()],
+            device_type,
+            mesh=self.ranks.view(sizes),
+            mesh_dim_names=tuple(axes),
+        )
 
-def make_mesh(
-    degrees: Degrees, device_type: str
-) -> tuple[DeviceMesh, "dict[str, dist.ProcessGroup]"]:
-    """The mesh of all axes, and the groups by the names of axes and joined axes."""
+
+def make_world(
+    degrees: Degrees, comm: CommConfig, device: Device, patient: dist.ProcessGroup
+) -> World:
+    """The world of this process, whose default process group exists."""
     groups = Groups(degrees)
-    axes = {name: (name,) for name in Degrees._fields} | JOINED_AXES
-    by_name = {name: groups.over(joined) for name, joined in axes.items()}
-    mesh = DeviceMesh.from_group(
-        [by_name[name] for name in Degrees._fields],
-        device_type,
-        mesh=groups.ranks,
-        mesh_dim_names=Degrees._fields,
+    own = {name: (name,) for name in Degrees._fields}
+    parameters = {name: JOINED_AXES.get(name, (name,)) for name in PARAMETER_AXES}
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        degrees=degrees,
+        mesh=groups.mesh(own, device.type),
+        parameter_mesh=groups.mesh(parameters, device.type),
+        groups={name: groups.over(axes) for name, axes in (own | JOINED_AXES).items()},
+        patient=patient,
+        comm=comm,
     )
-    return mesh, by_name
-
-
-def make_data_mesh(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh:
-    """The part of `mesh` over which data parallelism copies and splits parameters."""
-    parts = "dp_shard" if degrees.cp == 1 else "cp"
-    if degrees.cp > 1 and degrees.dp_shard > 1:
-        parts = "dp_shard_cp"
-        torch_private.join(mesh, ("dp_shard", "cp"), parts)
-    return mesh[parts] if degrees.dp_replicate == 1 else mesh["dp_replicate", parts]
 
 
 @contextmanager
@@ -222,18 +247,8 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
-        mesh, groups = make_mesh(degrees, device.type)
-        yield World(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            device=device,
-            degrees=degrees,
-            mesh=mesh,
-            data_mesh=make_data_mesh(mesh, degrees),
-            groups=groups,
-            patient=dist.new_group(backend="gloo", timeout=PATIENCE),
-            comm=comm,
-        )
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield make_world(degrees, comm, device, patient)
     finally:
         if owner:
             dist.destroy_process_group()

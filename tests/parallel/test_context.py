@@ -1,0 +1,458 @@
+"""Attention over a sequence that is split among ranks equals attention over the whole."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from tests import tiny
+from tests.ranks import run_ranks
+from torchtitan import torch_private
+from torchtitan.data import Batch
+from torchtitan.models.attention import SelfAttention, causal_attention
+from torchtitan.models.llama3.model import Llama3
+from torchtitan.parallel import context
+from torchtitan.parallel.context import Cut, context_attention, shard
+from torchtitan.parallel.settings import Balancing
+
+LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks
+ROTATIONS = ("allgather", "ring")
+BALANCINGS: tuple[Balancing, ...] = ("headtail", "none")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def documents() -> Tensor:
+    """(2, LENGTH): borders within chunks, and documents smaller than the smallest chunk."""
+    sizes = ([5, 3, 2, 19, 1, 18], [45, 3])
+    return torch.stack([torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in sizes])
+
+
+def operands(kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output for whole sequences, (2, heads, LENGTH, 16)."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    return tuple(
+        torch.randn(2, LENGTH, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+
+
+def differentiate(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor
+) -> dict[str, Tensor]:
+    """Output and gradients."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = attention(*inputs)
+    out.backward(grad)
+    return dict(zip("qkv", (tensor.grad for tensor in inputs), strict=True)) | {"out": out.detach()}
+
+
+def mine(whole: Tensor, balancing: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part of (B, heads, LENGTH, E)."""
+    cut = Cut(dist.get_world_size(group), balancing)
+    return cut.part(whole.transpose(1, 2), dist.get_rank(group)).transpose(1, 2)
+
+
+def split(
+    rotation: str,
+    balancing: str,
+    together: Tensor | None,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[..., Tensor]:
+    """Attention over the ranks of a group, by default all."""
+    name = (group or dist.group.WORLD).group_name
+    return lambda q, k, v: context_attention(q, k, v, together, name, rotation, balancing)[0]
+
+
+# Sequences ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balancing", BALANCINGS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_position_is_on_one_rank_once(size: int, balancing: Balancing) -> None:
+    positions = torch.arange(24).repeat(2, 1)
+    batch = Batch(positions + 100, positions + 101, positions, positions // 5)
+    parts = [shard(batch, rank, size, balancing) for rank in range(size)]
+    for part in parts:
+        assert part.tokens.shape == (2, 24 // size)
+        assert torch.equal(part.tokens, part.positions + 100)
+        assert torch.equal(part.targets, part.positions + 101)
+        assert torch.equal(part.documents, batch.documents)
+    found = torch.cat([part.positions for part in parts], dim=1)
+    assert torch.equal(found.sort(dim=1).values, positions)
+
+
+def test_headtail_is_a_piece_and_its_mirror() -> None:
+    positions = torch.arange(12).repeat(1, 1)
+    batch = Batch(positions, positions, positions, positions)
+    found = [shard(batch, rank, 3, "headtail").positions[0].tolist() for rank in range(3)]
+    assert found == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert shard(batch, 1, 3, "none").positions[0].tolist() == [4, 5, 6, 7]
+
+
+def test_a_sequence_must_divide() -> None:
+    assert [Cut(size, "headtail").chunks for size in (1, 2, 4)] == [1, 4, 8]
+    assert [Cut(size, "none").chunks for size in (1, 2, 4)] == [1, 2, 4]
+    odd = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="6 not in 4 chunks"):
+        shard(Batch(odd, odd, odd, odd), 0, 2, "headtail")
+
+
+@pytest.mark.parametrize("balancing", BALANCINGS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tiles_are_the_causal_mask(size: int, balancing: Balancing) -> None:
+    """Together they hold every visible pair once; with headtail each rank the same number."""
+    cut = Cut(size, balancing)
+    length = 24 // size
+    places = [cut.part(torch.arange(24)[None], rank)[0] for rank in range(size)]
+    pairs = [0] * size
+    for rank, owner in itertools.product(range(size), repeat=2):
+        expected = places[rank][:, None] >= places[owner]
+        found = torch.zeros(length, length, dtype=torch.bool)
+        if tile := cut.tile(rank, owner, length):
+            area = torch.ones_like(found[tile.queries, tile.keys])
+            found[tile.queries, tile.keys] = area.tril() if tile.causal else area
+        assert torch.equal(found, expected), f"rank {rank} looking at {owner}"
+        pairs[rank] += int(found.sum())
+    assert sum(pairs) == 24 * 25 // 2
+    assert (len(set(pairs)) == 1) == (balancing == "headtail")
+
+
+# Attention ------------------------------------------------------------------------------------
+
+
+def compare_with_whole(device: str) -> None:
+    for kv_heads, together in itertools.product((2, 4), (None, documents().to(device))):
+        *qkv, grad = operands(kv_heads, torch.float32, device)
+        attention = partial(causal_attention, documents=together)
+        expected = differentiate(attention, *qkv, grad)
+        half = [tensor.bfloat16() for tensor in (*qkv, grad)]
+        rounded = differentiate(attention, *half)
+        truth = differentiate(attention, *(tensor.float() for tensor in half))
+        for rotation, balancing in itertools.product(ROTATIONS, BALANCINGS):
+            where = f"{kv_heads} {together is not None} {rotation} {balancing}"
+            attention = split(rotation, balancing, together)
+            found = differentiate(attention, *(mine(x, balancing) for x in (*qkv, grad)))
+            for name, value in found.items():
+                whole = mine(expected[name], balancing)
+                off = ((value - whole).abs().max() / whole.abs().max()).item()
+                assert off <= (2e-6 if name == "out" else 1e-5), f"{where}: {name} off by {off}"
+            found = differentiate(attention, *(mine(x, balancing) for x in half))
+            for name, value in found.items():
+                assert value.dtype == torch.bfloat16
+                whole = mine(truth[name], balancing)
+                off = (value - whole).norm()
+                allowed = (mine(rounded[name], balancing) - whole).norm()
+                # 1.4 is measured; parts that were also summed in bf16 would be off by up to 2.
+                assert off <= 1.6 * allowed, f"{where}: {name} off by {off}, whole by {allowed}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_attention_equals_whole_attention(ranks: int, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(compare_with_whole, ranks, device, device=device)
+
+
+def attend_in_pairs() -> None:
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]
+    group = pairs[dist.get_rank() % 2]
+    *qkv, grad = (x + dist.get_rank() % 2 for x in operands(2, torch.float32, "cpu"))
+    expected = differentiate(partial(causal_attention, documents=documents()), *qkv, grad)
+    for rotation in ROTATIONS:
+        attention = split(rotation, "headtail", documents(), group)
+        parts = (mine(x, "headtail", group) for x in (*qkv, grad))
+        for name, value in differentiate(attention, *parts).items():
+            whole = mine(expected[name], "headtail", group)
+            torch.testing.assert_close(value, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_of_a_group_need_not_be_neighbours() -> None:
+    run_ranks(attend_in_pairs, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype: torch.dtype) -> None:
+    """Merged with what it sees elsewhere, its share of output and gradients is exactly zero."""
+    cut = Cut(2, "none")
+    together = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
+    tile = cut.tile(1, 0, 4)
+    assert tile is not None
+    bias = cut.bias(together, tile, 1, 0, dtype)
+    assert bias is not None
+    assert bias.isfinite().all()
+    assert (bias[0, 0] < 0).all(dim=1).tolist() == [False, True, True, True]
+    q, k, v, grad = (torch.randn(1, 2, 4, 16, dtype=dtype) for _ in range(4))
+    out, lse = torch_private.attention_forward(q, k, v, causal=False, bias=bias)
+    assert out.isfinite().all()
+    assert torch.equal((lse[:, :, 1:] - 0.5).exp(), torch.zeros(1, 2, 3))
+    of_q, of_k, of_v = torch_private.attention_backward(
+        grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
+    )
+    assert torch.equal(of_q[:, :, 1:], torch.zeros_like(of_q[:, :, 1:]))
+    grad[:, :, 1:] = 0
+    of_first = torch_private.attention_backward(
+        grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
+    )
+    assert torch.equal(of_k, of_first[1])
+    assert torch.equal(of_v, of_first[2])
+
+
+def count_communication(rotation: str) -> dict[str, list[int]]:
+    """Calls in the forward and in the backward."""
+    *qkv, grad = (mine(x, "headtail") for x in operands(2, torch.float32, "cpu"))
+    inputs = [tensor.detach().requires_grad_() for tensor in qkv]
+    with (
+        patch.object(torch_private, "all_gather", wraps=torch_private.all_gather) as gather,
+        patch.object(torch_private, "reduce_scatter", wraps=torch_private.reduce_scatter) as sums,
+        patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange,
+    ):
+        spies = {"gather": gather, "scatter": sums, "exchange": exchange}
+        out = split(rotation, "headtail", None)(*inputs)
+        forward = {name: spy.call_count for name, spy in spies.items()}
+        out.backward(grad)
+    return {name: [forward[name], spy.call_count - forward[name]] for name, spy in spies.items()}
+
+
+def both_rotations() -> tuple[Any, Any]:
+    return count_communication("allgather"), count_communication("ring")
+
+
+def test_the_rotation_named_is_the_one_that_runs() -> None:
+    for gathered, ring in run_ranks(both_rotations, 3):
+        assert gathered == {"gather": [1, 1], "scatter": [0, 1], "exchange": [0, 0]}
+        # Backward: keys and values travel as before, and their gradients all the way home.
+        assert ring == {"gather": [0, 0], "scatter": [0, 0], "exchange": [2, 2 + 3]}
+
+
+def wrong_settings() -> None:
+    *qkv, grad = operands(2, torch.float32, "cpu")
+    parts = [mine(x, "headtail") for x in (*qkv, grad)]
+    right = differentiate(split("ring", "headtail", documents()), *parts)
+    for wrong in (split("ring", "none", documents()), split("ring", "headtail", None)):
+        for name, value in differentiate(wrong, *parts).items():
+            assert (value - right[name]).abs().max() > 1e-2, name
+    gathered = differentiate(split("allgather", "headtail", documents()), *parts)
+    assert torch.equal(gathered["out"], right["out"])
+
+
+def test_another_balancing_or_mask_is_another_result() -> None:
+    """So the comparison with whole attention can fail; another rotation is the same to the bit."""
+    run_ranks(wrong_settings, 2)
+
+
+# In a model -----------------------------------------------------------------------------------
+
+
+def spread_model() -> None:
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError, match="SelfAttention"):
+        context.apply(nn.Linear(2, 2), group, "ring", "none")
+    model = Llama3(tiny.ARGS, LENGTH)
+    tokens = torch.randint(tiny.ARGS.vocab_size, (2, LENGTH))
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    for together in (None, documents()):
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.core = causal_attention
+        whole = model(tokens, positions, together)
+        for rotation, balancing in itertools.product(ROTATIONS, BALANCINGS):
+            assert context.apply(model, group, rotation, balancing) == tiny.ARGS.n_layers
+            batch = Batch(tokens, tokens, positions, documents())
+            part = shard(batch, group.rank(), group.size(), balancing)
+            found = model(part.tokens, part.positions, None if together is None else part.documents)
+            expected = Cut(group.size(), balancing).part(whole, group.rank())
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_gives_the_same_logits() -> None:
+    run_ranks(spread_model, 2)
+
+
+# As an operator -------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """The least that a block has: a projection, then attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(16, 3 * 16)
+        self.attend = SelfAttention()
+
+    def forward(self, x: Tensor, together: Tensor | None) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
+        return x + self.attend(q, k, v, together).transpose(1, 2).flatten(2)
+
+
+def run_tiny(
+    model: Tiny, forward: Callable[[Tensor, Tensor], Tensor], balancing: str
+) -> list[Tensor]:
+    """Output and gradients on this rank's part of a fixed input."""
+    x = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(0))
+    x = Cut(dist.get_world_size(), balancing).part(x, dist.get_rank()).requires_grad_()
+    model.zero_grad()
+    out = forward(x, documents())
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def compile_tiny() -> None:
+    for rotation in ROTATIONS:
+        model = Tiny()
+        context.apply(model, dist.group.WORLD, rotation, "headtail")
+        eager = run_tiny(model, model, "headtail")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for found, expected in zip(run_tiny(model, compiled, "headtail"), eager, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_it_compiles_as_one_graph() -> None:
+    run_ranks(compile_tiny, 2)
+
+
+def recompute_tiny() -> list[int]:
+    """Times that keys are gathered in a step: plain, all recomputed, all but attention."""
+
+    def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op == torch.ops.torchtitan.context_attention.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def recomputed(x: Tensor, together: Tensor) -> Tensor:
+        return checkpoint(model, x, together, use_reentrant=False)
+
+    def spared(x: Tensor, together: Tensor) -> Tensor:
+        contexts = create_selective_checkpoint_contexts
+        return checkpoint(
+            model, x, together, use_reentrant=False, context_fn=lambda: contexts(keep_attention)
+        )
+
+    model = Tiny()
+    context.apply(model, dist.group.WORLD, "allgather", "none")
+    counts = []
+    expected = run_tiny(model, model, "none")
+    for forward in (model, recomputed, spared):
+        with patch.object(torch_private, "all_gather", wraps=torch_private.all_gather) as gather:
+            found = run_tiny(model, forward, "none")
+        counts.append(gather.call_count)
+        assert all(map(torch.equal, found, expected))
+    return counts
+
+
+def test_recomputation_can_spare_it() -> None:
+    for counts in run_ranks(recompute_tiny, 2):
+        assert counts == [2, 3, 2]
+
+
+def check_operator() -> None:
+    q, k, v, _ = (mine(x, "headtail").requires_grad_() for x in operands(2, torch.float32, "cpu"))
+    name = dist.group.WORLD.group_name
+    for rotation, together in itertools.product(ROTATIONS, (None, documents())):
+        torch.library.opcheck(
+            context_attention, (q, k, v, together, name, rotation, "headtail"), rtol=0, atol=1e-6
+        )
+
+
+def test_it_keeps_the_contract_of_an_operator() -> None:
+    run_ranks(check_operator, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_data_it_needs_no_group(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_()
+        k, v = (torch.empty(2, 8, 2, 16, dtype=dtype).transpose(1, 2) for _ in "kv")
+        k, v = k.requires_grad_(), v.requires_grad_()
+        out, lse = context_attention(q, k, v, None, "no such group", "ring", "headtail")
+        assert (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
+        assert (lse.shape, lse.dtype) == ((2, 4, 8), torch.float32)
+        assert not lse.requires_grad
+        out.sum().backward()
+        for tensor in (q, k, v):
+            assert tensor.grad is not None
+            assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, dtype)
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_of_cuda_accept_what_they_are_given(masked: bool, dtype: torch.dtype) -> None:
+    """Their shapes and argument lists; their results need a GPU."""
+    q, grad = (torch.empty(2, 4, 40, 16, dtype=dtype, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, 2, 24, 16, dtype=dtype, device="meta") for _ in range(2))
+    bias = torch.empty(2, 1, 40, 24, dtype=dtype, device="meta") if masked else None
+    out, lse = torch_private.attention_forward(q, k, v, causal=False, bias=bias)
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
+    grads = torch_private.attention_backward(grad, q, k, v, out, lse, causal=False, bias=bias)
+    assert [tensor.shape for tensor in grads] == [q.shape, k.shape, v.shape]
+
+
+def compare_kernels(device: str) -> None:
+    """Attention to the first 40 keys and to the other 24, merged, against attention to all."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, length: int) -> Tensor:
+        return torch.randn(2, length, heads, 16, generator=generator).to(device).transpose(1, 2)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(4 // x.shape[1], dim=1) for x in (k, v))
+        return (q @ k.mT / 4).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+    masks = ("none", "causal", "bias")
+    for dtype, heads, mask in itertools.product((torch.float32, torch.bfloat16), (2, 4), masks):
+        q, k, v, grad = (draw(*x).to(dtype) for x in ((4, 40), (heads, 64), (heads, 64), (4, 40)))
+        seen = torch.ones(2, 1, 40, 64, dtype=torch.bool)
+        if mask == "causal":
+            seen[..., :40] = seen[..., :40].tril()
+        if mask == "bias":
+            seen = torch.rand(seen.shape, generator=generator) < 0.5
+            seen[:, :, 3, :40] = False  # nothing to see in the first part
+            seen[:, :, 3, 40] = True
+        seen = seen.to(device)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=device)
+        bias = bias.masked_fill(~seen, torch.finfo(dtype).min / 2)
+        parts = [
+            (
+                (k[:, :, keys], v[:, :, keys]),
+                {
+                    "causal": mask == "causal" and keys.start == 0,
+                    "bias": bias[..., keys] if mask == "bias" else None,
+                },
+            )
+            for keys in (slice(0, 40), slice(40, 64))
+        ]
+        results = [torch_private.attention_forward(q, *kv, **kind) for kv, kind in parts]
+        lse = torch.logaddexp(results[0][1], results[1][1])
+        out = sum((own - lse).exp()[..., None] * part for part, own in results).to(dtype)
+        gradients = [
+            torch_private.attention_backward(grad, q, *kv, out, lse, **kind) for kv, kind in parts
+        ]
+        of_q, of_k, of_v = zip(*gradients, strict=True)
+        found = {"out": out, "q": sum(of_q), "k": torch.cat(of_k, 2), "v": torch.cat(of_v, 2)}
+        truth = differentiate(partial(whole, seen=seen), *(x.float() for x in (q, k, v, grad)))
+        for name, value in found.items():
+            off = (value - truth[name]).norm() / truth[name].norm()
+            where = f"{dtype}, {heads} heads, {mask}: {name} is off by {off}"
+            assert off <= (1e-3 if dtype == torch.float32 else 2e-2), where
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_attention_merge(device: str) -> None:
+    run_ranks(compare_kernels, 1, device, device=device)

@@ -1,0 +1,168 @@
+"""What is refused about a pipeline, in words that say what would work."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.parallel import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from torchtitan.parallel.pipeline_checks import problems
+from torchtitan.parallel.schedules import SCHEDULES
+
+ARGS = dataclasses.replace(tiny.ARGS, n_layers=4)
+NAMES = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
+OPERATORS = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+
+
+def found(
+    schedule: str = "1F1B",
+    pp: int = 2,
+    microbatches: int = 8,
+    args: Any = ARGS,
+    recompute: ActivationCheckpointConfig | None = None,
+    compile: CompileConfig | None = None,
+    **keys: Any,
+) -> list[str]:
+    """The problems, each as one line, without the names of the sections."""
+    config = ParallelismConfig(
+        pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys
+    )
+    lines = problems(
+        config,
+        LLAMA3,
+        args,
+        microbatches=microbatches,
+        recompute=recompute or ActivationCheckpointConfig(),
+        compile=compile or CompileConfig(),
+    )
+    return [f"{key}: {message}".replace("parallelism.", "") for key, message in lines]
+
+
+def test_what_works_is_not_refused() -> None:
+    for name in SCHEDULES:
+        assert not found(name)
+        full = ActivationCheckpointConfig(mode="full")
+        loss = CompileConfig(enable=True, components=("loss",))
+        assert not found(name, recompute=full, compile=loss, fsdp_reshard_after_forward="never")
+    assert not found("Interleaved1F1B", recompute=OPERATORS, compile=CompileConfig(enable=True))
+    assert not found("nothing", pp=1, microbatches=1)
+    assert not found("LoopedBFS", pipeline_parallel_layers_per_stage=1)
+    parts = (NAMES[:1], NAMES[1:3], NAMES[3:5], NAMES[5:])
+    assert not found("DualPipeV", module_fqns_per_model_part=parts)
+
+
+def test_a_schedule_that_is_misspelt() -> None:
+    (line,) = found("DualPipe")
+    assert line.startswith("pipeline_parallel_schedule: allowed: GPipe, 1F1B, ")
+    assert line.endswith("did you mean DualPipeV?")
+
+
+def test_weights_that_are_tied() -> None:
+    (line,) = found(args=dataclasses.replace(ARGS, tied=True))
+    assert line == (
+        "pipeline_parallel_degree: the output multiplies with the embedding's weights, which would "
+        "stand on another stage; use 1, or a flavor with an output of its own"
+    )
+
+
+def test_stages_that_a_schedule_cannot_have() -> None:
+    assert found("1F1B", pipeline_parallel_layers_per_stage=1) == [
+        "pipeline_parallel_layers_per_stage: it cuts 4 layers into 4 stages; 1F1B on 2 ranks wants "
+        "stages: 2, one a rank; use 2"
+    ]
+    (line,) = found("LoopedBFS", pipeline_parallel_layers_per_stage=2)
+    assert line.endswith("wants stages: 4, 6 or any other multiple of 2, two or more a rank; use 1")
+    (line,) = found("ZBVZeroBubble", pp=3, pipeline_parallel_layers_per_stage=2)
+    assert line.endswith("ZBVZeroBubble on 3 ranks wants stages: 6, two a rank; leave it out")
+    (line,) = found("GPipe", module_fqns_per_model_part=(NAMES[:3], NAMES[3:4], NAMES[4:]))
+    assert line == (
+        "module_fqns_per_model_part: these are 3 stages; GPipe on 2 ranks wants stages: 2, one a "
+        "rank"
+    )
+    (line,) = found(
+        module_fqns_per_model_part=(NAMES[:3], NAMES[3:]), pipeline_parallel_layers_per_stage=2
+    )
+    assert line.endswith("gives the stages by hand already; leave one of the two out")
+
+
+def test_more_stages_than_the_model_can_be_cut_into() -> None:
+    assert found("DualPipeV", pp=4) == [
+        "pipeline_parallel_degree: it makes 8 stages, but 4 layers, with what stands before and "
+        "after them, can be cut into 6 at most; use fewer"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "words"),
+    [
+        ("1F1B", 4, 3, "wants at least as many microbatches as stages, 4, but a step has 3"),
+        ("1F1B", 4, 3, "1F1B could run 4"),
+        ("DualPipeV", 2, 2, "DualPipeV could run 4"),
+        ("Interleaved1F1B", 2, 5, "Interleaved1F1B could run 4 or 6"),
+        ("InterleavedZeroBubble", 2, 7, "could run 6 or 8"),
+    ],
+)
+def test_microbatches_that_do_not_fit(
+    schedule: str, pp: int, microbatches: int, words: str
+) -> None:
+    (line,) = found(schedule, pp, microbatches)
+    assert line.startswith("pipeline_parallel_schedule: ")
+    assert words in line
+
+
+PARTS = {
+    (NAMES[:3], ("layers.2", "layer.3", "norm", "output")): (
+        '"layer.3" is no module to be placed; allowed: tok_embeddings, layers.0, layers.1, '
+        "layers.2, layers.3, norm, output; did you mean layers.3?"
+    ),
+    (NAMES[:3], NAMES[4:]): "layers.2 stands in no part",
+    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output stand in no part",
+    (NAMES[:4], NAMES[3:]): "layers.2 stands in several parts",
+    (NAMES[3:], NAMES[:3]): (
+        "layers.2 stands where tok_embeddings should; wanted the order of the model"
+    ),
+    ((), NAMES): "part 1 is empty; wanted at least one module in each",
+    (NAMES[:6], NAMES[6:]): "norm and output stand in different parts; wanted one for them all",
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_by_hand_that_are_no_cut(parts: tuple[tuple[str, ...], ...]) -> None:
+    assert found(module_fqns_per_model_part=parts) == [
+        f"module_fqns_per_model_part: {PARTS[parts]}"
+    ]
+
+
+@pytest.mark.parametrize("schedule", [name for name, s in SCHEDULES.items() if s.splits_backward])
+def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
+    (line,) = found(schedule, compile=CompileConfig(enable=True))
+    assert "a compiled block can be run backward once only" in line
+    (line,) = found(schedule, recompute=OPERATORS)
+    assert 'activation_checkpoint.mode = "full"' in line
+    (line,) = found(schedule, fsdp_reshard_after_forward="always")
+    assert "lose the gradients" in line
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    keys = {"pipeline_parallel_schedule_csv": str(path)}
+    (line,) = found(**keys)
+    assert line.startswith("pipeline_parallel_schedule_csv: it cannot be read: ")
+    path.write_text("0F0,0I0,0W0,2F0,2B0\n1F0,1B0")
+    (line,) = found(microbatches=1, **keys)
+    assert "rank 0 waits for ever to do 0I0" in line
+    path.write_text("0F0,2F0,2B0,0I0,0W0\n1F0,1B0")
+    assert not found(microbatches=1, **keys)
+    (line,) = found(**keys)
+    assert "it has 1 microbatches, 0 to 0, but a step has 8" in line
+    (line,) = found(microbatches=1, recompute=OPERATORS, **keys)
+    assert line.startswith("pipeline_parallel_schedule_csv: it runs each backward in two parts")
+    (line,) = found(microbatches=1, pipeline_parallel_layers_per_stage=2, **keys)
+    assert line.endswith("has 3 stages already; leave one of the two out")
+    (line,) = found(microbatches=1, module_fqns_per_model_part=(NAMES[:3], NAMES[3:]), **keys)
+    assert "these are 2 parts, but the file" in line
+    (line,) = found(microbatches=1, args=dataclasses.replace(ARGS, n_layers=0), **keys)
+    assert "it makes 3 stages" in line

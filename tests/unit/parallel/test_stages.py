@@ -1,0 +1,204 @@
+"""Where a model is cut, and what a stage is."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import tiny
+from torchtitan.models.llama3.spec import FLAVORS, LLAMA3
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel import ParallelismConfig, stages
+from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, prune, units
+
+ARGS = dataclasses.replace(tiny.ARGS, n_layers=6)
+SEQ_LEN = 32
+
+
+def model() -> nn.Module:
+    return build_empty(LLAMA3.build, ARGS, SEQ_LEN)
+
+
+def config(pp: int = 2, schedule: str = "1F1B", **rest: Any) -> ParallelismConfig:
+    keys = {"degree": pp, "schedule": schedule, **rest}
+    parts = keys.pop("parts", ())
+    return ParallelismConfig(
+        module_fqns_per_model_part=parts,
+        **{f"pipeline_parallel_{key}": value for key, value in keys.items()},
+    )
+
+
+def cut(pp: int = 2, schedule: str = "1F1B", **rest: Any) -> Stages:
+    return plan(config(pp, schedule, **rest), LLAMA3, ARGS, model(), SEQ_LEN)
+
+
+def sums(weights: Sequence[float], ends: Sequence[int]) -> list[float]:
+    return [sum(weights[start:end]) for start, end in itertools.pairwise((0, *ends))]
+
+
+def test_balance_is_the_best_of_all_cuts() -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        weights = [choose.randint(0, 5) for _ in range(choose.randint(1, 8))]
+        parts = choose.randint(1, len(weights))
+        ends = [part.stop for part in balance(weights, parts)]
+
+        def rank(ends: Sequence[int], weights: Sequence[float] = weights) -> Any:
+            each = sums(weights, ends)
+            return max(each), sum(cost**2 for cost in each), tuple(ends)
+
+        inner = itertools.combinations(range(1, len(weights)), parts - 1)
+        assert rank(ends) == min(rank([*some, len(weights)]) for some in inner)
+
+
+def test_balance_gives_every_stage_something_and_the_first_ones_less() -> None:
+    assert balance([0, 1, 1, 1, 1, 2], 4) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
+    assert balance([0, 0, 5], 3) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert balance([1] * 7, 2) == [slice(0, 3), slice(3, 7)]
+
+
+def test_balance_of_many_stages() -> None:
+    parts = balance([0.1, *[1.0] * 126, 0.7], 64)
+    assert [part.stop - part.start for part in parts] == [2] * 64
+
+
+def test_costs_add_up_to_the_whole_model() -> None:
+    network = model()
+    flops = costs(config(), LLAMA3, ARGS, network, SEQ_LEN)
+    assert sum(flops) == LLAMA3.flops_per_token(ARGS, SEQ_LEN)
+    assert flops[0] == 0
+    head = 6 * (ARGS.dim + ARGS.dim * ARGS.vocab_size)
+    assert flops[-1] == head
+    assert len(set(flops[1:-1])) == 1
+    parameters = costs(config(balance="parameters"), LLAMA3, ARGS, network, SEQ_LEN)
+    assert sum(parameters) == sum(p.numel() for p in network.parameters())
+    assert parameters[0] == ARGS.dim * ARGS.vocab_size
+    assert parameters[-1] == head / 6
+
+
+def test_weights_of_embedding_and_head_are_in_layers() -> None:
+    found = costs(config(embedding_weight=2.0, head_weight=0.5), LLAMA3, ARGS, model(), SEQ_LEN)
+    assert found[0] == 2 * found[1]
+    assert found[-1] == 0.5 * found[1]
+
+
+def test_long_sequences_make_layers_dearer_than_the_head() -> None:
+    args = FLAVORS["8B"]
+    network = build_empty(LLAMA3.build, args, 8)
+    short = costs(config(), LLAMA3, args, network, 1024)
+    long = costs(config(), LLAMA3, args, network, 65536)
+    assert short[-1] > 2 * short[1]
+    assert long[-1] < long[1]
+
+
+def test_a_cut_is_made_of_names() -> None:
+    found = cut(embedding_weight=1.0, head_weight=1.0)
+    assert found.units == (
+        ("tok_embeddings", "layers.0", "layers.1", "layers.2"),
+        ("layers.3", "layers.4", "layers.5", "norm", "output"),
+    )
+    assert found.ranks == (0, 1)
+
+
+def test_each_schedule_has_its_stages() -> None:
+    assert cut(2, "GPipe").ranks == (0, 1)
+    assert cut(2, "Interleaved1F1B").ranks == (0, 1, 0, 1)
+    assert cut(2, "ZBVZeroBubble").ranks == (0, 1, 1, 0)
+    assert cut(2, "LoopedBFS", layers_per_stage=1).ranks == (0, 1, 0, 1, 0, 1)
+    assert cut(3, "DualPipeV").of(1) == [1, 4]
+    uneven = [len(part) for part in cut(4).units]
+    assert sum(uneven) == 9
+    assert min(uneven) >= 1
+
+
+def test_one_rank_has_one_stage_whatever_else_is_asked() -> None:
+    parts = (("tok_embeddings",), ("layers.0",))
+    for rest in ({}, {"layers_per_stage": 1}, {"parts": parts}, {"schedule_csv": "none.csv"}):
+        found = cut(1, "ZBVZeroBubble", **rest)
+        assert found.ranks == (0,)
+        whole = model()
+        assert stages.build(whole, found, 0) is whole
+
+
+def test_predicted_bubble_is_that_of_the_recipe(tmp_path: Path) -> None:
+    assert predicted_bubble(config(), 6, 4) == pytest.approx(1 / 5)
+    assert predicted_bubble(config(2, "LoopedBFS"), 6, 4) == pytest.approx(1 / 9)
+    assert predicted_bubble(config(2, "LoopedBFS", layers_per_stage=1), 6, 4) < 1 / 9
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0B0\n1F0,1B0")
+    assert predicted_bubble(config(schedule_csv=str(path)), 6, 1) == 0.5
+
+
+def test_parts_by_hand_are_taken_as_they_are() -> None:
+    parts = (("tok_embeddings",), ("layers.0", "layers.1", "layers.2", "layers.3"))
+    parts = (*parts, ("layers.4", "layers.5"), ("norm", "output"))
+    found = cut(2, "ZBVZeroBubble", parts=parts)
+    assert found.units == parts
+    assert found.ranks == (0, 1, 1, 0)
+
+
+def test_stages_share_the_model_and_leave_it_as_it_is() -> None:
+    whole = model()
+    names = [name for name, _ in whole.named_modules()]
+    weights = dict(whole.named_parameters())
+    found = cut(3)
+    parts = [stages.build(whole, found, stage) for stage in range(3)]
+    assert [name for name, _ in whole.named_modules()] == names
+    held = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(held) == sorted(weights)
+    for part in parts:
+        assert all(parameter is weights[name] for name, parameter in part.named_parameters())
+        assert part.get_submodule("rope") is whole.get_submodule("rope")
+    assert [len(LLAMA3.blocks(part)) for part in parts] == [
+        sum(name.startswith("layers") for name in unit) for unit in found.units
+    ]
+
+
+def test_a_stage_has_hooks_and_parameters_of_its_own() -> None:
+    whole = model()
+    found = cut(2)
+    first, second = (stages.build(whole, found, stage) for stage in range(2))
+    first.register_forward_pre_hook(lambda module, inputs: None)
+    first.register_buffer("mine", torch.zeros(1))
+    assert not second._forward_pre_hooks
+    assert not whole._forward_pre_hooks
+    assert [name for name, _ in second.named_buffers()] == ["rope.table"]
+
+
+def test_stages_one_after_the_other_are_the_model() -> None:
+    with torch.no_grad():
+        whole = LLAMA3.build(ARGS, SEQ_LEN)
+        tokens = torch.randint(ARGS.vocab_size, (2, SEQ_LEN))
+        x = tokens
+        found = cut(3)
+        for stage in range(3):
+            x = stages.build(whole, found, stage)(x)
+        assert torch.equal(x, whole(tokens))
+
+
+def test_prune_keeps_the_names_of_a_list() -> None:
+    whole = nn.Sequential()
+    whole.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    pruned = prune(whole, {"blocks.0"})
+    assert [name for name, _ in pruned.named_parameters()] == [
+        f"blocks.{i}.{name}" for i in (1, 2) for name in ("weight", "bias")
+    ]
+    assert len(whole.blocks) == 3
+
+
+def test_a_large_model_is_cut_evenly() -> None:
+    args = FLAVORS["405B"]
+    network = build_empty(LLAMA3.build, args, 8)
+    asked = config(8, "Interleaved1F1B")
+    each = costs(asked, LLAMA3, args, network, 8192)
+    by_name = {unit[0]: cost for unit, cost in zip(units(LLAMA3, network), each, strict=True)}
+    found = plan(asked, LLAMA3, args, network, 8192)
+    loads = [sum(by_name.get(name, 0) for name in unit) for unit in found.units]
+    assert sum(loads) == pytest.approx(sum(each))
+    assert max(loads) <= sum(each) / 16 + by_name["layers.0"]

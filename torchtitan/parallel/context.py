@@ -1,0 +1,240 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention spans the ranks.
+
+A rank keeps its queries, and the keys and values of the others come to it. Attention over one
+rank's keys gives an output o and the log-sum-exp l of its scores; two such parts merge exactly, in
+any order, to l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 + exp(l2 - l) o2. In the backward a
+part needs only the merged o and l for its share of the gradients (Ring Attention with Blockwise
+Transformers, Liu et al., 2023, arXiv:2310.01889).
+
+The causal mask would leave the last rank all the work and the first hardly any. With `headtail`
+a sequence is cut into two chunks a rank, and rank r of n takes chunk r and its mirror 2n - 1 - r
+(the aim of Striped Attention, Brandon et al., 2023, arXiv:2311.09431, in larger pieces). Then the
+keys of another rank are seen by all queries in their first half, if that rank comes before, or
+else as a whole by the second half of the queries: one rectangle a rank, the same size for all.
+
+Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value heads, E head dim.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchtitan import torch_private
+from torchtitan.data import Batch
+from torchtitan.models.attention import SelfAttention
+from torchtitan.parallel.context_rotation import ROTATIONS, Owned
+from torchtitan.parallel.settings import Balancing, Rotation
+
+
+def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: Balancing) -> int:
+    """Let every attention of `model` span the ranks of `group`; returns how many there are."""
+    assert group.size() > 1, "one rank has the whole sequence"
+    name = group.group_name
+
+    def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        out: Tensor = context_attention(q, k, v, documents, name, rotation, balancing)[0]
+        return out
+
+    modules = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    assert modules, "a model attends by SelfAttention, or its sequences cannot be split"
+    for module in modules:
+        module.core = core
+    return len(modules)
+
+
+def shard(batch: Batch, rank: int, size: int, balancing: Balancing) -> Batch:
+    """One rank's part of the sequences; `documents` stays whole, so that any mask can be made."""
+    if size == 1:
+        return batch
+    cut = Cut(size, balancing)
+    return dataclasses.replace(
+        batch,
+        tokens=cut.part(batch.tokens, rank),
+        targets=cut.part(batch.targets, rank),
+        positions=cut.part(batch.positions, rank),
+    )
+
+
+class Tile(NamedTuple):
+    """Queries of one rank that attend to keys of another; if `causal`, each up to its own place."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a sequence is divided among `size` ranks."""
+
+    size: int
+    balancing: str
+
+    @property
+    def chunks(self) -> int:
+        """Number of equal pieces; the length of a sequence is a multiple of it."""
+        return self.size if self.balancing == "none" or self.size == 1 else 2 * self.size
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """What `rank` has of `whole` (B, whole sequence): (B, S)."""
+        assert whole.shape[1] % self.chunks == 0, f"{whole.shape[1]} not in {self.chunks} chunks"
+        pieces = whole.chunk(self.chunks, dim=1)
+        mine = (rank,) if self.chunks == self.size else (rank, self.chunks - 1 - rank)
+        return torch.cat([pieces[index] for index in mine], dim=1)
+
+    def tile(self, rank: int, owner: int, length: int) -> Tile | None:
+        """What the queries of `rank` see of the keys of `owner`, both `length` long, if anything.
+
+        The parts keep the order of the sequence, so a rank sees itself as a whole sequence does.
+        """
+        whole, half = slice(0, length), length // 2
+        if owner == rank:
+            return Tile(whole, whole, causal=True)
+        if self.balancing == "none":
+            return Tile(whole, whole, causal=False) if owner < rank else None
+        if owner < rank:
+            return Tile(whole, slice(0, half), causal=False)
+        return Tile(slice(half, length), whole, causal=False)
+
+    def bias(
+        self, documents: Tensor | None, tile: Tile, rank: int, owner: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What to add to the scores of a tile to keep documents apart: (B, 1, queries, keys).
+
+        It is finite: a query that sees no key of a tile then has a log-sum-exp so low that nothing
+        of its output is left after merging; kernels differ on what follows from minus infinity.
+        """
+        if documents is None:
+            return None
+        queries = self.part(documents, rank)[:, tile.queries, None]
+        keys = self.part(documents, owner)[:, None, tile.keys]
+        seen = queries == keys
+        seen = seen.tril() if tile.causal else seen
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return bias.masked_fill_(~seen, torch.finfo(dtype).min / 2)[:, None]
+
+
+@torch.library.custom_op("torchtitan::context_attention", mutates_args=())
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+    rotation: str,
+    balancing: str,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries to the keys of all ranks of a group.
+
+    It is an operator so that a compiled block can contain it and recomputation can spare it.
+
+    Args:
+        q: (B, H, S, E).
+        k, v: (B, K, S, E); each serves H/K query heads.
+        documents: (B, whole sequence) int64, the document of each token; None: all are one.
+        group_name: name of the process group.
+        rotation: a key of `ROTATIONS`.
+        balancing: how `shard` cut the sequence.
+
+    Returns:
+        The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in fp32.
+    """
+    group = torch_private.process_group(group_name)
+    rank, cut = group.rank(), Cut(group.size(), balancing)
+    fetch, _ = ROTATIONS[rotation]
+    out = torch.zeros_like(q, dtype=torch.float32)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    for owner, kv in fetch(torch.stack((k, v)), group):
+        tile = cut.tile(rank, owner, q.shape[2])
+        if tile is None:
+            continue
+        rows = tile.queries
+        bias = cut.bias(documents, tile, rank, owner, q.dtype)
+        keys, values = kv[..., tile.keys, :]
+        part, part_lse = torch_private.attention_forward(
+            q[:, :, rows], keys, values, causal=tile.causal and bias is None, bias=bias
+        )
+        total = torch.logaddexp(lse[:, :, rows], part_lse)
+        out[:, :, rows] *= (lse[:, :, rows] - total).exp()[..., None]
+        out[:, :, rows] += (part_lse - total).exp()[..., None] * part
+        lse[:, :, rows] = total
+    return out.to(q.dtype), lse
+
+
+@context_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("torchtitan::context_attention_backward", mutates_args=())
+def context_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    group_name: str,
+    rotation: str,
+    balancing: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q, and of k and v as one tensor (2, B, K, S, E).
+
+    Keys and values travel once more, since keeping those of all ranks would cost the memory that
+    splitting the sequence saved. Gradients travel and are summed in fp32.
+    """
+    group = torch_private.process_group(group_name)
+    rank, cut = group.rank(), Cut(group.size(), balancing)
+    fetch, bring_back = ROTATIONS[rotation]
+    grad_q = torch.zeros_like(q, dtype=torch.float32)
+
+    def gradients() -> Owned:
+        for owner, kv in fetch(torch.stack((k, v)), group):
+            grad_kv = torch.zeros_like(kv, dtype=torch.float32)
+            tile = cut.tile(rank, owner, q.shape[2])
+            if tile is not None:
+                rows, columns, causal = tile
+                bias = cut.bias(documents, tile, rank, owner, q.dtype)
+                keys, values = kv[..., columns, :]
+                of_q, of_k, of_v = torch_private.attention_backward(
+                    grad_out[:, :, rows],
+                    q[:, :, rows],
+                    keys,
+                    values,
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    causal=causal and bias is None,
+                    bias=bias,
+                )
+                grad_q[:, :, rows] += of_q
+                grad_kv[0, :, :, columns] = of_k
+                grad_kv[1, :, :, columns] = of_v
+            yield owner, grad_kv
+
+    grad_kv = bring_back(gradients(), group)
+    return grad_q.to(q.dtype), grad_kv.to(k.dtype)
+
+
+@context_attention_backward.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), k.new_empty(2, *k.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.group_name, ctx.rotation, ctx.balancing = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_q, grad_kv = context_attention_backward(
+        grad_out, *ctx.saved_tensors, ctx.group_name, ctx.rotation, ctx.balancing
+    )
+    return grad_q, *grad_kv.unbind(), None, None, None, None
+
+
+context_attention.register_autograd(_differentiate, setup_context=_save)

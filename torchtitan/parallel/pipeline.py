@@ -1,0 +1,199 @@
+"""Pipeline parallelism: stages of the model on different ranks, microbatches passing through them.
+
+Torch runs the schedules; `schedules` tells them apart and `stages` cuts the model. The pipeline
+fills and drains once for each batch of `training.local_batch_size` sequences.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan import torch_private
+from torchtitan.data import Batch
+from torchtitan.parallel import fsdp
+from torchtitan.parallel.schedules import SCHEDULES, forward_steps
+from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.stages import Stages
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Shapes(NamedTuple):
+    """What a rank has of one microbatch: ids, and what leaves the stages."""
+
+    tokens: tuple[int, int]
+    hidden: tuple[int, int, int]
+    logits: tuple[int, int, int]
+    dtype: torch.dtype
+    """Of the hidden states and the logits."""
+
+
+class Pipeline:
+    """This rank's stages, and the schedule by which all ranks work on theirs."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        stages: Stages,
+        group: "dist.ProcessGroup",
+        config: ParallelismConfig,
+        *,
+        microbatches: int,
+        shapes: Shapes,
+        loss: LossFunction,
+        device: torch.device,
+        document_mask: bool,
+    ) -> None:
+        """
+        Args:
+            parts: this rank's stages, in order, ready to compute.
+            group: the ranks of the pipeline.
+            microbatches: of one batch.
+            loss: logits and targets of a microbatch to the sum over its targets.
+        """
+        self.rank = dist.get_rank(group)
+        self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
+        self.stages = stages
+        self.group = group
+        self.microbatches = microbatches
+        self.shapes = shapes
+        self.loss = loss
+        self.device = device
+        self.document_mask = document_mask
+        self.tokens = torch.ones((), device=device)  # in the global batch of the step under way
+        self.sharded = [module for part in parts for module in fsdp.sharded_modules(part)]
+        self.schedule = self._make_schedule(config)
+        # NCCL makes a group's communicator with its first collective, which all ranks must join;
+        # the messages of a schedule are between two.
+        dist.all_reduce(torch.zeros((), device=device), group=group)
+
+    def _make_schedule(self, config: ParallelismConfig) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        tokens = torch.empty(self.shapes.tokens, dtype=torch.int64, device="meta")
+        hidden, logits = (
+            torch.empty(shape, dtype=self.shapes.dtype, device="meta", requires_grad=True)
+            for shape in (self.shapes.hidden, self.shapes.logits)
+        )
+        stages = []
+        for stage, part in self.parts.items():
+            # Given the shapes, torch need not find them by running the model before the first step.
+            given = hidden if stage else tokens
+            left = logits if stage == self.last else hidden
+            stages.append(
+                PipelineStage(
+                    part,
+                    stage,
+                    len(self.stages.ranks),
+                    self.device,
+                    input_args=given,
+                    output_args=left,
+                    group=self.group,
+                )
+            )
+            torch_private.leave_out_greeting(stages[-1])
+        # The loss is divided by the targets of the global batch already, and by nothing else.
+        settings = {
+            "n_microbatches": self.microbatches,
+            "loss_fn": self._share,
+            "scale_grads": False,
+        }
+        if config.pipeline_parallel_schedule_csv:
+            path = Path(config.pipeline_parallel_schedule_csv).expanduser()
+            return torch_private.schedule_from_csv(stages, path, **settings)
+        name = config.pipeline_parallel_schedule
+        one = SCHEDULES[name].stages == "one"
+        return get_schedule_class(name)(stages[0] if one else stages, **settings)
+
+    @property
+    def last(self) -> int:
+        """The stage that ends in logits."""
+        return len(self.stages.ranks) - 1
+
+    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(logits, targets) / self.tokens
+
+    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Forward and backward of a step's batches; this rank's share of the global mean loss.
+
+        The ranks with the last stage have all of it, the others zero. Gradients accumulate.
+        """
+        self.tokens = tokens
+        share = torch.zeros((), device=self.device)
+        for batch in batches:
+            size = self.microbatches * self.shapes.tokens[0]
+            assert len(batch.tokens) == size, f"{len(batch.tokens)} sequences, not {size}"
+            losses: list[Tensor] = []
+            self.schedule.step(
+                batch.tokens,
+                target=batch.targets,
+                losses=losses,
+                return_outputs=False,
+                **self._context(batch),
+            )
+            share = sum((loss.detach() for loss in losses), share)
+        return share
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """Sum of the loss over the targets of `batches`, as many as you like; zero without the
+        last stage.
+
+        In steps of our own: torch's schedules cannot leave out the backward where neighbouring
+        stages share a rank, and would keep the logits of all microbatches.
+        """
+        cut = split(join(batches), self.shapes.tokens[0])
+        total = torch.zeros((), device=self.device)
+        arrived: dict[tuple[int, int], Tensor] = {}
+        for step in forward_steps(self.stages.ranks, len(cut)):
+            messages = []
+            for rank, (stage, _, number) in step.items():
+                after = self.stages.ranks[stage + 1] if stage < self.last else None
+                if rank == self.rank:
+                    batch = cut[number]
+                    x = arrived.pop((stage, number)) if stage else batch.tokens
+                    x = self.parts[stage](x, **self._context(batch))
+                    if after is None:
+                        total += self.loss(x, batch.targets)
+                    elif after == rank:
+                        arrived[stage + 1, number] = x
+                    else:
+                        messages.append(self._message(dist.isend, x, after))
+                elif after == self.rank:
+                    x = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)
+                    arrived[stage + 1, number] = x
+                    messages.append(self._message(dist.irecv, x, rank))
+            for work in dist.batch_isend_irecv(messages) if messages else []:
+                work.wait()
+        for module in self.sharded:
+            module.reshard()
+        return total
+
+    def _message(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
+
+    def _context(self, batch: Batch) -> dict[str, Tensor]:
+        """What every stage is told of a batch."""
+        documents = {"documents": batch.documents} if self.document_mask else {}
+        return {"positions": batch.positions, **documents}
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """One batch of the sequences of several."""
+    return Batch(*(torch.cat(tensors) for tensors in zip(*map(_fields, batches), strict=True)))
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """Batches of `size` sequences each."""
+    parts = zip(*(torch.split(tensor, size) for tensor in _fields(batch)), strict=True)
+    return [Batch(*tensors) for tensors in parts]
+
+
+def _fields(batch: Batch) -> list[Tensor]:
+    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]

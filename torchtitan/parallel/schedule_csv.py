@@ -1,0 +1,89 @@
+"""A pipeline schedule of one's own, from a CSV file.
+
+Row r is what rank r does, in order; a cell is stage, kind and microbatch, such as `2F0`, or empty.
+The file says how many stages there are and which rank has which. It is the format that torch's
+schedules are written in, without communication: that follows from the rest.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torchtitan.config import ConfigError
+from torchtitan.parallel.schedules import Orders, parse, simulate
+
+
+def read(path: str | Path) -> Orders:
+    """The schedule in a file with a row a rank.
+
+    Raises:
+        ConfigError: it cannot be read, or a cell is no action.
+    """
+    try:
+        with open(Path(path).expanduser(), newline="") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"it cannot be read: {error}") from None
+    orders: Orders = {}
+    for rank, row in enumerate(rows):
+        orders[rank] = []
+        for column, cell in enumerate(row):
+            try:
+                orders[rank] += parse(cell)
+            except ConfigError as error:
+                raise ConfigError(f"row {rank + 1}, column {column + 1}: {error}") from None
+    return orders
+
+
+def ranks(orders: Orders) -> tuple[int, ...]:
+    """The rank of each stage, from an order without faults."""
+    owner = {action.stage: rank for rank, actions in orders.items() for action in actions}
+    return tuple(owner[stage] for stage in range(len(owner)))
+
+
+def faults(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
+    """Why an order cannot be run by `pp` ranks; only the first kind of fault that it has."""
+    if len(orders) != pp:
+        yield f"it has {len(orders)} rows; wanted {pp}, one for each rank of the pipeline"
+        return
+    if idle := [rank for rank, actions in orders.items() if not actions]:
+        yield f"rank {idle[0]} has no stage; wanted at least one for each rank"
+        return
+    found = list(_faults_of_stages(orders, microbatches))
+    yield from found
+    if not found and (stuck := simulate(orders)[1]):
+        rank, action = next(iter(stuck.items()))
+        yield f"rank {rank} waits for ever to do {action}; wanted an order in which it can come"
+
+
+def _faults_of_stages(orders: Orders, microbatches: int) -> Iterator[str]:
+    actions = [action for actions in orders.values() for action in actions]
+    stages, numbers = {action.stage for action in actions}, {a.microbatch for a in actions}
+    if stages != set(range(len(stages))):
+        yield f"it has the stages {_list(stages)}; wanted all of 0 to {max(stages)}"
+        return
+    if numbers != set(range(microbatches)):
+        yield (
+            f"it has {len(numbers)} microbatches, {min(numbers)} to {max(numbers)}, but a step has "
+            f"{microbatches}; wanted 0 to {microbatches - 1}"
+        )
+        return
+    ranks: dict[int, set[int]] = {stage: set() for stage in stages}
+    kinds = {(stage, number): "" for stage in stages for number in numbers}
+    for rank, (stage, kind, number) in ((r, a) for r, row in orders.items() for a in row):
+        ranks[stage].add(rank)
+        kinds[stage, number] += kind
+    for stage, where in ranks.items():
+        if len(where) > 1:
+            yield f"stage {stage} stands on the ranks {_list(where)}; wanted one"
+    for (stage, number), done in kinds.items():
+        if "".join(sorted(done)) not in ("BF", "FIW"):
+            yield (
+                f"stage {stage} does {' '.join(done) or 'nothing'} for microbatch {number}; "
+                "wanted F and either B or I and W"
+            )
+            return
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,0 +1,207 @@
+"""The order in which a pipeline's ranks work on their stages and microbatches.
+
+A schedule is, for each rank, a list of actions, each on one stage and one microbatch: F, forward;
+B, backward; or a backward in two: I, the gradients of the stage's input, which the stage before it
+waits for, and W, those of its weights, which nobody waits for and which can fill a gap.
+
+    GPipe                  all forwards, then all backwards (arXiv:1811.06965)
+    1F1B                   forwards and backwards in turn, so that fewer activations are kept
+                           (arXiv:2104.04473)
+    Interleaved1F1B        the same with several stages a rank: shorter gaps (the same paper)
+    LoopedBFS              several stages a rank, all microbatches of one after the other
+                           (arXiv:2211.05953)
+    InterleavedZeroBubble  several stages a rank, backwards in two (ZB1P, arXiv:2401.10241)
+    ZBVZeroBubble          two stages a rank in the shape of a V, backwards in two (the same)
+    DualPipeV              a V too, forwards paired with backwards (arXiv:2412.19437)
+
+The ideas are the papers', the lists torch's. Here is what they ask for, and the time they take.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from torchtitan import torch_private
+from torchtitan.config import ConfigError, show
+
+Kind = Literal["F", "B", "I", "W"]
+
+TIME: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""What an action takes, in forwards of one stage."""
+
+
+class Action(NamedTuple):
+    """Something a rank does."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Slot(NamedTuple):
+    """An action with its place in time, in forwards of one stage."""
+
+    rank: int
+    action: Action
+    start: int
+    end: int
+
+
+Orders = dict[int, list[Action]]
+"""What each rank does, in order."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks for."""
+
+    stages: Literal["one", "two", "several"]
+    """Stages on each rank; several: two or more."""
+    is_v: bool = False
+    """Whether a rank's second stage is its first one mirrored, instead of a lap later."""
+    splits_backward: bool = False
+    needs_full: bool = False
+    """Whether there must be at least as many microbatches as stages."""
+    in_rounds: bool = False
+    """Whether the microbatches, taken in rounds of about as many as ranks, must come out even."""
+
+    def fits(self, stages: int, pp: int) -> bool:
+        """Whether it can run so many stages on so many ranks."""
+        each, rest = divmod(stages, pp)
+        return not rest and {"one": each == 1, "two": each == 2, "several": each >= 2}[self.stages]
+
+    def runs(self, microbatches: int, stages: int, pp: int) -> bool:
+        """Whether it can run so many microbatches."""
+        if self.needs_full and microbatches < stages:
+            return False
+        return not self.in_rounds or microbatches % max(1, microbatches // pp) == 0
+
+    def ranks(self, stages: int, pp: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(
+            pp - 1 - stage % pp if self.is_v and stage // pp % 2 else stage % pp
+            for stage in range(stages)
+        )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "GPipe": Schedule("one"),
+    "1F1B": Schedule("one", needs_full=True),
+    "Interleaved1F1B": Schedule("several", in_rounds=True),
+    "LoopedBFS": Schedule("several"),
+    "InterleavedZeroBubble": Schedule("several", splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": Schedule("two", is_v=True, splits_backward=True),
+    "DualPipeV": Schedule("two", is_v=True, splits_backward=True, needs_full=True),
+}
+
+
+def order(name: str, stages: int, pp: int, microbatches: int) -> Orders:
+    """What each rank does under a schedule that fits and runs; takes seconds to import torch's."""
+    if SCHEDULES[name].stages == "one":
+        # Torch's own list for 1F1B counts the forwards of the last rank from 1; it never runs it.
+        return {rank: list(_alternate(name, rank, pp, microbatches)) for rank in range(pp)}
+    rows = torch_private.pipeline_order(name, stages, pp, microbatches)
+    return {rank: [action for cell in row for action in parse(cell)] for rank, row in rows.items()}
+
+
+def _alternate(name: str, rank: int, pp: int, microbatches: int) -> Iterator[Action]:
+    """Some forwards ahead, then forwards and backwards in turn as long as there are any."""
+    ahead = microbatches if name == "GPipe" else min(pp - 1 - rank, microbatches)
+    yield from (Action(rank, "F", microbatch) for microbatch in range(ahead))
+    for microbatch in range(microbatches):
+        if ahead + microbatch < microbatches:
+            yield Action(rank, "F", ahead + microbatch)
+        yield Action(rank, "B", microbatch)
+
+
+def parse(cell: str) -> list[Action]:
+    """The actions in a cell of a CSV schedule: `2F0`, none, or a pair `(0F4;3B1)OVERLAP_F_B`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    pair = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    found = []
+    for part in pair[1].split(";") if pair else [cell]:
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", part.strip())
+        if match:
+            found.append(Action(int(match[1]), cast(Kind, match[2]), int(match[3])))
+        elif part.strip():
+            raise ConfigError(
+                f"{show(part.strip())} is no action; wanted stage, F, B, I or W, and microbatch, "
+                "as in 2F0"
+            )
+    return found
+
+
+def timeline(orders: Orders) -> list[Slot]:
+    """When each action runs if nothing but computing takes time, all stages the same."""
+    slots, stuck = simulate(orders)
+    assert not stuck, f"an order that no one can follow: {stuck}"
+    return slots
+
+
+def bubble(slots: Sequence[Slot]) -> float:
+    """The part of the time that the ranks are idle, from 0 to 1.
+
+    (pp - 1) / (microbatches + pp - 1) for GPipe and 1F1B; less for the others.
+    """
+    ranks = {slot.rank for slot in slots}
+    busy = sum(slot.end - slot.start for slot in slots)
+    return 1 - busy / (len(ranks) * max(slot.end for slot in slots))
+
+
+def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:
+    """A pass without backward over the stages on `ranks`: what each rank does in each step.
+
+    A rank takes the latest stage that it has the input for, so few microbatches are under way.
+    """
+    done = [0] * len(ranks)  # microbatches by stage
+    while done[-1] < microbatches:
+        step: dict[int, Action] = {}
+        for stage, rank in reversed(list(enumerate(ranks))):
+            arrived = done[stage - 1] if stage else microbatches
+            if rank not in step and done[stage] < arrived:
+                step[rank] = Action(stage, "F", done[stage])
+        yield step
+        for stage, _, _ in step.values():
+            done[stage] += 1
+
+
+def simulate(orders: Orders) -> tuple[list[Slot], dict[int, Action]]:
+    """The slots of all actions that can run, and what each rank that cannot go on is stuck at."""
+    last = max(action.stage for actions in orders.values() for action in actions)
+    waiting = {rank: deque(actions) for rank, actions in orders.items()}
+    clock = dict.fromkeys(orders, 0)
+    ended: dict[Action, int] = {}
+    slots = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in waiting.items():
+            while actions and all(need in ended for need in _needs(actions[0], last)):
+                action = actions.popleft()
+                start = max([clock[rank], *(ended[need] for need in _needs(action, last))])
+                clock[rank] = start + TIME[action.kind]
+                slots.append(Slot(rank, action, start, clock[rank]))
+                ended[action] = clock[rank]
+                if action.kind == "B":  # to those who wait for it, as good as its first half
+                    ended[action._replace(kind="I")] = clock[rank]
+                moved = True
+    return slots, {rank: actions[0] for rank, actions in waiting.items() if actions}
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    """What must be done before, wherever."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", microbatch)] if stage else []
+    if kind == "W":
+        return [Action(stage, "I", microbatch)]
+    after = [Action(stage + 1, "I", microbatch)] if stage < last else []
+    return [Action(stage, "F", microbatch), *after]

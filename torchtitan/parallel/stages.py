@@ -1,0 +1,199 @@
+"""Cuts a model into the stages of a pipeline, by the names of its modules.
+
+The *units* that a cut may not break are what works before the blocks (taken together), each block,
+and what works after them (together). Everything else a model has, such as its rotary table, stays
+on every stage. A stage is the model itself with the other stages' units taken away, so its
+parameters keep the names they have on one rank.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchtitan.models.spec import Args, ModelSpec, count_parameters
+from torchtitan.parallel import schedule_csv
+from torchtitan.parallel.schedules import SCHEDULES, Orders, bubble, order, timeline
+from torchtitan.parallel.settings import ParallelismConfig
+
+Unit = tuple[str, ...]
+"""Names of modules that stand on one stage."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is cut."""
+
+    units: tuple[Unit, ...]
+    """The modules of each stage."""
+    ranks: tuple[int, ...]
+    """The rank of each stage."""
+
+    def of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+
+def units(spec: ModelSpec[Args], model: nn.Module) -> list[Unit]:
+    """What a cut may not break, in order."""
+    blocks: list[Unit] = [(name,) for name in spec.blocks(model)]
+    return [unit for unit in (spec.before_blocks, *blocks, spec.after_blocks) if unit]
+
+
+def costs(
+    config: ParallelismConfig, spec: ModelSpec[Args], args: Args, model: nn.Module, seq_len: int
+) -> list[float]:
+    """What each unit costs, by what `config` balances: parameters, or operations for a token.
+
+    A parameter that is multiplied with costs 6 operations. What the whole model needs beyond those
+    is attention, in equal parts.
+    """
+    parts = [[model.get_submodule(name) for name in unit] for unit in units(spec, model)]
+    counts = [[count_parameters(module) for module in part] for part in parts]
+    first = 1 if spec.before_blocks else 0
+    blocks = range(first, first + len(spec.blocks(model)))
+    if config.pipeline_parallel_balance == "parameters":
+        found = [float(sum(count.total for count in part)) for part in counts]
+    else:
+        found = [6.0 * sum(count.total - count.embedding for count in part) for part in counts]
+        attention = spec.flops_per_token(args, seq_len) - sum(found)
+        for block in blocks:
+            found[block] += attention / len(blocks)
+    mean = sum(found[block] for block in blocks) / len(blocks)
+    if config.pipeline_parallel_embedding_weight is not None and spec.before_blocks:
+        found[0] = config.pipeline_parallel_embedding_weight * mean
+    if config.pipeline_parallel_head_weight is not None and spec.after_blocks:
+        found[-1] = config.pipeline_parallel_head_weight * mean
+    return found
+
+
+def balance(costs: Sequence[float], stages: int) -> list[slice]:
+    """Parts of `costs`, one a stage and none empty, of which the dearest is as cheap as can be.
+
+    Of those cuts the most even one is taken, then the one that leaves the earlier stages less: they
+    keep the activations of more microbatches.
+    """
+    worst, _ = _cheapest(costs, stages, max, lambda cost: cost)
+
+    def square(cost: float) -> float:
+        return cost**2 if cost <= worst else float("inf")
+
+    _, ends = _cheapest(costs, stages, lambda one, other: one + other, square)
+    return [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
+
+
+def _cheapest(
+    costs: Sequence[float],
+    stages: int,
+    join: Callable[[float, float], float],
+    weigh: Callable[[float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least `join` of the weights of all stages, and where the stages end: exactly, by dynamic
+    programming over how many units the first stages have."""
+    assert 1 <= stages <= len(costs), f"{stages} stages from {len(costs)} units"
+    sums = [0.0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(1, stages + 1):
+        left = stages - stage
+        best = {
+            end: min(
+                (join(score, weigh(sums[end] - sums[start])), (*ends, end))
+                for start, (score, ends) in best.items()
+                if start < end
+            )
+            for end in range(stage, len(costs) - left + 1)
+        }
+    return best[len(costs)]
+
+
+def number_of_stages(config: ParallelismConfig, blocks: int) -> int:
+    """How many stages a recipe asks for, of a model with so many blocks, if no file says it.
+
+    The schedule may not fit that many.
+    """
+    pp = config.pipeline_parallel_degree
+    if pp == 1:
+        return 1
+    if config.module_fqns_per_model_part:
+        return len(config.module_fqns_per_model_part)
+    if config.pipeline_parallel_layers_per_stage is not None:
+        return -(-blocks // config.pipeline_parallel_layers_per_stage)
+    return pp if SCHEDULES[config.pipeline_parallel_schedule].stages == "one" else 2 * pp
+
+
+def ranks(config: ParallelismConfig, blocks: int) -> tuple[int, ...]:
+    """The rank of each stage; this and what follows is for a recipe without problems."""
+    pp, file = config.pipeline_parallel_degree, config.pipeline_parallel_schedule_csv
+    if pp == 1:
+        return (0,)
+    if file:
+        return schedule_csv.ranks(schedule_csv.read(file))
+    schedule = SCHEDULES[config.pipeline_parallel_schedule]
+    return schedule.ranks(number_of_stages(config, blocks), pp)
+
+
+def orders(config: ParallelismConfig, blocks: int, microbatches: int) -> Orders:
+    """What each rank of a pipeline does; without a file, it takes seconds to import torch's."""
+    if config.pipeline_parallel_schedule_csv:
+        return schedule_csv.read(config.pipeline_parallel_schedule_csv)
+    stages = number_of_stages(config, blocks)
+    name, pp = config.pipeline_parallel_schedule, config.pipeline_parallel_degree
+    return order(name, stages, pp, microbatches)
+
+
+def predicted_bubble(config: ParallelismConfig, blocks: int, microbatches: int) -> float:
+    """The part of the time that the ranks of a pipeline will be idle, if its stages are equal."""
+    return bubble(timeline(orders(config, blocks, microbatches)))
+
+
+def plan(
+    config: ParallelismConfig, spec: ModelSpec[Args], args: Args, model: nn.Module, seq_len: int
+) -> Stages:
+    """Cut `model` as a recipe without problems says: by hand, or into stages of like cost."""
+    if config.pipeline_parallel_degree == 1:
+        return Stages((sum(units(spec, model), ()),), (0,))
+    where = ranks(config, len(spec.blocks(model)))
+    if config.module_fqns_per_model_part:
+        return Stages(config.module_fqns_per_model_part, where)
+    names = units(spec, model)
+    parts = balance(costs(config, spec, args, model, seq_len), len(where))
+    return Stages(tuple(sum(names[part], ()) for part in parts), where)
+
+
+def build(model: nn.Module, stages: Stages, stage: int) -> nn.Module:
+    """One stage of `model`, which stays as it is; they share the modules they both have."""
+    others = {name for unit in stages.units for name in unit} - set(stages.units[stage])
+    return prune(model, others)
+
+
+def prune(module: nn.Module, names: Collection[str]) -> nn.Module:
+    """A copy of `module` that shares all its submodules but the named ones, which it lacks.
+
+    An attribute becomes None; an entry of a `ModuleDict` or a `ModuleList` goes, and the others
+    keep their names.
+    """
+    if not names:
+        return module
+    pruned = copy.copy(module)
+    # Its tables of submodules, parameters and hooks become its own.
+    tables = {
+        key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)
+    }
+    vars(pruned).update(tables)
+    for child, inner in _by_child(names):
+        if inner:
+            setattr(pruned, child, prune(module.get_submodule(child), inner))
+        elif isinstance(module, nn.ModuleDict | nn.ModuleList):
+            delattr(pruned, child)
+        else:
+            setattr(pruned, child, None)
+    return pruned
+
+
+def _by_child(names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each first part of dotted names, with the rests that follow it; none: it is a name itself."""
+    parts = sorted(name.partition(".") for name in names)
+    for child, group in itertools.groupby(parts, key=lambda part: part[0]):
+        yield child, [rest for _, _, rest in group if rest]
