@@ -80,8 +80,8 @@ INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
 BY_HAND = (
-    ("tok_embeddings", *(f"layers.{number}" for number in range(5))),
-    ("layers.5", "layers.6", "layers.7", "norm", "output"),
+    ("tok_embeddings", *(f"layers.{number}" for number in range(4))),
+    ("layers.4", "layers.5", "norm", "output"),
 )
 
 LAYOUTS: dict[str, Case] = {
@@ -165,4 +165,5 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     """The tiny recipe in `layout`; clipping acts in every step, so its scale is compared too."""
     training = {"max_norm": 0.3} | sections.pop("training", {})
     optimizers = {"name": optimizer, **OPTIMIZERS[optimizer]}
-    return tiny.job(**layout.recipe(optimizer=optimizers, training=training, **sections))
+    folder = sections.pop("job", {}).get("dump_folder", "unused")
+    return tiny.job(folder, **layout.recipe(optimizer=optimizers, training=training, **sections))

@@ -1,23 +1,24 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
-import dataclasses
 import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
 from torchtitan.build import Run, build
-from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
+from torchtitan.verify.measure import Recorder, training
+
+__all__ = ["Recorder", "Trace", "losses", "rows", "trace", "train", "weights", "whole"]
 
 
 @dataclass
@@ -27,36 +28,6 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     weights: list[dict[str, Tensor]]
-
-
-class Recorder:
-    """A sink that keeps the rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def open(self, start_step: int) -> None: ...
-
-    def close(self, summary: Any) -> None: ...
-
-    def write(self, step: int, metrics: Any) -> None:
-        self.rows.append({"step": step, **metrics})
-
-
-class UnevenTargets:
-    """Hides targets, as many as the content of each sequence says: ranks get unequal counts."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def __next__(self) -> Batch:
-        batch = next(self.stream)
-        keep = batch.tokens.sum(1, keepdim=True) % batch.tokens.shape[1] + 1
-        hidden = torch.arange(batch.tokens.shape[1]) >= keep
-        return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, -100))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -72,24 +43,13 @@ def weights(run: Run) -> dict[str, Tensor]:
 
 def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
     """Train every step of `job` on this rank's share of the world."""
-    launch = Launch.read()
-    kind = Device("cpu") if device == "cpu" else Device("cuda", launch.local_rank)
-    with open_world(job.degrees(launch.size), job.comm, kind) as world:
-        run = build(job, world)
-        result = Trace([], [], [])
-        with closing(run.data):
-            if uneven:
-                run.data = UnevenTargets(run.data)  # type: ignore[assignment]
-            recorder = Recorder()
-            run.meter.sinks = [recorder]
-            trainer = Trainer(run)
-            with run.meter:
-                for _ in range(job.training.steps):
-                    trainer.step()
-                    result.weights.append(weights(run))
-            result.losses = [row["loss"] for row in recorder.rows]
-            result.grad_norms = [row["grad_norm"] for row in recorder.rows]
-        return result
+    kind = Device("cpu") if device == "cpu" else Device("cuda", Launch.read().local_rank)
+    result = Trace([], [], [])
+    for run, row in training(job, kind, uneven=uneven):
+        result.losses.append(row["loss"])
+        result.grad_norms.append(row["grad_norm"])
+        result.weights.append(weights(run))
+    return result
 
 
 def train(job: JobConfig) -> dict[str, Tensor]:

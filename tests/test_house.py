@@ -12,16 +12,17 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["cli", "launch"],
+    ["verify"],
     ["train"],
     ["trainer"],
     ["build"],
     ["provenance"],
     ["checks"],
     ["job", "migrate"],
-    ["checkpoint", "metrics", "profiling", "elastic", "validate", "dialect"],
+    ["checkpoint", "metrics", "profiling", "flight", "elastic", "validate", "dialect"],
     ["parallel"],
     ["models", "data", "optim", "losses"],
-    ["config", "device", "torch_private"],
+    ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,4 +1,4 @@
-"""The `torchtitan` command: train, check, migrate, tokenizer train."""
+"""The `torchtitan` command: train, check, verify-parallelism, migrate, trace, tokenizer train."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from torchtitan.checks import load_job, remarks, smallest_world
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
+from torchtitan.flight import read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.migrate import migrate
@@ -19,6 +20,7 @@ from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.provenance import to_toml
 from torchtitan.train import main as train
 from torchtitan.train import problems_of_tokenizer, refuse, split_recipe
+from torchtitan.verify import verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     own, flags = _split(words)
     arguments, unknown = parser.parse_known_args(own)
-    if arguments.verb is not check_verb and (unknown or flags):
+    if arguments.verb not in (check_verb, verify_verb) and (unknown or flags):
         parser.error(f"unrecognized arguments: {' '.join([*unknown, *flags])}")
     configure()
     try:
-        arguments.verb(arguments, [*unknown, *flags])
+        status: int | None = arguments.verb(arguments, [*unknown, *flags])
     except ConfigError as error:
         return refuse(error)
-    return 0
+    return status or 0
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -90,6 +92,15 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     )
 
 
+def verify_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Train a few steps in a recipe's layout and on one rank, on the CPU, and compare them."""
+    path, rest = split_recipe([*([arguments.recipe] if arguments.recipe else []), *flags])
+    is_same = verify(
+        path, rest, world_size=arguments.world_size, steps=arguments.steps, shrink=arguments.shrink
+    )
+    return 0 if is_same else 1
+
+
 def migrate_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Write a recipe of TorchTitan v0.1 or v0.2 in this version's form."""
     text, notices = migrate(Path(arguments.recipe))
@@ -101,6 +112,11 @@ def migrate_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     if Path(arguments.output).exists():
         raise ConfigError(f"{arguments.output}: exists already; nothing was written")
     Path(arguments.output).write_text(text, encoding="utf-8")
+
+
+def trace_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Say what became of each rank of a run, by the traces that they left."""
+    print(*report(read_traces(Path(arguments.folder))), sep="\n")
 
 
 def train_tokenizer_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -129,15 +145,26 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = add(verbs, "check", check_verb.__doc__)
     verb.add_argument("recipe", nargs="?", help="the recipe; --section.key value may follow")
-    verb.add_argument("--world-size", type=_ranks, help="ranks; absent: any number that fits")
+    verb.add_argument("--world-size", type=_count, help="ranks; absent: any number that fits")
     verb.add_argument("--device", choices=("cpu", "cuda"), help="absent: this machine's")
     verb.add_argument("--json-schema", action="store_true", help="print the schema for editors")
     verb.set_defaults(verb=check_verb)
+
+    verb = add(verbs, "verify-parallelism", verify_verb.__doc__)
+    verb.add_argument("recipe", nargs="?", help="the recipe; --section.key value may follow")
+    verb.add_argument("--world-size", type=_count, help="ranks; absent: as few as show the layout")
+    verb.add_argument("--steps", type=_count, help="optimizer steps; absent: 5")
+    verb.add_argument("--shrink", action="store_true", help="make model, batches and layout small")
+    verb.set_defaults(verb=verify_verb)
 
     verb = add(verbs, "migrate", migrate_verb.__doc__)
     verb.add_argument("recipe", help="a recipe of TorchTitan v0.1 or v0.2")
     verb.add_argument("-o", "--output", help="file to write; absent: standard output")
     verb.set_defaults(verb=migrate_verb)
+
+    verb = add(verbs, "trace", trace_verb.__doc__)
+    verb.add_argument("folder", help="comm.save_traces_folder of the run: outputs/x/comm_traces")
+    verb.set_defaults(verb=trace_verb)
 
     group = add(verbs, "tokenizer", "make tokenizers")
     verb = add(
@@ -155,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ranks(word: str) -> int:
+def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"got {word}; wanted an integer >= 1")
     return int(word)

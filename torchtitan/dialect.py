@@ -96,7 +96,7 @@ ONLY_QUANTIZED = "it only acts with a converter, and none is asked for"
 NO_CONVERTERS = "converters (float8, mx) are not part of this version"
 NO_HUGGING_FACE = "Hugging Face weights are not part of this version"
 NO_ESTIMATION = "memory estimation is not part of this version"
-CHECKPOINT_OPTION = "this version has mode and selective_ac_option only"
+CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
 NO_ASYNC = 'saving in the background is not part of this version; use "disabled"'
 
 TABLE: Mapping[str, Moved | Gone | Kept] = {
@@ -165,13 +165,9 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
         "the data position is in every checkpoint", always
     ),
     "checkpoint.async_mode": Kept({"async": NO_ASYNC, "async_with_pinned_mem": NO_ASYNC}),
-    "activation_checkpoint.mode": Kept(
-        {"memory_budget": 'it is not part of this version; use "selective" or "full"'}
-    ),
     "activation_checkpoint.selective_ac_option": Moved(
         "activation_checkpoint.selective_ac_option", _number
     ),
-    "activation_checkpoint.memory_budget": Gone(CHECKPOINT_OPTION, always),
     "activation_checkpoint.visualize_memory_budget_pareto": Gone(CHECKPOINT_OPTION, falsy),
     "activation_checkpoint.early_stop": Gone(CHECKPOINT_OPTION, always),
     "activation_checkpoint.preserve_rng_state": Gone("it is always preserved", always),

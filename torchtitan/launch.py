@@ -2,7 +2,8 @@
 
 torchrun answers Ctrl-C and SIGTERM by ending its workers with an error, and a worker's mistake with
 a traceback of its own. Here a wrong recipe is told before anything starts, a signal asks the
-workers to save and go, and the exit status is theirs.
+workers to save and go, the exit status is theirs, and after a failure the traces that they left are
+told in plain words.
 """
 
 import argparse
@@ -10,11 +11,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
+from torchtitan.flight import read_traces, report
+from torchtitan.job import JobConfig
 from torchtitan.train import choose, read, refuse
 
 
@@ -35,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, _ask_workers)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return _torchrun(
+    began = time.time()
+    status = _torchrun(
         [
             f"--nproc_per_node={arguments.processes}",
             "--rdzv_backend=c10d",
@@ -49,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             *words,
         ]
     )
+    if status:
+        _explain(job, began)
+    return status
 
 
 def _torchrun(words: list[str]) -> int:
@@ -62,6 +71,16 @@ def _torchrun(words: list[str]) -> int:
         print(f"rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
         return int(failure.exitcode) if failure.exitcode > 0 else 1
     return 0
+
+
+def _explain(job: JobConfig, began: float) -> None:
+    """Say what the ranks of this run left, where it tells of a failure."""
+    folder = Path(job.job.dump_folder).expanduser() / job.comm.save_traces_folder
+    if not any(folder.glob("*.step")):
+        return
+    traces = [trace for trace in read_traces(folder) if trace.time >= began]
+    if any(trace.fate != "done" for trace in traces):
+        print(*report(traces), f"traces: {folder}", sep="\n", file=sys.stderr)
 
 
 def _ask_workers(number: int, frame: FrameType | None) -> None:

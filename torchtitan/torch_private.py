@@ -5,7 +5,9 @@ reads a recipe should not pay.
 """
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.fx import Graph
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+GraphPass = Callable[[Graph], None]
+"""What is done to a graph, in place."""
 
 
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -235,3 +241,62 @@ def group_members() -> dict[str, tuple[str, list[int]]]:
         name: (group.group_desc, get_process_group_ranks(group))
         for group, name in _world.pg_names.items()
     }
+
+
+def compiler_counts() -> Mapping[str, Counter[str]]:
+    """What torch.compile has counted in this process, by topic: `stats`, `graph_break`, ..."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def recompilations() -> list[str]:
+    """Why code that was compiled already was compiled again, in this process so far."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = (metrics.recompile_reason for metrics in get_compilation_metrics())
+    return [reason for reason in reasons if reason]
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """The part of its activations that each graph compiled from now on may keep."""
+    import torch._functorch.config
+
+    torch._functorch.config.activation_memory_budget = budget
+
+
+def enable_symmetric_memory(group: ProcessGroup) -> None:
+    """Let compiled code use memory that the ranks of `group` share.
+
+    Torch calls this no longer needed, but its compiler still fuses only where it was called.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+def fuse_tensor_parallelism(before: GraphPass, after: GraphPass, source: str) -> None:
+    """Have inductor fuse collectives with matrix products in what is compiled from now on.
+
+    Args:
+        before, after: what to do to each graph before and after that.
+        source: path of the file they stand in; graphs cached with other versions of it are stale.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __init__(self, function: GraphPass) -> None:
+            self.function = function
+
+        def __call__(self, graph: Graph) -> None:
+            self.function(graph)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((source,), self.function.__name__)
+
+    config._micro_pipeline_tp = True
+    config.post_grad_custom_pre_pass = Pass(before)
+    config.post_grad_custom_post_pass = Pass(after)

@@ -15,6 +15,7 @@ from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import Tokenizer, open_source, unigram_loss
 from torchtitan.device import pick
+from torchtitan.flight import Recorder
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
@@ -47,15 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.rank == 0:
         tell(recipe)
 
+    folder = Path(job.job.dump_folder).expanduser()
+    told = (ConfigError, TrainingDiverged)
+    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=told)
     try:
-        with open_world(job.degrees(launch.size), job.comm, device) as world:
+        with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
             start = world.share(start)
             run = build(job, world)
             with closing(run.data):
                 if world.rank == 0:
-                    write_beside(Path(job.job.dump_folder).expanduser(), job, world.size, device)
+                    write_beside(folder, job, world.size, device)
                     report_unigram_loss(job, run.tokenizer)
-                Trainer(run).train(start)
+                Trainer(run, recorder.step).train(start)
     except ConfigError as error:
         return refuse(error)
     except TrainingDiverged as error:

@@ -1,7 +1,7 @@
 """The loop and the step."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,8 +29,9 @@ def garbage_kept() -> Iterator[None]:
 class Trainer:
     """Moves a run forward, one optimizer step at a time."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, at_step: Callable[[int], None] = lambda step: None) -> None:
+        """`at_step` is told every step when it begins."""
+        self.run, self.at_step = run, at_step
         self.has_shown = False
 
     def train(self, start: Start) -> None:
@@ -77,6 +78,7 @@ class Trainer:
         """One optimizer step; returns whether all ranks agreed to stop after it."""
         run, state, world = self.run, self.run.state, self.run.world
         state.step += 1
+        self.at_step(state.step)
         lr = run.optimizers.set_lr_factor(run.schedule(state.step - state.schedule_start))
         run.optimizers.zero_grad()
 

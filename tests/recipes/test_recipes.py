@@ -27,9 +27,11 @@ RANKS = {
     "llama3_1b": 8,
     "llama3_3b": 8,
     "llama3_405b": 512,
-    "llama3_70b": 64,
+    "llama3_70b": 256,
     "llama3_8b": 8,
+    "llama3_8b_long": 64,
 }
+FLAVORS = {name: name.removeprefix("llama3_").removesuffix("_long").upper() for name in RANKS}
 PUBLISHED_RATES = {"llama3_8b": 3e-4, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}
 
 
@@ -67,12 +69,12 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
 def test_settings(path: Path, tokenizer: str) -> None:
     ranks = RANKS[path.stem]
     job = load_job(path, ["--model.tokenizer_path", tokenizer], ranks, "cuda").config
-    assert job.model.flavor == path.stem.removeprefix("llama3_").upper()
+    assert job.model.flavor == FLAVORS[path.stem]
     assert job.optimizer.lr == PUBLISHED_RATES.get(path.stem, 3e-4)
-    assert job.lr_scheduler.warmup_steps == 8000
+    assert job.lr_scheduler.warmup_steps == min(8000, job.training.steps // 50)
     assert job.data.dataset == "c4"
     assert job.job.dump_folder == f"outputs/{path.stem}"
-    assert job.global_batch(job.degrees(ranks)) == 1024
+    assert job.global_batch(job.degrees(ranks)) * job.training.seq_len == 2**23
     assert job.training.mixed_precision_param == "bfloat16"
     assert job.checkpoint.enable
     assert job.activation_checkpoint.mode != "none"
@@ -86,7 +88,7 @@ def test_comment_says_what_it_needs(path: Path) -> None:
     assert said
     spec = MODELS["llama3"]
     with torch.device("meta"):
-        model = spec.build(spec.flavors[path.stem.removeprefix("llama3_").upper()], 8)
+        model = spec.build(spec.flavors[FLAVORS[path.stem]], 8)
     gigabytes = 16 * count_parameters(model).total / ranks / 1e9
     assert int(said[1]) == ranks
     assert float(said[2]) == pytest.approx(gigabytes, rel=0.03)

@@ -87,17 +87,13 @@ def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> N
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         run = build(job, world)
-        forward_backward = type(run.model).forward_backward
 
-        class Interrupted(type(run.model)):  # type: ignore[misc]
-            def forward_backward(self, *args: Any) -> torch.Tensor:
-                if run.state.step == at_step and world.rank == rank:
-                    os.kill(os.getpid(), number)
-                return forward_backward(self, *args)
+        def interrupt(step: int) -> None:
+            if step == at_step and world.rank == rank:
+                os.kill(os.getpid(), number)
 
-        run.model = Interrupted(run.model.parts, run.model.loss, run.model.sharded)
         with closing(run.data):
-            Trainer(run).train(Start(None))
+            Trainer(run, interrupt).train(Start(None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -45,6 +45,15 @@ class ModelArgs(Protocol):
     def tied(self) -> bool: ...
 
 
+class Smallness(NamedTuple):
+    """What a small model must still have, so that a layout of the large one fits it."""
+
+    n_layers: int
+    tensor_ranks: int
+    """They divide the heads and the features."""
+    vocab_size: int
+
+
 Args = TypeVar("Args", bound=ModelArgs)
 
 
@@ -69,6 +78,8 @@ class ModelSpec(Generic[Args]):
     """Module names, `*` for any block, to what they are to tensor parallelism."""
     flops_per_token: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward."""
+    shrink: Callable[[Args, Smallness], Args]
+    """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
 
 
 class _NothingDrawn(TorchFunctionMode):

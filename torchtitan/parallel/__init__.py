@@ -156,7 +156,9 @@ def parallelize(
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
-        activation_checkpoint.apply(blocks, layout.activation_checkpoint)
+        activation_checkpoint.apply(
+            spec.blocks(part), list(spec.blocks(model)), layout.activation_checkpoint
+        )
         compile.apply(blocks, layout.compile)
         if _has_work(layout, world):
             fsdp.apply(
@@ -223,8 +225,8 @@ def _loss(layout: Layout, world: World, vocabulary: int) -> LossFunction:
     if world.degrees.tp > 1 and not layout.parallelism.disable_loss_parallel:
         group = world.groups["tp"]
         loss = partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=vocabulary)
-    if layout.compile.enable and "loss" in layout.compile.components:
-        loss = torch.compile(loss, backend=layout.compile.backend)
+    if layout.compile.compiles("loss"):
+        loss = compile.compiled(loss, layout.compile)
     return loss
 
 

@@ -169,8 +169,7 @@ class Pipeline:
                     x = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)
                     arrived[stage + 1, number] = x
                     messages.append(self._message(dist.irecv, x, rank))
-            for work in dist.batch_isend_irecv(messages) if messages else []:
-                work.wait()
+            _exchange(messages)
         for module in self.sharded:
             module.reshard()
         return total
@@ -182,6 +181,11 @@ class Pipeline:
         """What every stage is told of a batch."""
         documents = {"documents": batch.documents} if self.document_mask else {}
         return {"positions": batch.positions, **documents}
+
+
+def _exchange(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
 
 
 def join(batches: Sequence[Batch]) -> Batch:

@@ -169,8 +169,8 @@ class World:
 class Groups:
     """Makes the process groups of a run: one for each different set of ranks, when first asked."""
 
-    def __init__(self, degrees: Degrees) -> None:
-        self.degrees = degrees
+    def __init__(self, degrees: Degrees, timeout: timedelta) -> None:
+        self.degrees, self.timeout = degrees, timeout
         self.ranks = torch.arange(math.prod(degrees)).view(tuple(degrees))
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
@@ -193,7 +193,10 @@ class Groups:
             return everyone
         # Ranks of other groups need not take part, however many there are.
         group: dist.ProcessGroup = dist.new_group(
-            ranks, use_local_synchronization=True, group_desc="_".join(axes) or "alone"
+            ranks,
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            group_desc="_".join(axes) or "alone",
         )
         return group
 
@@ -212,7 +215,7 @@ def make_world(
     degrees: Degrees, comm: CommConfig, device: Device, patient: dist.ProcessGroup
 ) -> World:
     """The world of this process, whose default process group exists."""
-    groups = Groups(degrees)
+    groups = Groups(degrees, timedelta(seconds=comm.init_timeout_seconds))
     own = {name: (name,) for name in Degrees._fields}
     parameters = {name: JOINED_AXES.get(name, (name,)) for name in PARAMETER_AXES}
     return World(
@@ -247,7 +250,7 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="patient")
         yield make_world(degrees, comm, device, patient)
     finally:
         if owner:

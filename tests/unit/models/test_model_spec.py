@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import ModelSpec, count_parameters
+from torchtitan.models.spec import ModelSpec, Smallness, build_empty, count_parameters
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ TOY = ModelSpec(
     after_blocks=("head",),
     tensor_plan={},
     flops_per_token=lambda args, _seq_len: 6 * (args.depth * 16 * 17 + 16 * 32),
+    shrink=lambda args, needed: ToyArgs(needed.vocab_size, args.width, needed.n_layers),
 )
 
 
@@ -84,3 +85,17 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
 
 def test_every_model_is_registered_under_its_own_name():
     assert [spec.name for spec in MODELS.values()] == list(MODELS)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("flavor", MODELS["llama3"].flavors)
+def test_a_shrunk_llama_has_the_structure_of_the_large_one(flavor, tp):
+    spec = MODELS["llama3"]
+    large = spec.flavors[flavor]
+    small = spec.shrink(large, Smallness(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    assert (small.n_layers, small.vocab_size) == (3, 320)
+    assert small.n_heads % small.n_kv_heads == small.n_kv_heads % tp == small.ffn_dim % tp == 0
+    assert small.n_heads // small.n_kv_heads == min(large.n_heads // large.n_kv_heads, 4)
+    assert small.ffn_dim / small.dim == pytest.approx(large.ffn_dim / large.dim, rel=0.25)
+    assert (small.tied, small.rope_scaling) == (large.tied, large.rope_scaling)
+    assert count_parameters(build_empty(spec.build, small, 16)).total < 3e6

@@ -4,6 +4,7 @@
 Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
 """
 
+import dataclasses
 import math
 
 from torch import nn
@@ -12,6 +13,7 @@ from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
 from torchtitan.models.spec import (
     InitialWeight,
     ModelSpec,
+    Smallness,
     TensorRole,
     build_empty,
     count_parameters,
@@ -106,6 +108,23 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
+def shrink(args: Llama3Args, needed: Smallness) -> Llama3Args:
+    """The same structure in heads of 8: grouped queries, the feed-forward's ratio, tied or not."""
+    tp, head_dim = needed.tensor_ranks, 8
+    n_kv_heads = min(args.n_kv_heads, max(tp, 2))
+    n_heads = n_kv_heads * min(args.n_heads // args.n_kv_heads, 4)
+    dim = n_heads * head_dim
+    return dataclasses.replace(
+        args,
+        dim=dim,
+        n_layers=needed.n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=math.ceil(dim * args.ffn_dim / args.dim / (tp * 8)) * tp * 8,
+        vocab_size=needed.vocab_size,
+    )
+
+
 TENSOR_PLAN: dict[str, TensorRole] = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "norm",
@@ -133,4 +152,5 @@ LLAMA3 = ModelSpec(
     after_blocks=("norm", "output"),
     tensor_plan=TENSOR_PLAN,
     flops_per_token=flops_per_token,
+    shrink=shrink,
 )

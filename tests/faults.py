@@ -1,0 +1,44 @@
+"""Breaks one rank at one step, for job.imports: FAULT="kill 1 3" kills rank 1 at step 3."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.build import Run
+from torchtitan.trainer import Trainer
+
+KIND, RANK, STEP = os.environ["FAULT"].split()
+healthy_step = Trainer.step
+
+
+def step(trainer: Trainer) -> bool:
+    if trainer.run.state.step + 1 == int(STEP):
+        trainer.at_step(int(STEP))
+        if trainer.run.world.rank == int(RANK):
+            break_down(trainer.run)
+        elif KIND == "silent":
+            dist.recv(torch.empty(1), src=int(RANK))
+    return healthy_step(trainer)
+
+
+def break_down(run: Run) -> None:
+    match KIND:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "abort":
+            os.abort()
+        case "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise ValueError("a rank that fails")
+        case "sleep" | "silent":
+            while True:
+                time.sleep(60)
+        case "deviate":
+            run.world.max(torch.zeros(7))
+
+
+Trainer.step = step  # type: ignore[method-assign]

@@ -1,0 +1,266 @@
+"""`torchtitan verify-parallelism`: it passes what is right, and names what is wrong.
+
+Ranks are forked, so a fault that is put into this process is in them too.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from torchtitan.checks import load_job, problems
+from torchtitan.cli import main
+from torchtitan.data import Batch
+from torchtitan.models import MODELS
+from torchtitan.parallel import ParallelModel, tensor
+from torchtitan.verify import SPARED
+from torchtitan.verify.measure import Difference, Step
+from torchtitan.verify.recipe import Checked, as_checked
+from torchtitan.verify.report import Comparison
+
+RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
+
+TINY = """
+[model]
+name = "tiny"
+flavor = "tiny"
+tokenizer_path = "assets/not/there"
+[data]
+dataset = "c4"
+[training]
+local_batch_size = 4
+seq_len = 32
+[checkpoint]
+enable = true
+[optimizer]
+lr = 1e-3
+[parallelism]
+"""
+SHARD = "data_parallel_shard_degree = 2"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+def verify(parallelism: str, *words: str) -> int:
+    Path("r.toml").write_text(TINY + parallelism, encoding="utf-8")
+    return main(["verify-parallelism", "r.toml", "--steps", "2", *words])
+
+
+def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(SHARD) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("r.toml on 2 ranks: pp 1, dp_replicate 1, dp_shard 2, cp 1, tp 1\n")
+    assert '\n  training.mixed_precision_param = "float32" (was "bfloat16"): ' in said.out
+    assert "\n  model.tokenizer_path = nothing (was " in said.out
+    assert "\nSGD with momentum\n" in said.out
+    assert "\nAdamW of the recipe\n" in said.out
+    last = said.out.splitlines()[-1]
+    assert last.startswith("the same run: 2 steps on one rank and on 2; weights are off by ")
+    assert not said.err
+    assert sorted(path.name for path in Path().rglob("*")) == ["r.toml"]
+
+
+def test_a_gradient_that_no_rank_sums_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor, "settle", lambda parameters: None)
+    assert verify("tensor_parallel_degree = 2", "--world-size", "2") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    where = "another run: SGD with momentum, step 1, rank 0: gradient of layers.0.attention_norm."
+    assert last.startswith(where)
+    assert last.endswith("; 5 of 21 parameters differ")
+
+
+def test_gradients_that_are_averaged_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    divide = FSDPModule.set_gradient_divide_factor
+    monkeypatch.setattr(
+        FSDPModule, "set_gradient_divide_factor", lambda module, by: divide(module, 2 * by)
+    )
+    assert verify(SHARD) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "step 1, rank 0: gradient of tok_embeddings.weight[" in last
+    assert "; 21 of 21 parameters differ" in last
+
+
+def test_the_rank_that_is_wrong_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ParallelModel.forward_backward
+
+    def spoiled(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        share = whole(model, batches, tokens)
+        if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":
+            model.parts[0].get_parameter("layers.1.attention.wk.weight").grad *= 1.1
+        return share
+
+    monkeypatch.setattr(ParallelModel, "forward_backward", spoiled)
+    assert verify(SHARD) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "step 1, rank 1: gradient of layers.1.attention.wk.weight[" in last
+    assert last.endswith("; 1 of 21 parameters differ")
+
+
+def test_a_rank_that_fails_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(parameters: object) -> None:
+        assert os.environ["RANK"] == "0", "a rank that fails"
+
+    monkeypatch.setattr(tensor, "settle", fail)
+    assert verify(SHARD) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "no comparison: SGD with momentum on 2 ranks: rank 1 ended with status 1:\n"
+    )
+    assert "AssertionError: a rank that fails" in error
+
+
+def test_a_recipe_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(SHARD, "--world-size", "3") == 2
+    assert "r.toml:16: parallelism.data_parallel_shard_degree: got 2; " in capsys.readouterr().err
+    assert verify(SHARD, "--data.dataset", "pyton_stdlib") == 2
+    assert "did you mean python_stdlib?" in capsys.readouterr().err
+
+
+def test_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.toml").write_text('[model]\nflavor = "405B"\n')
+    assert main(["verify-parallelism", "r.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('r.toml:2: model.flavor: got "405B"; checking its 405,853,388,800 ')
+    assert error.endswith("; use --shrink\n")
+
+
+def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:
+    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    return as_checked(recipe, world_size=world_size, steps=None, shrink=True)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_shrunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = shrunk(path)
+    assert 2 <= checked.ranks <= 8
+    monkeypatch.setitem(MODELS, checked.spec.name, checked.spec)
+    assert not list(problems(checked.job, checked.ranks, "cpu"))
+    assert not list(problems(checked.one, 1, "cpu"))
+    batch = checked.job.global_batch(checked.job.degrees(checked.ranks))
+    assert batch == checked.one.global_batch(checked.one.degrees(1))
+
+
+def test_a_shrunk_recipe_has_the_structure_of_the_large_one() -> None:
+    Path("r.toml").write_text(
+        '[model]\nflavor = "405B"\n[training]\nseq_len = 8192\n[parallelism]\n'
+        "tensor_parallel_degree = 8\npipeline_parallel_degree = 4\ncontext_parallel_degree = 2\n"
+        'pipeline_parallel_schedule = "Interleaved1F1B"\n'
+        "pipeline_parallel_layers_per_stage = 8\ndisable_loss_parallel = true\n"
+    )
+    checked = shrunk(Path("r.toml"))
+    large, small = MODELS["llama3"].flavors["405B"], checked.spec.flavors[checked.job.model.flavor]
+    chosen = checked.job.parallelism
+    assert checked.ranks == 16
+    assert chosen.pipeline_parallel_schedule == "Interleaved1F1B"
+    assert chosen.disable_loss_parallel
+    assert checked.one.parallelism.tensor_parallel_degree == 1
+    assert small.n_heads > small.n_kv_heads == 2
+    assert small.rope_scaling == large.rope_scaling
+    assert small.n_layers == 4
+    wider = shrunk(Path("r.toml"), world_size=64)
+    assert wider.job.parallelism.tensor_parallel_degree == 8
+    small = wider.spec.flavors[wider.job.model.flavor]
+    assert (small.n_layers, small.n_kv_heads) == (8, 8)  # two stages on each of four ranks
+
+
+def test_the_flavor_of_a_flag_is_shrunk() -> None:
+    Path("r.toml").write_text("[training]\nglobal_batch_size = 8\n")
+    checked = shrunk(Path("r.toml"), "--model.flavor=8B")
+    assert checked.job.model.flavor == "8B, shrunk"
+    assert checked.job.training.global_batch_size == 4
+
+
+def test_what_is_not_there_is_replaced() -> None:
+    Path("r.toml").write_text(
+        '[model]\ntokenizer_path = "none"\n[data]\ndataset = "text"\ndataset_path = "none"\n'
+    )
+    recipe = load_job("r.toml", [], None, "cuda", spared=SPARED)
+    job = as_checked(recipe, world_size=None, steps=7, shrink=False).job
+    assert (job.model.tokenizer_path, job.data.dataset_path) == (None, None)
+    assert job.data.dataset == "python_stdlib"
+    assert job.training.steps == 7
+    assert job.model == recipe.config.model.model_copy(update={"tokenizer_path": None})
+
+
+def test_what_a_flag_says_stays() -> None:
+    Path("r.toml").write_text("[training]\nsteps = 50\n")
+    flags = [
+        "--training.seq_len=128",
+        "--training.steps=3",
+        "--parallelism.tensor_parallel_degree=4",
+    ]
+    checked = shrunk(Path("r.toml"), *flags)
+    assert checked.job.training.seq_len == 128
+    assert checked.job.training.steps == 3
+    assert checked.job.degrees(checked.ranks).tp == 4
+    assert not any("seq_len" in line or "tensor" in line for line in checked.changes)
+
+
+def test_tied_weights_stay_tied() -> None:
+    Path("r.toml").write_text('[model]\nflavor = "1B"\n')
+    checked = shrunk(Path("r.toml"))
+    assert checked.spec.flavors[checked.job.model.flavor].tied
+
+
+def test_a_pipeline_with_context_parallelism() -> None:
+    degrees = "pipeline_parallel_degree = 4\ncontext_parallel_degree = 4\n"
+    assert verify(degrees, "--shrink", "--model.flavor", "deep", "--world-size", "4") == 2
+    degrees += "data_parallel_shard_degree = 1"
+    assert verify(degrees, "--shrink", "--model.flavor", "deep") == 0
+
+
+def step(loss: float = 2.0, norm: float = 1.0, off: float = 0.0, **rest: Any) -> Step:
+    difference = Difference("weight", "a", (3, 4), 1.0 + off, 1.0, off)
+    return Step(loss, norm, **{"names": ("a",), "differences": (difference,), **rest})
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        (step(), None),
+        (step(loss=2.00001), None),
+        (step(loss=2.0001), "rank 1: the loss is 2.0001, on one rank 2; no parameter differs yet"),
+        (step(loss=math.nan), "rank 1: the loss is nan, on one rank 2; no parameter differs yet"),
+        (step(norm=1.001), "rank 1: the gradient norm is 1.001, on one rank 1; no parameter"),
+        (step(off=2e-5), "rank 1: a[3, 4] is 1.00002, on one rank 1; 1 of 1 parameters differ"),
+        (step(off=math.nan), "rank 1: a[3, 4] is nan, on one rank 1; 1 of 1 parameters differ"),
+    ],
+)
+def test_what_is_a_fault(found: Step, fault: str | None) -> None:
+    comparison = Comparison([step(), step()], [[step(), step()], [step(), found]])
+    said = comparison.fault()
+    assert said is None if fault is None else said and said.startswith(f"step 2, {fault}")
+    assert comparison.table("x").row_count == 2
+
+
+def test_a_parameter_that_no_rank_has_is_a_fault() -> None:
+    comparison = Comparison([step(names=("a", "b"))], [[step()], [step()]])
+    assert comparison.fault() == "step 1, all ranks: none has b"
+
+
+def test_the_bar_is_drawn_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.verify.on_terminal", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert verify(SHARD) == 0
+    assert "SGD with momentum on 2 ranks" in capsys.readouterr().err

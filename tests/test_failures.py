@@ -1,0 +1,78 @@
+"""A rank that dies or hangs ends the run within the timeout, and it is said which, where, when."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_launch import RECIPE, ROOT, SMALL, environment
+from torchtitan.cli import main
+from torchtitan.flight import read_traces
+
+TINY = [
+    "--job.imports=tests.tiny,tests.faults",
+    "--model.name=tiny",
+    "--model.flavor=tiny",
+    "--training.steps=1000",
+    "--comm.train_timeout_seconds=3",
+]
+# Seconds; without a timeout of ours a run that hangs would take far longer than this.
+BOUND = 150
+
+# What happens to rank 1 at step 3, and what is said of it.
+FAULTS = {
+    "kill": "rank 1 died, killed from outside, at step 3 and could write nothing more",
+    "raise": "rank 1 raised ValueError: a rank that fails at step 3, in tests/faults.py:",
+    "abort": "rank 1 crashed at step 3: Aborted at tests/faults.py:",
+    "sleep": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
+    "silent": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
+    "freeze": "rank 1 did not answer any more, frozen or cut off, at step 3",
+}
+# What is said of rank 0.
+WAITED = (
+    r"rank 0 waited at step 3 in all_reduce #\d+ on all \(ranks 0 and 1\) of int64 .* for rank 1"
+)
+RECEIVED = r"rank 0 waited at step 3 in a send or receive, in tests/faults.py"
+
+
+def run(fault: str, folder: Path) -> tuple[int, str]:
+    """Status and output of two ranks, the second of which breaks at step 3."""
+    process = subprocess.Popen(
+        ["./run_train.sh", *SMALL, *TINY, f"--job.dump_folder={folder}"],
+        cwd=ROOT,
+        env=environment(NGPU="2", CONFIG_FILE=RECIPE, FAULT=f"{fault} 1 3"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=BOUND)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    "fault", [*list(FAULTS)[:-1], pytest.param("freeze", marks=pytest.mark.slow)]
+)
+def test_failure_ends_the_run_and_is_explained(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, output = run(fault, tmp_path)
+    assert status == 1, output
+    assert FAULTS[fault] in output
+    assert re.search(RECEIVED if fault == "silent" else WAITED, output), output
+
+    folder = tmp_path / "comm_traces"
+    assert main(["trace", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert told in output
+    assert told.startswith("rank 1 "), "what went wrong comes first"
+    traces = read_traces(folder)
+    assert traces[0].collectives
+    assert bool(traces[1].collectives) == (fault in ("raise", "sleep", "silent"))

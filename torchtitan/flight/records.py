@@ -1,0 +1,242 @@
+"""Collectives as torch's Flight Recorder remembers them, in the words of a program.
+
+Torch keeps the last collectives of a process in a ring and writes them as a pickle. A trace comes
+out of a process that failed, perhaps on another machine, so it is read as data: only containers,
+strings and numbers are made of it, and nothing in it can run.
+
+Gloo records less than NCCL: no send and no receive, no times of start and end, and a collective
+that failed is marked like one that succeeded. A reduce-scatter is carried out as an all-reduce, and
+is recorded so; what was called is read from the stack.
+"""
+
+import io
+import json
+import math
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan import torch_private
+from torchtitan.config import ConfigError
+
+# Dtypes whose name in C++ is not the one in Python.
+DTYPES = {
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+}
+OPERATIONS = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier", "broadcast"),
+    *("reduce", "gather", "scatter", "send", "recv"),
+)
+CALLS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+
+
+class Shape(NamedTuple):
+    """Sizes and dtype of a tensor."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.sizes)}"
+
+
+class Group(NamedTuple):
+    """A process group: its name is the same on all its ranks."""
+
+    name: str
+    purpose: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        known = f" ({name_ranks(self.ranks)})" if self.ranks else ""
+        return f"{self.purpose}{known}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, or a send or receive, as one rank recorded it."""
+
+    number: int
+    """Counts all records of the process."""
+    operation: str
+    """What the program called."""
+    carried_out: str
+    """What the backend did for it."""
+    group: Group
+    sequence: int
+    """Counts the collectives of the group, or its sends and receives, alike on all its ranks."""
+    is_p2p: bool
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    finished: bool
+    created: float
+    """Unix seconds."""
+    caller: str
+    """Where outside torch it was called, as `file:line (function)`; empty if unknown."""
+
+    @property
+    def bytes_in(self) -> int:
+        """What this rank gave."""
+        return sum(shape.bytes for shape in self.inputs)
+
+    @property
+    def bytes_out(self) -> int:
+        """What this rank received, in place or not."""
+        return sum(shape.bytes for shape in self.outputs)
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.sequence} on {self.group}"
+
+    @property
+    def tensors(self) -> str:
+        """Its tensors in words; nothing for a barrier."""
+        given, taken = (_several(shapes) for shapes in (self.inputs, self.outputs))
+        return given if given == taken or not taken else f"{given} to {taken}"
+
+
+def recorded(device_type: str = "cpu") -> list[Collective]:
+    """The collectives of this process so far, as many as comm.trace_buf_size, oldest first."""
+    dumps = [load(dump, "this process") for dump in torch_private.flight_records(device_type)]
+    members = torch_private.group_members()
+    return [collective for dump in dumps for collective in collectives(dump, members)]
+
+
+def load(dump: bytes, name: str) -> dict[str, Any]:
+    """The plain values of a trace.
+
+    Raises:
+        EOFError, pickle.UnpicklingError: where the trace is cut off.
+        ConfigError: where it is no trace, or would make or call anything that is not plain.
+    """
+    values = _PlainUnpickler(dump, name).load()
+    if not isinstance(values, dict) or not {"entries", "version"} <= values.keys():
+        raise ConfigError(f"{name}: this is no trace of torch's Flight Recorder")
+    return values
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes containers, strings and numbers, for which a pickle names no class or function."""
+
+    def __init__(self, dump: bytes, name: str) -> None:
+        super().__init__(io.BytesIO(dump))
+        self.name = name
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ConfigError(
+            f"{self.name}: it asks for {module}.{name}, which no trace of torch's Flight Recorder "
+            "does; refused"
+        )
+
+
+def collectives(
+    dump: Mapping[str, Any], members: Mapping[str, tuple[str, Sequence[int]]]
+) -> list[Collective]:
+    """The records of a trace, oldest first.
+
+    Args:
+        members: of each group its purpose and ranks, where the trace itself does not tell.
+    """
+    told = {
+        name: (group["desc"], json.loads(group["ranks"] or "[]"))
+        for name, group in dump.get("pg_config", {}).items()
+    }
+    # Gloo's trace has one group, without a name and without ranks.
+    known = {**{name: group for name, group in told.items() if group[1]}, **members}
+    return [_collective(entry, known) for entry in dump["entries"]]
+
+
+def _collective(
+    entry: Mapping[str, Any], members: Mapping[str, tuple[str, Sequence[int]]]
+) -> Collective:
+    name, purpose = entry["process_group"]
+    frames = entry.get("frames") or []
+    carried_out = entry["profiling_name"].partition(":")[2]
+    is_gloo = entry["profiling_name"].startswith("gloo:")
+    is_p2p = entry["is_p2p"]
+    return Collective(
+        number=entry["record_id"],
+        operation=carried_out if is_p2p else _operation(_called(frames) or carried_out),
+        carried_out=carried_out,
+        group=Group(name, _purpose(purpose), tuple(members.get(name, ("", ()))[1])),
+        sequence=entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
+        is_p2p=is_p2p,
+        inputs=_shapes(entry["input_sizes"], entry["input_dtypes"]),
+        outputs=_shapes(entry["output_sizes"], entry["output_dtypes"]),
+        finished=entry["state"] == "completed" or (is_gloo and entry["retired"]),
+        created=entry["time_created_ns"] / 1e9,
+        caller=place([(f["filename"], f["line"], f["name"]) for f in frames]),
+    )
+
+
+def _purpose(description: str) -> str:
+    axis = description.removeprefix("mesh_")
+    return {"default_pg": "all", "undefined": "a group without a name"}.get(axis, axis)
+
+
+def _called(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The function of torch.distributed that was called."""
+    found = (f["name"] for f in frames if f["filename"].endswith(CALLS))
+    return next((name for name in found if name.startswith(OPERATIONS)), "")
+
+
+def _operation(name: str) -> str:
+    """Without what tells the variants of an operation: reduce_scatter of reduce_scatter_tensor."""
+    found = [known for known in OPERATIONS if name.lstrip("_").startswith(known)]
+    return max(found, key=len, default=name)
+
+
+def _shapes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> tuple[Shape, ...]:
+    # Several tensors of one dtype may have it told once.
+    dtypes = [*dtypes, *([dtypes[-1]] * (len(sizes) - len(dtypes)) if dtypes else [])]
+    return tuple(
+        Shape(tuple(size), getattr(torch, DTYPES.get(dtype, dtype.lower())))
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+
+
+def _several(shapes: Sequence[Shape]) -> str:
+    more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
+    return " + ".join(map(str, shapes[:2])) + more
+
+
+def place(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost of frames (file, line, function), given innermost first, outside torch."""
+    for file, line, function in frames:
+        if "/torch/" not in file and not file.startswith("<"):
+            inside = re.search(r"torchtitan/(?!.*torchtitan/).*$", file)
+            short = inside[0] if inside else "/".join(file.split("/")[-2:])
+            return f"{short}:{line} ({function})"
+    return ""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 3`, `ranks 0, 1 and 5-7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [
+        word
+        for run in runs
+        for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
+    ]
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"

@@ -1,0 +1,133 @@
+"""Runs a function on several ranks of this machine: forked for gloo, spawned for NCCL.
+
+A fork starts in milliseconds because torch is imported already, and a store in a file needs no
+port. CUDA cannot be used after a fork, so NCCL ranks pay for an import each.
+"""
+
+import gc
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Result = TypeVar("Result")
+TIMEOUT = timedelta(seconds=120)
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended with an error; the message has the traceback of each that did."""
+
+
+def run_ranks(
+    function: Callable[..., Result],
+    world: int,
+    *args: Any,
+    device: str = "cpu",
+    timeout: timedelta = TIMEOUT,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """`function(*args)` on `world` ranks with a process group; the results in rank order.
+
+    Args:
+        function: finds RANK, WORLD_SIZE and LOCAL_RANK in the environment, as under torchrun.
+        timeout: limit for a collective of the group.
+        meanwhile: called about ten times a second while the ranks work.
+
+    Raises:
+        RanksFailed: some did; the others are ended too.
+    """
+    context: Any = mp.get_context("fork" if device == "cpu" else "spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = [
+            context.Process(
+                target=_rank,
+                args=(rank, world, folder, device, timeout, function, args),
+                daemon=True,
+            )
+            for rank in range(world)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            codes = _wait(ranks, meanwhile)
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        failures = [
+            f"rank {rank} ended with status {code}:\n{_read(folder / f'{rank}.error')}"
+            for rank, code in enumerate(codes)
+            if code
+        ]
+        if failures:
+            raise RanksFailed("\n".join(failures))
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
+
+
+def _wait(ranks: Sequence[BaseProcess], meanwhile: Callable[[], None]) -> list[int | None]:
+    """The exit codes of all ranks, or, of those that have ended, once one of them failed."""
+    # A rank that fails leaves the others waiting for it, so they are not waited for.
+    while None in (codes := [process.exitcode for process in ranks]) and not any(codes):
+        wait([ranks[rank].sentinel for rank, code in enumerate(codes) if code is None], 0.1)
+        meanwhile()
+    return codes
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else "it left no traceback"
+
+
+def _rank(
+    rank: int,
+    world: int,
+    folder: Path,
+    device: str,
+    timeout: timedelta,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    with ExitStack() as leaving:
+        leaving.push(partial(_leave, folder / f"{rank}.error"))
+        # Garbage of the parent may hold threads that a fork does not have; never collect it here.
+        gc.freeze()
+        # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.FileStore(str(folder / "store"), world),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+        )
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*args)))
+        dist.destroy_process_group()
+
+
+def _leave(
+    path: Path,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """End this process, without the exit handlers of its parent, and say what went wrong."""
+    try:
+        if error is not None:
+            path.write_text("".join(traceback.format_exception(error)))
+    finally:
+        os._exit(error is not None)

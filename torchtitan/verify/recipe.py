@@ -1,0 +1,217 @@
+"""The recipe as it is checked: laid out as it is written, but exact, short, and on data at hand.
+
+Whatever is changed for that is told, key by key. What a flag of the command line says stays.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checks import smallest_world
+from torchtitan.config import Recipe, show
+from torchtitan.data import DATASETS, load_tokenizer
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.spec import ModelSpec, Smallness
+from torchtitan.parallel import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    stages,
+)
+from torchtitan.parallel.schedules import SCHEDULES
+
+# What a shrunk recipe has at most. The vocabulary has room for bytes.
+LAYERS = 4
+VOCABULARY = 320
+SEQ_LEN = 64
+
+LOGITS = 2**28
+"""Bytes that the logits of one rank's microbatch may take."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The two runs that are compared."""
+
+    job: JobConfig
+    ranks: int
+    one: JobConfig
+    """The same on one rank, with no technique applied."""
+    spec: ModelSpec[Any]
+    """Of the model; it may have a flavor more."""
+    changes: list[str]
+
+
+class Draft:
+    """The settings of a recipe while they are changed."""
+
+    def __init__(self, recipe: Recipe[JobConfig]) -> None:
+        self.tree: dict[str, dict[str, Any]] = recipe.config.model_dump(mode="json")
+        self.said = {".".join(path) for path, o in recipe.origins.items() if o.startswith("--")}
+        self.changes: list[str] = []
+
+    @property
+    def job(self) -> JobConfig:
+        return JobConfig.model_validate(self.tree)
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        """Change a setting, unless a flag says it."""
+        section, name = key.split(".")
+        was = self.tree[section][name]
+        if was != value and key not in self.said:
+            self.tree[section][name] = value
+            self.changes.append(f"{key} = {show(value)} (was {show(was)}): {why}")
+
+    def lower(self, key: str, limit: float, why: str) -> None:
+        """Change a setting that is above `limit` to it."""
+        section, name = key.split(".")
+        self.set(key, min(self.tree[section][name], limit), why)
+
+
+def as_checked(
+    recipe: Recipe[JobConfig], *, world_size: int | None, steps: int | None, shrink: bool
+) -> Checked:
+    """What of a recipe is compared: on `world_size` ranks, or as few as show all of its layout."""
+    draft = Draft(recipe)
+    _make_exact(draft)
+    _make_short(draft, steps)
+    spec = MODELS[recipe.config.model.name]
+    if shrink:
+        if world_size is None:
+            _make_layout_small(draft)
+        spec = _make_model_small(draft, spec)
+    _find_data(draft)
+    ranks = world_size or smallest_world(draft.job) * (2 if _takes_all(draft.job) else 1)
+    if shrink:
+        _make_batches_small(draft, ranks)
+    job = draft.job
+    return Checked(job, ranks, _alone(job, ranks, spec), spec, draft.changes)
+
+
+def _takes_all(job: JobConfig) -> bool:
+    """Whether parameters are split over as many ranks as there are; two show it."""
+    return job.parallelism.data_parallel_shard_degree == -1
+
+
+def _make_exact(draft: Draft) -> None:
+    for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
+        draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
+    draft.set("compile.enable", False, "it takes long, and its rounding is its own")
+    draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
+
+
+def _make_short(draft: Draft, steps: int | None) -> None:
+    if steps is not None:
+        draft.said.discard("training.steps")
+    draft.set("training.steps", steps or 5, "--steps says how many")
+    draft.set("lr_scheduler.total_steps", None, "as many as there are steps")
+    draft.lower("lr_scheduler.warmup_steps", 2, "so that weights move")
+    # Adam moves every weight by about this, however small its gradient is, even one of rounding.
+    draft.lower("optimizer.lr", 1e-3, "weights are compared to a hundredth of it")
+    # Nothing but steps is done, so these have nothing to say; a row of metrics a step is read.
+    draft.tree |= {"checkpoint": {}, "validation": {}, "profiling": {}, "metrics": {"log_freq": 1}}
+    draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
+
+
+def _make_layout_small(draft: Draft) -> None:
+    """Two ranks on each axis that has more."""
+    axes = ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel"]
+    if not draft.job.parallelism.pipeline_parallel_schedule_csv:
+        axes.append("pipeline_parallel")
+    for axis in axes:
+        draft.lower(f"parallelism.{axis}_degree", 2, "--shrink: two ranks show it")
+
+
+def _make_model_small(draft: Draft, spec: ModelSpec[Any]) -> ModelSpec[Any]:
+    """Choose a flavor of the recipe's structure that fits its layout; returns the spec with it."""
+    draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: there are other layers")
+    draft.set("parallelism.pipeline_parallel_layers_per_stage", None, "--shrink: fewer layers")
+    job, flavor = draft.job, draft.tree["model"]["flavor"]
+    args, chosen = spec.flavors[flavor], job.parallelism
+    layers = min(args.n_layers, LAYERS)
+    if chosen.pipeline_parallel_degree > 1:
+        layers = max(layers, len(stages.ranks(chosen, layers)))
+    needed = Smallness(
+        layers, chosen.tensor_parallel_degree, vocab_size=min(args.vocab_size, VOCABULARY)
+    )
+    small = spec.shrink(args, needed)
+    name = f"{flavor}, shrunk"
+    shape = (
+        f"dim {small.dim}, {small.n_layers} layers, {small.n_heads} heads on {small.n_kv_heads} "
+        f"key/value heads, {small.vocab_size} tokens"
+    )
+    draft.said.discard("model.flavor")  # it says which one to shrink
+    draft.set("model.flavor", name, f"--shrink: {shape}")
+    tokenizer = job.model.tokenizer_path
+    if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
+        draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
+    parts = chosen.tensor_parallel_degree * 2 * chosen.context_parallel_degree
+    draft.lower("training.seq_len", -(-SEQ_LEN // parts) * parts, "--shrink")
+    return replace(spec, flavors={**spec.flavors, name: small})
+
+
+def _find_data(draft: Draft) -> None:
+    """Put what every machine has in the place of what this one lacks."""
+    tokenizer, data = draft.job.model.tokenizer_path, draft.job.data
+    if tokenizer is not None and not _is_there(tokenizer):
+        draft.set("model.tokenizer_path", None, "it is not there; bytes are")
+    why = ""
+    if data.dataset_path is not None and not _is_there(data.dataset_path):
+        why = "the files are not there"
+    elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
+        why = "nothing is read over a network"
+    if why:
+        draft.set("data.dataset", "python_stdlib", why)
+        draft.set("data.dataset_path", None, why)
+
+
+def _is_there(path: str | None) -> bool:
+    return path is not None and Path(path).expanduser().exists()
+
+
+def _make_batches_small(draft: Draft, ranks: int) -> None:
+    """A few sequences a rank: two microbatches of two, or what fills a pipeline."""
+    job, why = draft.job, "--shrink"
+    degrees, chosen = job.degrees(ranks), job.parallelism
+    accumulation = max(min(job.accumulation(degrees), 2), 1)
+    if degrees.pp == 1:
+        draft.lower("training.local_batch_size", 2, why)
+    elif not chosen.pipeline_parallel_schedule_csv:
+        draft.lower("parallelism.pipeline_parallel_microbatch_size", 2, why)
+        size = draft.job.parallelism.pipeline_parallel_microbatch_size
+        batch = size * _microbatches(chosen)
+        draft.set("training.local_batch_size", batch, why)
+        accumulation = 1
+    once = draft.job.training.local_batch_size * degrees.data
+    draft.set("training.global_batch_size", once * accumulation, why)
+    draft.set("data.lanes", -1, why)
+    draft.set("data.num_workers", 0, why)
+
+
+def _microbatches(chosen: ParallelismConfig) -> int:
+    """As many as a pipeline has stages, or the next number that its schedule can run."""
+    pp, count = chosen.pipeline_parallel_degree, len(stages.ranks(chosen, LAYERS))
+    schedule, least = SCHEDULES[chosen.pipeline_parallel_schedule], max(count, 2 * pp)
+    return next(n for n in itertools.count(least) if schedule.runs(n, count, pp))
+
+
+def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
+    """The run of `job` on one rank: in as few microbatches as fit, nothing applied to the model."""
+    batch = job.global_batch(job.degrees(ranks))
+    sequence = 4 * job.training.seq_len * spec.flavors[job.model.flavor].vocab_size
+    fits = [n for n in range(1, batch + 1) if batch % n == 0 and n * sequence <= LOGITS]
+    training = {
+        "global_batch_size": batch,
+        "local_batch_size": max(fits, default=1),
+        "enable_cpu_offload": False,
+    }
+    return job.model_copy(
+        update={
+            "training": job.training.model_copy(update=training),
+            "parallelism": ParallelismConfig(data_parallel_shard_degree=1),
+            "activation_checkpoint": ActivationCheckpointConfig(mode="none"),
+            "compile": CompileConfig(),
+        }
+    )
