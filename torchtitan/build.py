@@ -18,7 +18,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Optimizers, learning_rate_factor
-from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize
+from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
 from torchtitan.profiling import Profiler
 from torchtitan.provenance import about_run
 from torchtitan.validate import Validator
@@ -132,6 +132,9 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
         world.size,
         world.device.name,
     )
+    if world.degrees.pp > 1:
+        microbatches = job.parallelism.microbatches(job.training.local_batch_size)
+        logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
     layout = Layout(
         parallelism=job.parallelism,
         precision=precision,

@@ -156,7 +156,7 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
             p,
             spec,
             args,
-            microbatches=batch // size,
+            microbatches=p.microbatches(batch),
             recompute=job.activation_checkpoint,
             compile=job.compile,
         ):

@@ -17,6 +17,7 @@ from torchtitan.logging import configure
 from torchtitan.migrate import migrate
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.parallel import stages
 from torchtitan.provenance import to_toml
 from torchtitan.train import main as train
 from torchtitan.train import problems_of_tokenizer, refuse, split_recipe
@@ -85,6 +86,9 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     yield f"{tokens:,} tokens in a step, {tokens * t.steps:,} in {t.steps:,} steps"
     spec = MODELS[job.model.name]
     args = spec.flavors[job.model.flavor]
+    if degrees.pp > 1:
+        microbatches = job.parallelism.microbatches(t.local_batch_size)
+        yield stages.describe(job.parallelism, args.n_layers, microbatches)
     parameters = count_parameters(build_empty(spec.build, args, t.seq_len)).total
     yield (
         f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, "

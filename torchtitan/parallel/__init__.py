@@ -55,11 +55,6 @@ class Layout:
     document_mask: bool
     """Whether attention stays within a document."""
 
-    @property
-    def microbatches(self) -> int:
-        """How many pass through a pipeline between its filling and its draining."""
-        return self.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
-
 
 class Runner(Protocol):
     """Computes with the parts of a model."""
@@ -178,7 +173,7 @@ def parallelize(
             plan,
             world.groups["pp"],
             chosen,
-            microbatches=layout.microbatches,
+            microbatches=chosen.microbatches(layout.local_batch_size),
             shapes=_shapes(layout, world, args),
             loss=loss,
             device=world.device.torch_device,

@@ -83,6 +83,10 @@ class ParallelismConfig(Config):
         "from the tail, so that the causal mask leaves all the same work; none: one part.",
     )
 
+    def microbatches(self, local_batch_size: int) -> int:
+        """How many pass through a pipeline between its filling and its draining."""
+        return local_batch_size // self.pipeline_parallel_microbatch_size
+
     def degrees(self, world_size: int) -> Degrees:
         """The sizes of all axes for `world_size` ranks, -1 resolved (to 0 if it cannot be)."""
         fixed = (

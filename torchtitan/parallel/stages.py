@@ -143,6 +143,17 @@ def orders(config: ParallelismConfig, blocks: int, microbatches: int) -> Orders:
     return order(name, stages, pp, microbatches)
 
 
+def describe(config: ParallelismConfig, blocks: int, microbatches: int) -> str:
+    """A pipeline in words, with the part of the time that its ranks are predicted to be idle."""
+    pp, many = config.pipeline_parallel_degree, len(ranks(config, blocks))
+    name = config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
+    idle = predicted_bubble(config, blocks, microbatches)
+    return (
+        f"pipeline {name}: {many} stages on {pp} ranks, {microbatches} microbatches between "
+        f"filling and draining; predicted bubble {idle:.1%}, if all stages take the same time"
+    )
+
+
 def predicted_bubble(config: ParallelismConfig, blocks: int, microbatches: int) -> float:
     """The part of the time that the ranks of a pipeline will be idle, if its stages are equal."""
     return bubble(timeline(orders(config, blocks, microbatches)))
