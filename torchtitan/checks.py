@@ -15,6 +15,8 @@ from torchtitan.data import check_data
 from torchtitan.job import JobConfig
 from torchtitan.metrics import check_metrics
 from torchtitan.models import MODELS
+from torchtitan.models.attention import attends
+from torchtitan.models.spec import build_empty
 from torchtitan.parallel import pipeline_checks
 from torchtitan.profiling import check_profiling
 
@@ -162,6 +164,12 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
         ):
             rests_on = ("model", "training.local_batch_size", "parallelism")
             yield Problem(key, message, rests_on)
+    if tp > 1 and not spec.tensor_plan:
+        message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
+        yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
+    if p.context_parallel_degree > 1 and not attends(build_empty(spec.build, args, 1)):
+        message = f"{job.model.name} does not attend by SelfAttention, which spans ranks; use 1"
+        yield Problem("parallelism.context_parallel_degree", message, ("model",))
     if -(-args.vocab_size // tp) * (tp - 1) >= args.vocab_size:
         message = f"the {args.vocab_size} tokens of {whose} leave a rank without any; use fewer"
         yield Problem("parallelism.tensor_parallel_degree", message, ("model",))

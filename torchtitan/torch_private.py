@@ -258,11 +258,25 @@ def recompilations() -> list[str]:
     return [reason for reason in reasons if reason]
 
 
+def compiles_recomputed_attention(device_type: str) -> bool:
+    """Whether a compiled graph over a mesh can recompute what a kernel with dropout gave.
+
+    From torch 2.12 on, the mesh is one of the graph's inputs. On a CPU the state of the generator,
+    which is saved for the recomputation, then ends up where the mesh is looked for.
+    """
+    from torch.distributed import device_mesh
+
+    return device_type != "cpu" or not hasattr(device_mesh, "_register_distributed_opaque_types")
+
+
 def set_activation_memory_budget(budget: float) -> None:
     """The part of its activations that each graph compiled from now on may keep."""
-    import torch._functorch.config
+    from torch._functorch import config
 
-    torch._functorch.config.activation_memory_budget = budget
+    config.activation_memory_budget = budget
+    # A DTensor's mesh is an input of the graph from torch 2.13 on, and of no size worth counting.
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def enable_symmetric_memory(group: ProcessGroup) -> None:

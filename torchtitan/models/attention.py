@@ -49,3 +49,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         return self.core(q, k, v, documents)
+
+
+def attends(model: nn.Module) -> bool:
+    """Whether tokens of `model` see each other by `SelfAttention`."""
+    return any(isinstance(module, SelfAttention) for module in model.modules())

@@ -6,7 +6,7 @@ so a new model is two files and one line in `torchtitan.models.MODELS`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -65,7 +65,8 @@ class ModelSpec(Generic[Args]):
     flavors: Mapping[str, Args]
     """Arguments of each size, by the name a recipe calls it."""
     build: Callable[[Args, int], nn.Module]
-    """(arguments, longest sequence) to a network that maps tokens (B, S) to logits (B, S, V)."""
+    """(arguments, longest sequence) to a network that maps tokens, their positions in the sequence
+    and, if asked to keep documents apart, the document of each, all (B, S), to logits (B, S, V)."""
     blocks: Callable[[nn.Module], dict[str, nn.Module]]
     """The repeating blocks a network, or a pipeline stage cut from it, has: in order, by name."""
     init_std: Callable[[Args, str], InitialWeight]
@@ -74,11 +75,11 @@ class ModelSpec(Generic[Args]):
     """Modules with parameters that work before the blocks, in order: a pipeline's first stage."""
     after_blocks: tuple[str, ...]
     """Modules with parameters that work after the blocks, in order: a pipeline's last stage."""
-    tensor_plan: Mapping[str, TensorRole]
-    """Module names, `*` for any block, to what they are to tensor parallelism."""
     flops_per_token: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward."""
-    shrink: Callable[[Args, Smallness], Args]
+    tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
+    """Module names, `*` for any block, to what they are to tensor parallelism."""
+    shrink: Callable[[Args, Smallness], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
 
 

@@ -1,0 +1,221 @@
+"""What is kept for the backward, in bytes, and what is computed twice."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import tiny
+from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.parallel import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    compile,
+)
+from torchtitan.parallel.activation_checkpoint import apply, problems
+
+LENGTH = 32
+BLOCKS = [f"layers.{number}" for number in range(11)]
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def config(mode: str, **options: Any) -> ActivationCheckpointConfig:
+    return ActivationCheckpointConfig.model_validate({"mode": mode, **options})
+
+
+class Doubling(nn.Module):
+    """A block that says how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return (x * 2).sin()
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4, 9], [2, 5, 8], list(range(1, 11))])
+@pytest.mark.parametrize(
+    ("chosen", "every"),
+    [
+        (config("none"), []),
+        (config("memory_budget"), []),
+        (config("full"), BLOCKS),
+        (config("selective", selective_ac_option=1), BLOCKS),
+        (config("selective", selective_ac_option=2), BLOCKS[::2]),
+        (config("selective", selective_ac_option=3), BLOCKS[::3]),
+        (config("selective", selective_ac_option=50), BLOCKS[:1]),
+    ],
+)
+def test_the_same_blocks_recompute_however_a_model_is_cut(
+    chosen: ActivationCheckpointConfig,
+    every: list[str],
+    cuts: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
+    model = {name: Doubling() for name in BLOCKS}
+    said: list[str] = []
+    for start, stop in zip([0, *cuts], [*cuts, len(BLOCKS)], strict=True):
+        stage: dict[str, nn.Module] = {name: model[name] for name in BLOCKS[start:stop]}
+        said += apply(stage, BLOCKS, chosen)
+    x = torch.ones(3, requires_grad=True)
+    for block in model.values():
+        x = block(x)
+    x.sum().backward()
+    twice = [name for name, block in model.items() if block.asked == 2]
+    assert twice == said == every
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.counts[str(function)] += 1
+        return function(*arguments, **(named or {}))
+
+
+def block_and_inputs() -> tuple[nn.Module, tuple[Tensor, Tensor, None]]:
+    model = LLAMA3.build(tiny.FLAVORS["wide"], LENGTH)
+    x = torch.randn(2, LENGTH, 64, requires_grad=True)
+    return LLAMA3.blocks(model)["layers.0"], (x, torch.arange(LENGTH)[None], None)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "products", "attention"),
+    [
+        (config("none"), 0, 0),
+        # Of wq, wk, wv, wo, w1, w3 and w2: no gradient needs what the last one gave.
+        (config("full"), 6, 1),
+        (config("selective", selective_ac_option="op"), 3, 0),
+    ],
+)
+def test_what_the_backward_computes_again(
+    chosen: ActivationCheckpointConfig, products: int, attention: int
+) -> None:
+    block, inputs = block_and_inputs()
+    apply({"layers.0": block}, ["layers.0"], chosen)
+    loss = block(*inputs).sum()
+    with Operators() as backward:
+        loss.backward()
+    assert backward.counts["aten.mm.default"] == 14 + products
+    assert backward.counts[ATTENTION] == attention
+
+
+def kept(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Tensor]:
+    """Bytes kept for the backward beside the parameters, and the gradient of the first input."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    sizes = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(*inputs)
+    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[0])
+    return sum(sizes.values()), gradient
+
+
+def test_a_smaller_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
+    block, inputs = block_and_inputs()
+    eager, expected = kept(block, inputs)
+    forward, sizes = block.forward, []
+    for budget in (1.0, 0.5, 0.2, 0.0):
+        torch.compiler.reset()
+        block.forward = forward
+        assert not apply({"b": block}, ["b"], config("memory_budget", memory_budget=budget))
+        compile.apply([block], CompileConfig(enable=True, backend="aot_eager"))
+        size, gradient = kept(block, inputs)
+        torch.testing.assert_close(gradient, expected)
+        sizes.append(size)
+    whole, half, fifth, none = sizes
+    assert eager > whole > half > fifth > none
+    # What is kept cannot be divided at will, and inputs are always there.
+    assert half < 0.65 * whole
+    assert fifth < 0.35 * whole
+    assert none < 0.15 * whole
+
+
+COMPILED = CompileConfig(enable=True)
+ON_TP = ParallelismConfig(tensor_parallel_degree=2)
+ON_CP = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "compile", "word"),
+    [
+        (config("memory_budget"), CompileConfig(), "compile.enable = true"),
+        (
+            config("memory_budget"),
+            CompileConfig(enable=True, components=("loss",)),
+            '"model" in compile.components',
+        ),
+        (
+            config("memory_budget"),
+            CompileConfig(enable=True, backend="eager"),
+            'compile.backend = "eager"',
+        ),
+        (config("memory_budget"), COMPILED, None),
+        (config("full"), CompileConfig(), None),
+        (config("full"), COMPILED, None),
+    ],
+)
+def test_a_budget_needs_the_compiler(
+    chosen: ActivationCheckpointConfig, compile: CompileConfig, word: str | None
+) -> None:
+    found = list(problems(chosen, compile, ParallelismConfig(), "cpu"))
+    assert [key for key, _ in found] == ["activation_checkpoint.mode"] * (word is not None)
+    assert all(str(word) in message for _, message in found)
+
+
+@pytest.mark.parametrize("mesh_is_input", [False, True])
+@pytest.mark.parametrize(
+    ("chosen", "parallelism", "device", "is_refused"),
+    [
+        (config("full"), ON_TP, "cpu", True),
+        (config("selective", selective_ac_option=2), ON_TP, "cpu", True),
+        (config("selective", selective_ac_option="op"), ON_TP, "cpu", False),
+        (config("memory_budget"), ON_TP, "cpu", False),
+        (config("none"), ON_TP, "cpu", False),
+        (config("full"), ON_CP, "cpu", False),
+        (config("full"), ParallelismConfig(), "cpu", False),
+        (config("full"), ON_TP, "cuda", False),
+        (config("full"), ON_TP, None, False),
+    ],
+)
+def test_recomputed_attention_on_a_mesh(
+    chosen: ActivationCheckpointConfig,
+    parallelism: ParallelismConfig,
+    device: str | None,
+    is_refused: bool,
+    mesh_is_input: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "_register_distributed_opaque_types"
+    if mesh_is_input:
+        monkeypatch.setattr(torch.distributed.device_mesh, name, None, raising=False)
+    else:
+        monkeypatch.delattr(torch.distributed.device_mesh, name, raising=False)
+    assert bool(list(problems(chosen, COMPILED, parallelism, device))) == (
+        is_refused and mesh_is_input
+    )
+    assert not list(problems(chosen, CompileConfig(), parallelism, device)) or (
+        chosen.mode == "memory_budget"
+    )
