@@ -34,7 +34,9 @@ class Case:
             "context_parallel_degree": self.cp,
             "tensor_parallel_degree": self.tp,
         }
-        merged: dict[str, dict[str, Any]] = {"model": {"flavor": "deep"}, "parallelism": degrees}
+        # Stages need layers; other layouts take less time with few.
+        model = {"flavor": "deep" if self.pp > 1 else "flat"}
+        merged: dict[str, dict[str, Any]] = {"model": model, "parallelism": degrees}
         for changes in (self.sections, sections):
             for name, keys in changes.items():
                 merged[name] = merged.get(name, {}) | keys

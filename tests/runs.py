@@ -4,7 +4,7 @@ import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,9 @@ import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
 from torchtitan.build import Run, build
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
+from torchtitan.torch_private import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 from torchtitan.verify.measure import Recorder, training
@@ -23,11 +25,32 @@ __all__ = ["Recorder", "Trace", "losses", "rows", "trace", "train", "weights", "
 
 @dataclass
 class Trace:
-    """What was measured at each step of a run, and the weights after each."""
+    """What a rank measured at each step of a run, and its part of the weights after each."""
 
     losses: list[float]
     grad_norms: list[float]
-    weights: list[dict[str, Tensor]]
+    weights: list[dict[str, "Part"]]
+
+
+class Part(NamedTuple):
+    """What a rank holds of a weight, and where in the whole it begins."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+
+    def of(self, other: "Part") -> Tensor:
+        """The same place of another rank's part, which is the whole."""
+        place = zip(self.offset, self.local.shape, strict=True)
+        return other.local[tuple(slice(begin, begin + size) for begin, size in place)]
+
+
+def parts(run: Run) -> dict[str, Part]:
+    """What this rank holds of all weights."""
+    found = {}
+    for name, p in (item for part in run.model.parts for item in part.named_parameters()):
+        offset = local_extent(p)[1] if isinstance(p, DTensor) else (0,) * p.ndim
+        found[name] = Part(local(p).detach().cpu().clone(), offset)
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -48,7 +71,7 @@ def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
     for run, row in training(job, kind, uneven=uneven):
         result.losses.append(row["loss"])
         result.grad_norms.append(row["grad_norm"])
-        result.weights.append(weights(run))
+        result.weights.append(parts(run))
     return result
 
 

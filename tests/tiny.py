@@ -32,6 +32,7 @@ FLAVORS = {
     "wide": dataclasses.replace(ARGS, dim=64),
     # Enough of everything for four ranks of any axis, and a vocabulary that nothing divides.
     "deep": dataclasses.replace(ARGS, n_layers=6, n_heads=8, n_kv_heads=4, vocab_size=301),
+    "flat": dataclasses.replace(ARGS, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=301),
 }
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)

@@ -53,6 +53,7 @@ def recipe(folder: Path, layout: str, steps: int, **sections: dict[str, Any]) ->
     """The recipe of the parity tests, saved at step 3 and at the end."""
     defaults: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
+        "model": {"flavor": "deep"},
         "training": {"steps": steps},
         "lr_scheduler": {"total_steps": 6},
         "checkpoint": {"enable": True, "interval": 3},

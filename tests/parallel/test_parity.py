@@ -14,7 +14,7 @@ import torch
 from tests import layouts, tiny
 from tests.layouts import LAYOUTS, ONE, OPTIMIZERS
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace
+from tests.runs import Part, Trace, trace
 from torchtitan.job import JobConfig
 
 
@@ -24,9 +24,10 @@ def traces(jobs: list[JobConfig], device: str) -> list[Trace]:
 
 
 @cache
-def reference(device: str, mask: str = "causal") -> list[Trace]:
+def reference(device: str, flavor: str, mask: str = "causal") -> list[Trace]:
     """A run of each optimizer on one rank."""
-    jobs = [layouts.job(ONE, name, model={"attn_mask_type": mask}) for name in OPTIMIZERS]
+    model = {"flavor": flavor, "attn_mask_type": mask}
+    jobs = [layouts.job(ONE, name, model=model) for name in OPTIMIZERS]
     (result,) = run_ranks(traces, 1, jobs, device, device=device)
     return result
 
@@ -39,12 +40,21 @@ def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
         pytest.skip(f"needs {layout.ranks} GPUs")
     jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
     results = run_ranks(traces, layout.ranks, jobs, device, device=device)
-    for number, expected in enumerate(reference(device, jobs[0].model.attn_mask_type)):
+    model = jobs[0].model
+    for number, expected in enumerate(reference(device, model.flavor, model.attn_mask_type)):
         found = [ranks[number] for ranks in results]
-        names = {weight for trace in found for weight in trace.weights[0]}
-        assert names == expected.weights[0].keys()
+        assert_complete(found, expected)
         for rank, trace_of_rank in enumerate(found):
             compare(trace_of_rank, expected, f"{jobs[number].optimizer.name}, rank {rank}")
+
+
+def assert_complete(found: list[Trace], expected: Trace) -> None:
+    """The ranks together hold every element of every weight."""
+    for name, (weight, _) in expected.weights[0].items():
+        seen = torch.zeros_like(weight, dtype=torch.bool)
+        for part in (own.weights[0][name] for own in found if name in own.weights[0]):
+            part.of(Part(seen, ())).fill_(True)
+        assert seen.all(), name
 
 
 def compare(found: Trace, expected: Trace, where: str) -> None:
@@ -52,16 +62,17 @@ def compare(found: Trace, expected: Trace, where: str) -> None:
     for step in range(5):
         assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-5), where
         assert found.grad_norms[step] == pytest.approx(expected.grad_norms[step], rel=1e-4), where
-        for name, weight in found.weights[step].items():
-            difference = (expected.weights[step][name] - weight).abs().max().item()
-            assert difference <= 1e-5, f"{where}, step {step + 1}: {name} is off by {difference}"
+        for name, part in found.weights[step].items():
+            difference = part.of(expected.weights[step][name]) - part.local
+            off = difference.abs().max().item() if part.local.numel() else 0.0
+            assert off <= 1e-5, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def test_reference_learns_and_is_uneven() -> None:
     """The comparison means something: weights move, norms are clipped, counts differ by rank."""
-    expected = reference("cpu")[list(OPTIMIZERS).index("SGD")]
+    expected = reference("cpu", "deep")[list(OPTIMIZERS).index("SGD")]
     first, last = expected.weights[0], expected.weights[-1]
-    assert all((first[name] - last[name]).abs().max() > 1e-4 for name in first)
+    assert all((first[name].local - last[name].local).abs().max() > 1e-4 for name in first)
     assert min(expected.grad_norms) > 0.3
 
 
@@ -69,4 +80,5 @@ def test_start_is_bit_identical() -> None:
     job = tiny.job(training={"steps": 1}, optimizer={"name": "SGD", "lr": 1e-30})
     (one,) = run_ranks(trace, 1, job)
     for found in run_ranks(trace, 4, job):
-        assert all(torch.equal(found.weights[0][n], w) for n, w in one.weights[0].items())
+        for name, part in found.weights[0].items():
+            assert torch.equal(part.local, part.of(one.weights[0][name]))
