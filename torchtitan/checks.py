@@ -17,7 +17,7 @@ from torchtitan.metrics import check_metrics
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import pipeline_checks
+from torchtitan.parallel import activation_checkpoint, async_tensor, pipeline_checks
 from torchtitan.profiling import check_profiling
 
 
@@ -71,7 +71,7 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
 def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterator[Problem]:
     """Everything about a recipe, valid in form, that cannot work."""
     yield from _problems_of_degrees(job, world_size)
-    yield from _problems_of_model(job, world_size)
+    yield from _problems_of_model(job, world_size, device_type)
     yield from _problems_of_sequences(job)
     yield from _problems_of_batches(job, world_size)
     yield from _problems_of_precision(job)
@@ -131,7 +131,9 @@ def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Pro
         yield Problem(SHARD, message, DEGREES)
 
 
-def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+def _problems_of_model(
+    job: JobConfig, world_size: int | None, device_type: str
+) -> Iterator[Problem]:
     spec = MODELS.get(job.model.name)
     if spec is None:
         yield Problem("model.name", allowed_names(job.model.name, MODELS))
@@ -164,6 +166,11 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
         ):
             rests_on = ("model", "training.local_batch_size", "parallelism")
             yield Problem(key, message, rests_on)
+    for key, message in (
+        *activation_checkpoint.problems(job.activation_checkpoint, job.compile, p, device_type),
+        *async_tensor.problems(p, job.compile, device_type),
+    ):
+        yield Problem(key, message, ("compile", "parallelism", "activation_checkpoint"))
     if tp > 1 and not spec.tensor_plan:
         message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
         yield Problem("parallelism.tensor_parallel_degree", message, ("model",))

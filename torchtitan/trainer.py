@@ -66,6 +66,7 @@ class Trainer:
                     gc.collect(1)
                 if state.step == first:
                     run.world.after_first_step()
+                    run.model.confirm()
         if diverged:
             raise TrainingDiverged(
                 f"step {state.step}: the loss or the gradient norm was not finite in "

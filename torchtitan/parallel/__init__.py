@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torchtitan.data import Batch
 from torchtitan.losses import cross_entropy, vocabulary_parallel_cross_entropy
 from torchtitan.models.spec import Args, ModelArgs, ModelSpec
-from torchtitan.parallel import activation_checkpoint, compile, context, fsdp, stages, tensor
+from torchtitan.parallel import (
+    activation_checkpoint,
+    async_tensor,
+    compile,
+    context,
+    fsdp,
+    stages,
+    tensor,
+)
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.fsdp import Precision
@@ -97,6 +105,8 @@ class ParallelModel:
     runner: Runner
     cut: Callable[[Batch], Batch]
     """From whole sequences to this rank's part of them."""
+    confirm: Callable[[], None]
+    """After a step: say what the compiler made of it, and fail if what was asked for is not so."""
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Forward and backward of the microbatches of one step; gradients accumulate.
@@ -138,11 +148,15 @@ def parallelize(
             chosen.context_parallel_rotate_method,
             chosen.context_parallel_load_balancer,
         )
+    if chosen.enable_async_tensor_parallel:
+        async_tensor.enable(world.groups["tp"])
+    order = list(spec.blocks(model))
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     mine = plan.of(dist.get_rank(world.groups["pp"]))
     parts = [stages.build(model, plan, stage) for stage in mine]
     for part in parts:
-        blocks = list(spec.blocks(part).values())
+        named = spec.blocks(part)
+        blocks = list(named.values())
         if degrees.tp > 1:
             tensor.apply(
                 part,
@@ -151,9 +165,7 @@ def parallelize(
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
-        activation_checkpoint.apply(
-            spec.blocks(part), list(spec.blocks(model)), layout.activation_checkpoint
-        )
+        activation_checkpoint.apply(named, order, layout.activation_checkpoint)
         compile.apply(blocks, layout.compile)
         if _has_work(layout, world):
             fsdp.apply(
@@ -187,7 +199,15 @@ def parallelize(
         size=degrees.cp,
         balancing=chosen.context_parallel_load_balancer,
     )
-    return ParallelModel(parts, runner, cut)
+    has_loss = len(plan.units) - 1 in mine
+    confirm = partial(_confirm, layout, sum(len(spec.blocks(part)) for part in parts), has_loss)
+    return ParallelModel(parts, runner, cut, confirm)
+
+
+def _confirm(layout: Layout, blocks: int, has_loss: bool) -> None:
+    compile.report(layout.compile, blocks, has_loss)
+    if layout.parallelism.enable_async_tensor_parallel:
+        async_tensor.confirm()
 
 
 def _reshard(chosen: ParallelismConfig) -> ReshardPolicy:

@@ -1,6 +1,6 @@
 """What is kept for the backward, in bytes, and what is computed twice."""
 
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,9 +8,9 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
+from tests.operators import Operators
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -27,6 +27,13 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 def config(mode: str, **options: Any) -> ActivationCheckpointConfig:
     return ActivationCheckpointConfig.model_validate({"mode": mode, **options})
+
+
+@pytest.fixture
+def budget_restored() -> Iterator[None]:
+    """The budget is a setting of the whole process."""
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        yield
 
 
 class Doubling(nn.Module):
@@ -58,9 +65,8 @@ def test_the_same_blocks_recompute_however_a_model_is_cut(
     chosen: ActivationCheckpointConfig,
     every: list[str],
     cuts: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    budget_restored: None,
 ) -> None:
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
     model = {name: Doubling() for name in BLOCKS}
     said: list[str] = []
     for start, stop in zip([0, *cuts], [*cuts, len(BLOCKS)], strict=True):
@@ -72,20 +78,6 @@ def test_the_same_blocks_recompute_however_a_model_is_cut(
     x.sum().backward()
     twice = [name for name, block in model.items() if block.asked == 2]
     assert twice == said == every
-
-
-class Operators(TorchDispatchMode):
-    """Counts what is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        self.counts[str(function)] += 1
-        return function(*arguments, **(named or {}))
 
 
 def block_and_inputs() -> tuple[nn.Module, tuple[Tensor, Tensor, None]]:
@@ -132,8 +124,7 @@ def kept(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Tensor]:
     return sum(sizes.values()), gradient
 
 
-def test_a_smaller_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
+def test_a_smaller_budget_keeps_less(budget_restored: None) -> None:
     block, inputs = block_and_inputs()
     eager, expected = kept(block, inputs)
     forward, sizes = block.forward, []

@@ -1,0 +1,158 @@
+"""What each layout sends in an optimizer step: counted, beside what the formulas say.
+
+    python benchmarks/collectives.py --output benchmarks/results/collectives.md
+
+Trains the debug model in each layout for two steps on gloo ranks of this machine, and counts what
+the second one sends: collectives as torch's Flight Recorder remembers them, and messages where they
+are handed to a process group, since gloo's recorder does not know those. The formulas are in
+`torchtitan.parallel.traffic`; `tests/parallel/test_collectives.py` compares them with more layouts.
+"""
+
+import argparse
+import importlib
+import logging
+import math
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.checks import load_job
+from torchtitan.device import Device, pick
+from torchtitan.flight import Collective, recorded
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import run_ranks
+from torchtitan.logging import logger
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel import Launch, Layout, Precision
+from torchtitan.parallel.traffic import Traffic, of_step
+from torchtitan.verify.measure import training
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "train_configs/debug_model.toml"
+BATCH, SEQ_LEN = 8, 256
+# Elements of the largest all-reduce that is about single numbers: losses, counts and the like.
+SINGLE_NUMBERS = 4
+SHARD, REPLICATE, TENSOR, CONTEXT, PIPELINE = (
+    f"parallelism.{axis}_degree"
+    for axis in (
+        *("data_parallel_shard", "data_parallel_replicate"),
+        *("tensor_parallel", "context_parallel", "pipeline_parallel"),
+    )
+)
+RING = {"parallelism.context_parallel_rotate_method": "ring"}
+INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DDP 2": {REPLICATE: 2},
+    "DDP 4": {REPLICATE: 4},
+    "FSDP 2": {SHARD: 2},
+    "FSDP 4": {SHARD: 4},
+    "HSDP 2 x 2": {REPLICATE: 2, SHARD: 2},
+    "TP 2": {TENSOR: 2},
+    "TP 4": {TENSOR: 4},
+    "CP 2": {CONTEXT: 2},
+    "CP 4": {CONTEXT: 4},
+    "CP 4, ring": {CONTEXT: 4, **RING},
+    "PP 2": {PIPELINE: 2},
+    "PP 4": {PIPELINE: 4},
+    "PP 2, Interleaved1F1B": {PIPELINE: 2, **INTERLEAVED},
+    "FSDP 2 x TP 2": {SHARD: 2, TENSOR: 2},
+    "FSDP 2 x CP 2": {SHARD: 2, CONTEXT: 2},
+    "FSDP 2 x PP 2": {SHARD: 2, PIPELINE: 2},
+    "FSDP 2 x TP 2 x PP 2": {SHARD: 2, TENSOR: 2, PIPELINE: 2},
+}
+"""Keys of a recipe that differ from one rank's."""
+
+
+class Message(NamedTuple):
+    """A collective, or a message that this rank sends."""
+
+    ranks: tuple[int, ...]
+    operation: str
+    bytes: int
+    """Of the whole, as in `Traffic`."""
+
+
+class Counted(NamedTuple):
+    """What one rank took part in during a step."""
+
+    messages: Counter[Message]
+    single_numbers: int
+    """All-reduces of a few numbers, which are not in `messages`."""
+    axes: dict[str, tuple[int, ...]]
+    """The ranks of each axis."""
+    expected: Counter[Message]
+    """What the formulas say."""
+
+
+def count(job: JobConfig) -> Counted:
+    """On this rank, what the last step of `job` sends; TORCH_FR_BUFFER_SIZE was set before."""
+    logger.setLevel(logging.ERROR)
+    sends: list[Message] = []
+    last, before = -1, 0
+    with counting_sends(sends):
+        for run, row in training(job, Device("cpu"), uneven=False):
+            if row["step"] == job.training.steps - 1:
+                last, before = recorded()[-1].number, len(sends)
+    found = [collective for collective in recorded() if collective.number > last]
+    is_single = [c.operation == "all_reduce" and elements(c) <= SINGLE_NUMBERS for c in found]
+    axes = {axis: tuple(dist.get_process_group_ranks(g)) for axis, g in run.world.groups.items()}
+    expected: Counter[Message] = Counter()
+    for one in formulas(job, dist.get_world_size(), dist.get_rank(run.world.groups["pp"])):
+        expected[Message(axes[one.axis], one.operation, one.bytes)] += one.count
+    counted = [message(c) for c, single in zip(found, is_single, strict=True) if not single]
+    return Counted(Counter(counted + sends[before:]), sum(is_single), axes, expected)
+
+
+@contextmanager
+def counting_sends(sends: list[Message]) -> Iterator[None]:
+    """Note every message that this process sends meanwhile."""
+    send = dist.ProcessGroup.send
+
+    def noted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sends.append(Message(ranks, "send", sum(tensor.nbytes for tensor in tensors)))
+        return send(group, tensors, *rest)
+
+    with mock.patch.object(dist.ProcessGroup, "send", noted):
+        yield
+
+
+def elements(collective: Collective) -> int:
+    return sum(math.prod(shape.sizes) for shape in collective.inputs)
+
+
+def message(collective: Collective) -> Message:
+    """Gloo's records of what an all-gather ends with differ, so that follows from what it takes."""
+    ranks = collective.group.ranks
+    parts = len(ranks) if collective.operation == "all_gather" else 1
+    return Message(ranks, collective.operation, collective.bytes_in * parts)
+
+
+def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
+    """What a step sends according to `torchtitan.parallel.traffic`."""
+    training, spec = job.training, MODELS[job.model.name]
+    args, degrees = spec.flavors[job.model.flavor], job.degrees(ranks)
+    names = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    layout = Layout(
+        parallelism=job.parallelism,
+        precision=Precision(*(getattr(torch, name) for name in names)),
+        cpu_offload=training.enable_cpu_offload,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        document_mask=job.model.attn_mask_type == "block_causal",
+    )
+    model = build_empty(spec.build, args, training.seq_len)
+    return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)

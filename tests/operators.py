@@ -1,0 +1,20 @@
+"""Counts the operators that torch runs."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operators(TorchDispatchMode):
+    """As a context, counts what is computed within it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.counts[str(function)] += 1
+        return function(*arguments, **(named or {}))

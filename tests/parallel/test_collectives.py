@@ -1,0 +1,112 @@
+"""Every collective of a step is one that a formula asks for, as large and as often.
+
+What a layout sends is a part of what it costs, and nothing else shows it if more is sent than need
+be: the run is the same, only slower. So there is no tolerance.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from benchmarks.collectives import Counted, count
+from tests import layouts
+from tests.layouts import (
+    FULL,
+    LAYOUTS,
+    NO_LOSS,
+    NO_SEQUENCE,
+    OPERATORS,
+    RESHARD,
+    RING,
+    SECOND,
+    Case,
+    case,
+)
+from tests.ranks import run_ranks
+from torchtitan.parallel.traffic_formulas import (
+    Traffic,
+    of_keys_and_values,
+    of_parameters,
+    of_stream,
+)
+
+BFLOAT16 = {"mixed_precision_param": "bfloat16"}
+ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
+
+FROM_PARITY = (
+    *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
+    *("HSDP 2 x 2, accumulating 2", "TP 2", "TP 4", "TP 2, neither", "CP 2, ring", "CP 4"),
+    *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
+    *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
+    *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
+)
+CASES: dict[str, Case] = {
+    **{name: LAYOUTS[name] for name in FROM_PARITY},
+    "one rank, bfloat16": case(batch=4, training=BFLOAT16),
+    "FSDP 2, bfloat16": case(shard=2, training=BFLOAT16),
+    "FSDP 3, which divides nothing": case(shard=3, training={"global_batch_size": 12}),
+    "FSDP 2, always reshard, full recomputation": case(
+        shard=2, recompute=FULL, **{RESHARD: "always"}
+    ),
+    "TP 2, bfloat16, full recomputation": case(tp=2, training=BFLOAT16, recompute=FULL),
+    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS),
+    "TP 2, no sequence parallelism, operators recomputed": case(
+        tp=2, recompute=OPERATORS, **NO_SEQUENCE
+    ),
+    "FSDP 2 x TP 2, all in bfloat16, no loss parallelism": case(
+        shard=2, tp=2, training=ALL_BFLOAT16, **NO_LOSS
+    ),
+    "CP 2, ring, bfloat16, every second block recomputed": case(
+        cp=2, training=BFLOAT16, recompute=SECOND, **RING
+    ),
+    "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
+    "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    layout = CASES[name]
+    job = layouts.job(layout, "SGD", training={"steps": 2})
+    for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
+        # The formulas are those of the first tensor rank; the last has a row of the tables less.
+        if found.axes["tp"].index(rank) == 0:
+            assert not differences(found), f"rank {rank}"
+        assert found.single_numbers <= 12
+
+
+def differences(found: Counted) -> dict[str, Counter[object]]:
+    """What was sent and is in no formula, and the other way round."""
+    both = {
+        "sent, but in no formula": found.messages - found.expected,
+        "in a formula, but not sent": found.expected - found.messages,
+    }
+    return {what: messages for what, messages in both.items() if messages}
+
+
+def sent(found: Iterable[Traffic], ranks: int) -> float:
+    return sum(one.sent(ranks) for one in found)
+
+
+def test_fsdp_sends_half_as_much_again_as_ddp() -> None:
+    """As ZeRO says of its third stage (arXiv:1910.02054, section 7)."""
+    once = {"compute": 4, "reduce": 4, "scatters": 1, "sums": 1}
+    ddp = sent(of_parameters(1000, parts=1, copies=8, gathers=0, **once), 8)
+    fsdp = sent(of_parameters(1000, parts=8, copies=1, gathers=2, **once), 8)
+    assert ddp == 2 * 4000 * 7 / 8
+    assert fsdp == 1.5 * ddp
+
+
+def test_sequence_parallelism_sends_as_much_as_it_replaces() -> None:
+    """As its paper says (arXiv:2205.05198, section 4.2.2): a ring all-reduce is both halves."""
+    block = {"gathers": 2, "sums": 2, "more_gathers": 0, "more_sums": 0}
+    split, whole = (sent(of_stream(1000, split=split, **block), 4) for split in (True, False))
+    assert split == whole == 4 * 2 * 1000 * 3 / 4
+
+
+def test_ring_sends_as_much_as_fetching_at_once() -> None:
+    layer = {"ranks": 4, "compute": 2, "fetches": 2, "returns": 1}
+    ring, at_once = (sent(of_keys_and_values(1000, ring=r, **layer), 4) for r in (True, False))
+    assert ring == at_once == 3 * (2 * 2000 + 4000)

@@ -1,0 +1,45 @@
+"""Recomputing by operator does not repeat what ranks wait for each other in."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import tiny
+from tests.operators import Operators
+from tests.ranks import run_ranks
+from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.parallel import ActivationCheckpointConfig, activation_checkpoint, context, tensor
+
+ARGS, LENGTH = tiny.FLAVORS["deep"], 32
+ATTENTION = "torchtitan.context_attention.default"
+SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+
+
+def in_backward(axis: str, mode: str) -> Counter[str]:
+    """What the backward of the tiny model computes on 2 ranks of an axis."""
+    model = LLAMA3.build(ARGS, LENGTH)
+    if axis == "cp":
+        context.apply(model, dist.group.WORLD, "allgather", "headtail")
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = LLAMA3.tensor_plan
+        tensor.apply(model, plan, mesh, sequence_parallel=True, loss_parallel=True)
+    blocks = LLAMA3.blocks(model)
+    config = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": "op"})
+    activation_checkpoint.apply(blocks, list(blocks), config)
+    loss = model(torch.zeros(2, LENGTH // (2 if axis == "cp" else 1), dtype=torch.int64)).sum()
+    with Operators() as backward:
+        loss.backward()
+    return backward.counts
+
+
+@pytest.mark.parametrize(("axis", "operator"), [("cp", ATTENTION), ("tp", SCATTER)])
+def test_what_ranks_wait_for_is_kept(axis: str, operator: str) -> None:
+    none, full, selective = (
+        run_ranks(in_backward, 2, axis, mode)[0][operator] for mode in ("none", "full", "selective")
+    )
+    assert full == none + ARGS.n_layers
+    assert selective == none

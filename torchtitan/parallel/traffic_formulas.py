@@ -1,0 +1,149 @@
+"""What each technique sends in an optimizer step, as functions of numbers.
+
+A collective is told by its axis, its kind and the bytes of its whole: what an all-gather ends with,
+what a reduce-scatter begins with, the tensor of an all-reduce or of a send. Of a whole of b bytes
+each of n ranks sends, around a ring (Patarasuk and Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002),
+
+    all-gather      b (n - 1) / n
+    reduce-scatter  b (n - 1) / n
+    all-reduce      2 b (n - 1) / n
+    send            b
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+
+FP32 = 4
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives alike in one step, or messages alike that one rank sends."""
+
+    axis: str
+    """A key of `World.groups`."""
+    what: str
+    operation: Operation
+    bytes: int
+    """Of the whole of each."""
+    count: int
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that each of the `ranks` of the axis sends, for all of them together."""
+        whole = self.bytes * self.count
+        if self.operation == "send":
+            return whole
+        return whole * (ranks - 1) / ranks * (2 if self.operation == "all_reduce" else 1)
+
+
+def of_parameters(
+    elements: int,
+    *,
+    parts: int,
+    copies: int,
+    compute: int,
+    reduce: int,
+    gathers: int,
+    scatters: int,
+    sums: int,
+) -> Iterator[Traffic]:
+    """DDP, FSDP and HSDP: one unit of parameters in parts and copies (arXiv:2304.11277).
+
+    Args:
+        elements: of all parts, filled up so that they are equal.
+        compute, reduce: bytes of an element when gathered and when summed.
+        gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
+            over the parts, and summed over the copies.
+    """
+    if parts > 1:
+        yield Traffic("fsdp", "parameters", "all_gather", elements * compute, gathers)
+        yield Traffic("fsdp", "gradients", "reduce_scatter", elements * reduce, scatters)
+    if copies > 1:
+        yield Traffic("dp_replicate", "gradients", "all_reduce", elements // parts * reduce, sums)
+
+
+def of_stream(
+    hidden: int, *, gathers: int, sums: int, more_gathers: int, more_sums: int, split: bool
+) -> Iterator[Traffic]:
+    """Tensor parallelism: the activations between the matrices (arXiv:1909.08053).
+
+    What the forward gathers the backward sums, and the other way round.
+
+    Args:
+        hidden: bytes of the hidden states of a microbatch, (b, s, D).
+        gathers, sums: in the forwards of a step. A block has two of each; with tables split on the
+            vocabulary the embedding has one sum and the output one gather.
+        more_gathers, more_sums: in what of the forwards is recomputed.
+        split: with sequence parallelism (arXiv:2205.05198). Without, nothing is gathered.
+    """
+    if split:
+        yield Traffic("tp", "activations", "all_gather", hidden, gathers + sums + more_gathers)
+        yield Traffic("tp", "activations", "reduce_scatter", hidden, sums + gathers + more_sums)
+    else:
+        yield Traffic("tp", "activations", "all_reduce", hidden, sums + gathers + more_sums)
+
+
+def of_norms(size: int, *, sums: int) -> Iterator[Traffic]:
+    """Tensor parallelism: with sequence parallelism each rank has a norm's gradient of its tokens.
+
+    Args:
+        size: bytes of the gradient, D elements.
+        sums: in a step: one for each norm, or one for each norm and microbatch if FSDP takes them.
+    """
+    yield Traffic("tp", "norms", "all_reduce", size, sums)
+
+
+def of_loss(
+    tokens: int, vocabulary: int, *, ranks: int, compute: int, times: int, shared: bool
+) -> Iterator[Traffic]:
+    """Tensor parallelism: the largest logit, the sum of exponentials and the target's logit of each
+    token (arXiv:1909.08053, section 3), or, without loss parallelism, all its logits.
+
+    Args:
+        tokens: of a microbatch.
+        times: microbatches in a step.
+        shared: with loss parallelism.
+    """
+    if shared:
+        yield Traffic("tp", "loss", "all_reduce", tokens * FP32, 3 * times)
+    else:
+        logits = tokens * -(-vocabulary // ranks) * ranks * compute
+        yield Traffic("tp", "logits", "all_gather", logits, times)
+
+
+def of_keys_and_values(
+    elements: int, *, ranks: int, compute: int, fetches: int, returns: int, ring: bool
+) -> Iterator[Traffic]:
+    """Context parallelism: keys and values come, and their gradients go back in fp32.
+
+    Args:
+        elements: of one rank's keys and values in a layer, (2, b, K, s, E).
+        fetches: in a step: a layer's forward and backward, and its forward recomputed.
+        returns: in a step: a layer's backward.
+        ring: from one rank to the next (arXiv:2310.01889), instead of all at once
+            (arXiv:2407.21783, section 3.3.2).
+    """
+    here, back = elements * compute, elements * FP32
+    if ring:
+        hops = ranks - 1
+        yield Traffic("cp", "keys and values", "send", here, hops * fetches)
+        yield Traffic("cp", "their gradients", "send", back, hops * returns)
+    else:
+        yield Traffic("cp", "keys and values", "all_gather", ranks * here, fetches)
+        yield Traffic("cp", "their gradients", "reduce_scatter", ranks * back, returns)
+
+
+def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:
+    """Pipeline parallelism: hidden states onwards, their gradients back (arXiv:1811.06965).
+
+    Args:
+        hidden: bytes of a microbatch's hidden states, or of this rank's part of their sequence.
+        onwards, back: messages in a step: one for each microbatch and each border between a stage
+            of this rank and one of another.
+    """
+    yield Traffic("pp", "hidden states", "send", hidden, onwards)
+    yield Traffic("pp", "their gradients", "send", hidden, back)
