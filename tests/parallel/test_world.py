@@ -1,0 +1,59 @@
+"""One mesh with every axis, and process groups for those in use alone."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from torchtitan.device import Device
+from torchtitan.parallel import CommConfig, Degrees, open_world
+from torchtitan.torch_private import group_members
+
+
+def look(degrees: Degrees) -> dict[str, Any]:
+    with open_world(degrees, CommConfig(), Device("cpu")) as world:
+        one = torch.ones(())
+        return {
+            "axes": dict(zip(world.mesh.mesh_dim_names, world.mesh.shape, strict=True)),
+            "groups": sorted(purpose for purpose, _ in group_members().values()),
+            "members": {n: dist.get_process_group_ranks(g) for n, g in world.groups.items()},
+            "data_mesh": world.data_mesh.shape,
+            "data_rank": world.data_rank,
+            "sum": world.sum(one.clone(), over="loss").item(),
+        }
+
+
+@pytest.mark.parametrize(
+    ("degrees", "made", "data_mesh"),
+    [
+        # Beside the default group and the patient one: this rank's own, for all unused axes.
+        (Degrees(), [], (1,)),
+        (Degrees(dp_shard=4), ["alone"], (4,)),
+        (Degrees(dp_replicate=4), ["alone"], (4, 1)),
+        (Degrees(dp_shard=2, tp=2), ["alone", "dp_shard", "tp"], (2,)),
+        (Degrees(dp_shard=2, cp=2), ["alone", "cp", "dp_shard"], (4,)),
+        (Degrees(dp_replicate=2, cp=2), ["alone", "cp", "dp_replicate"], (2, 2)),
+        (Degrees(pp=2, dp_shard=2), ["alone", "dp_shard", "pp"], (2,)),
+    ],
+)
+def test_groups_are_made_for_axes_in_use(
+    degrees: Degrees, made: list[str], data_mesh: tuple[int, ...]
+) -> None:
+    size = degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
+    for rank, seen in enumerate(run_ranks(look, size, degrees)):
+        assert seen["axes"] == degrees._asdict()
+        own = sorted(name for name in seen["groups"] if name in (*Degrees._fields, "alone"))
+        assert own == made if size > 1 else own in ([], ["alone"])
+        assert seen["data_mesh"] == data_mesh
+        assert all(rank in members for members in seen["members"].values())
+        assert {n: len(seen["members"][n]) for n in degrees._fields} == degrees._asdict()
+        assert seen["sum"] == size / degrees.tp
+
+
+def test_ranks_of_a_sample_read_the_same_data() -> None:
+    found = run_ranks(look, 8, Degrees(pp=2, dp_shard=2, tp=2))
+    assert [seen["data_rank"] for seen in found] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert found[0]["members"]["tp"] == [0, 1]  # the innermost axis: the nearest ranks
+    assert found[0]["members"]["pp"] == [0, 4]
