@@ -1,6 +1,7 @@
 """What schedules ask for, as torch does; the time they waste; schedules from files."""
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -178,3 +179,13 @@ def test_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
     assert list(schedule_csv.faults(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)) == [
         "rank 0 waits for ever to do 2F0; wanted an order in which it can come"
     ]
+
+
+def test_bubbles_in_the_docs_are_the_predicted_ones() -> None:
+    page = (Path(__file__).parents[3] / "docs/parallelism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (\d) \| ([\d.]+)% \| ([\d.]+)% \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(SCHEDULES)
+    for name, each, *said in rows:
+        orders = (order(name, 4 * int(each), 4, number) for number in (8, 32))
+        found = [bubble(timeline(one)) for one in orders]
+        assert [f"{bubble:.1%}" for bubble in found] == [f"{value}%" for value in said]
