@@ -34,7 +34,7 @@ from torchtitan.local_ranks import run_ranks
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import Launch, Layout, Precision
+from torchtitan.parallel import Layout, Precision
 from torchtitan.parallel.traffic import Traffic, of_step
 from torchtitan.verify.measure import training
 
@@ -102,13 +102,14 @@ def count(job: JobConfig) -> Counted:
     last, before = -1, 0
     with counting_sends(sends):
         for run, row in training(job, Device("cpu"), uneven=False):
+            groups = run.world.groups
             if row["step"] == job.training.steps - 1:
                 last, before = recorded()[-1].number, len(sends)
     found = [collective for collective in recorded() if collective.number > last]
     is_single = [c.operation == "all_reduce" and elements(c) <= SINGLE_NUMBERS for c in found]
-    axes = {axis: tuple(dist.get_process_group_ranks(g)) for axis, g in run.world.groups.items()}
+    axes = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     expected: Counter[Message] = Counter()
-    for one in formulas(job, dist.get_world_size(), dist.get_rank(run.world.groups["pp"])):
+    for one in formulas(job, dist.get_world_size(), dist.get_rank(groups["pp"])):
         expected[Message(axes[one.axis], one.operation, one.bytes)] += one.count
     counted = [message(c) for c, single in zip(found, is_single, strict=True) if not single]
     return Counted(Counter(counted + sends[before:]), sum(is_single), axes, expected)
@@ -156,3 +157,93 @@ def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
     )
     model = build_empty(spec.build, args, training.seq_len)
     return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)
+
+
+def recipe(layout: dict[str, Any]) -> tuple[JobConfig, int]:
+    """The debug recipe in a layout, with the same batch for all; and the number of ranks."""
+    degrees = [layout.get(key, 1) for key in (REPLICATE, SHARD, TENSOR, CONTEXT, PIPELINE)]
+    keys = {
+        "training.local_batch_size": BATCH // math.prod(degrees[:2]),
+        "training.seq_len": SEQ_LEN,
+        "training.steps": 2,
+        "metrics.log_freq": 1,
+        **layout,
+    }
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    ranks = math.prod(degrees)
+    return load_job(RECIPE, flags, ranks, "cpu").config, ranks
+
+
+def rows(layout: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row of the table for each kind and size of message of rank 0."""
+    job, ranks = recipe(layout)
+    counted = run_ranks(count, ranks, job)[0]
+    same: dict[Message, list[Traffic]] = {}
+    for one in formulas(job, ranks):
+        key = Message(counted.axes[one.axis], one.operation, one.bytes)
+        same.setdefault(key, []).append(one)
+    for message in same.keys() | counted.messages.keys():
+        said = same.get(message, [])
+        once = Traffic("", "", message.operation, message.bytes, counted.messages[message])
+        yield (
+            ", ".join(dict.fromkeys(one.axis for one in said)) or "?",
+            ", ".join(dict.fromkeys(one.what for one in said)) or "?",
+            message.operation.replace("_", "-"),
+            f"{message.bytes:,}",
+            str(sum(one.count for one in said)),
+            str(counted.messages[message]),
+            f"{once.sent(len(message.ranks)) / 1e6:.2f}",
+        )
+
+
+PAGE = """\
+# What each layout sends in a step
+
+<!-- Written by benchmarks/collectives.py. -->
+
+Collectives of rank 0 in one optimizer step of the debug model, and the messages it sends: {batch}
+sequences of {seq_len} tokens, float32, no recomputation. *Bytes* is the size of the whole of each,
+*formula* and *counted* how many there are, *MB sent* what the rank sends for all of them around a
+ring. In a pipeline rank 0 has the first stage. A dozen all-reduces of single numbers are left out.
+
+`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
+
+| layout | axis | what | operation | bytes | formula | counted | MB sent |
+|---|---|---|---|---:|---:|---:|---:|
+{rows}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--output", type=Path, help="file for the table")
+    arguments = parser.parse_args()
+    # Torch reads it when a process group is made; the forked ranks have it from here.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
+    torch.set_num_threads(1)
+    for module in ("tensor", "fsdp", "pipelining"):
+        importlib.import_module(f"torch.distributed.{module}")
+    lines = [
+        f"| {' | '.join([name, *row])} |"
+        for name in arguments.layouts
+        for row in sorted(rows(LAYOUTS[name]))
+    ]
+    page = PAGE.format(
+        batch=BATCH,
+        seq_len=SEQ_LEN,
+        command=" ".join(["python", "benchmarks/collectives.py", *sys.argv[1:]]),
+        device=pick().name,
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        date=time.strftime("%Y-%m-%d"),
+        rows="\n".join(lines),
+    )
+    print(page)
+    if arguments.output:
+        arguments.output.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,14 +26,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group; what follows is the same on all ranks, so the gradient passes as it is."""
+class _InPlaceOf(torch.autograd.Function):
+    """A total in place of `x`, one of its parts: what follows is the same on all ranks, so the
+    gradient passes as it is."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(context: Any, x: Tensor, total: Tensor) -> Tensor:
+        return total.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -41,8 +40,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
-    return total
+    # Not within the function above: torch 2.11 would compile it to one without a gradient.
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    replaced: Tensor = _InPlaceOf.apply(x, total)  # type: ignore[no-untyped-call]
+    return replaced
 
 
 def vocabulary_parallel_cross_entropy(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import layouts
+from tests import layouts, tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
@@ -52,22 +52,30 @@ def forget() -> None:
     counters.clear()
 
 
+BLOCKS = tiny.FLAVORS["deep"].n_layers
+
+
+def recipe(layout: Case, **settings: Any) -> JobConfig:
+    model, training = {"flavor": "deep"}, {"steps": 2}
+    return layouts.job(layout, "SGD", model=model, training=training, compile=settings)
+
+
 def compiled(job: JobConfig) -> tuple[Trace, list[str]]:
     forget()
-    return trace(job, uneven=True), reported(job.compile, 8)
+    return trace(job, uneven=True), reported(job.compile, BLOCKS)
 
 
 @cache
 def reference() -> Trace:
-    job = layouts.job(layouts.ONE, "SGD", training={"steps": 2})
-    return run_ranks(trace, 1, job, True)[0]
+    return run_ranks(trace, 1, recipe(layouts.ONE), True)[0]
 
 
 def compare(found: Trace, expected: Trace) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
-    for name, weight in found.weights[-1].items():
-        torch.testing.assert_close(weight, expected.weights[-1][name], rtol=0, atol=1e-5)
+    for name, part in found.weights[-1].items():
+        whole = part.of(expected.weights[-1][name])
+        torch.testing.assert_close(part.local, whole, rtol=0, atol=1e-5, msg=name)
 
 
 BUDGET = {"mode": "memory_budget", "memory_budget": 0.3}
@@ -90,20 +98,19 @@ CASES: dict[str, tuple[Case, int]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_run(name: str) -> None:
     layout, graphs = CASES[name]
-    settings = {"enable": True, "backend": "aot_eager"}
-    job = layouts.job(layout, "SGD", training={"steps": 2}, compile=settings)
+    job = recipe(layout, enable=True, backend="aot_eager")
     for found, lines in run_ranks(compiled, layout.ranks, job):
         compare(found, reference())
         assert lines == [
-            f"compile: {graphs} graphs of 8 blocks and the loss, 0 graph breaks, 0 recompilations"
+            f"compile: {graphs} graphs of {BLOCKS} blocks and the loss, 0 graph breaks, "
+            "0 recompilations"
         ]
 
 
 def test_stages_share_no_loss() -> None:
-    layout, settings = case(2), {"enable": True, "backend": "aot_eager"}
-    job = layouts.job(layout, "SGD", training={"steps": 2}, compile=settings)
+    job = recipe(case(2), enable=True, backend="aot_eager")
     graphs = []
-    for found, (line,) in run_ranks(compiled, layout.ranks, job):
+    for found, (line,) in run_ranks(compiled, 2, job):
         compare(found, reference())
         graphs.append(line.removeprefix("compile: ").partition(" of ")[0])
     assert graphs == ["1 graph", "2 graphs"]
@@ -112,11 +119,10 @@ def test_stages_share_no_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [{}, OPERATORS])
 def test_inductor_is_the_same_run(recompute: dict[str, Any]) -> None:
-    layout = case(shard=2, tp=2, recompute=recompute)
-    job = layouts.job(layout, "SGD", training={"steps": 2}, compile={"enable": True})
-    for found, lines in run_ranks(compiled, layout.ranks, job):
+    job = recipe(case(shard=2, tp=2, recompute=recompute), enable=True)
+    for found, (line,) in run_ranks(compiled, 4, job):
         compare(found, reference())
-        assert lines[0].startswith("compile: 2 graphs of 8 blocks and the loss, 0 graph breaks")
+        assert line.startswith(f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 graph breaks")
 
 
 class Broken(nn.Module):

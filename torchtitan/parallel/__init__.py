@@ -206,7 +206,7 @@ def parallelize(
 
 def _confirm(layout: Layout, blocks: int, has_loss: bool) -> None:
     compile.report(layout.compile, blocks, has_loss)
-    if layout.parallelism.enable_async_tensor_parallel:
+    if blocks and layout.parallelism.enable_async_tensor_parallel:
         async_tensor.confirm()
 
 

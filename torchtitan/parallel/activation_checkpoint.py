@@ -2,9 +2,9 @@
 arXiv:1604.06174).
 
 `full` keeps only the input of each block. `selective` with a number k treats every k-th block of
-the model so; with "op" it treats every block, but keeps what is dear to recompute: attention, every
-second matrix product, and what ranks have sent each other to add up (Korthikanti et al., 2022,
-arXiv:2205.05198, keep and recompute by the same measure: bytes kept against time spent).
+the model so; with "op" it treats every block, but keeps what is dear to recompute for its size:
+attention, every second matrix product, and a rank's part of what ranks add up (the measure of
+Korthikanti et al., 2022, arXiv:2205.05198, section 5).
 `memory_budget` leaves the choice to the compiler, which keeps what saves the most time within a
 part of the memory that keeping everything would take: a knapsack problem over the block's graph.
 """
@@ -120,7 +120,7 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
     context: dict[str, Any] = {"context_fn": _keep_dear_operators} if by_operator else {}
     forward = block.forward
 
-    # A function, since the compiler does not look into `functools.partial` of torch's own.
+    # A function of ours, since the compiler would pass over a `partial` of one of torch's.
     def recomputed(*inputs: Tensor | None) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, **context)
 

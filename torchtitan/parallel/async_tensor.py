@@ -103,19 +103,20 @@ def count(graph: Graph) -> None:
 
 
 class Fused(NamedTuple):
-    """Fused operators in the graphs compiled so far, forward and backward."""
+    """How many operators of each kind stand in compiled graphs, forward and backward."""
 
     gathers: int
     scatters: int
 
 
 def fused() -> Fused:
+    """What this process has fused so far."""
     counts = torch_private.compiler_counts()["inductor"]
     return Fused(*(sum(counts[name] for name in names) for names in (GATHERS, SCATTERS)))
 
 
 def confirm() -> None:
-    """Log what was fused; after a step, not before.
+    """Log what was fused; after a step, not before, and on a rank that has blocks.
 
     Raises:
         RuntimeError: if the compiler left out the all-gathers or the reduce-scatters.

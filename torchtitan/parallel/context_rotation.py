@@ -71,16 +71,17 @@ def _circulate(kv: Tensor, group: ProcessGroup) -> Owned:
 def _return(gradients: Owned, group: ProcessGroup) -> Tensor:
     """The gradient of this rank's keys and values, summed on its way around the ring.
 
-    It follows them one step behind: each rank adds its share and passes it on, and the last
-    passes it to its owner.
+    It follows them one step behind: each rank adds its share and passes it on, the last to the
+    owner, whose own share never leaves.
     """
+    _, own = next(gradients)
     arriving: _Exchange | None = None
     for _, gradient in gradients:
         if arriving is not None:
             gradient += arriving.wait()
         arriving = _Exchange(gradient, group)
-    assert arriving is not None
-    return arriving.wait()
+    assert arriving is not None, "a ring has at least two ranks"
+    return own + arriving.wait()
 
 
 # How keys and values come, and how their gradients go back.

@@ -97,7 +97,11 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
         x, *rest = inputs
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [style.given], run_check=False)
-        return (x.redistribute(placements=[style.needed]), *rest)
+        # Even to where it is already, a redistribution would complete the sums of the backward, one
+        # after the other; left alone, those of several modules add up and are completed together.
+        if x.placements != (style.needed,):
+            x = x.redistribute(placements=[style.needed])
+        return (x, *rest)
 
     def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         assert style.left is not None
