@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
 from benchmarks.collectives import Counted, count
 from tests import layouts

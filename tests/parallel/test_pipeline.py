@@ -26,7 +26,7 @@ from torchtitan.parallel import (
     fsdp,
     stages,
 )
-from torchtitan.parallel.pipeline import Pipeline, Shapes
+from torchtitan.parallel.pipeline import Pipeline, Shapes, join
 from torchtitan.parallel.schedules import SCHEDULES, order
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=8)
@@ -118,8 +118,10 @@ def pipeline(case: Case, mesh: Any) -> Pipeline:
     plan = stages.plan(case.config, LLAMA3, ARGS, model, SEQ_LEN)
     parts = [stages.build(model, plan, stage) for stage in plan.of(dist.get_rank(group))]
     for part in parts:
-        blocks = list(LLAMA3.blocks(part).values())
-        activation_checkpoint.apply(blocks, ActivationCheckpointConfig(mode=case.recompute))
+        named = LLAMA3.blocks(part)
+        blocks = list(named.values())
+        recompute = ActivationCheckpointConfig(mode=case.recompute)
+        activation_checkpoint.apply(named, list(LLAMA3.blocks(model)), recompute)
         if case.data > 1 or case.compute != torch.float32:
             fsdp.apply(
                 part,
@@ -162,7 +164,7 @@ def compare(cases: Sequence[Case]) -> list[list[int]]:
         try:
             for step in (0, 1):
                 loss, tokens, gradients = one_rank(case, step)
-                share = run.forward_backward(read(data_rank, step), tokens)
+                share = run.forward_backward([join(read(data_rank, step))], tokens)
                 assert not share.requires_grad
                 assert (share != 0) == (run.last in run.parts)
                 close(summed(share), loss, case.tolerance)
