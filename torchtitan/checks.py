@@ -71,7 +71,8 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
 def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterator[Problem]:
     """Everything about a recipe, valid in form, that cannot work."""
     yield from _problems_of_degrees(job, world_size)
-    yield from _problems_of_model(job, world_size, device_type)
+    yield from _problems_of_model(job, world_size)
+    yield from _problems_of_compiler(job, None)
     yield from _problems_of_sequences(job)
     yield from _problems_of_batches(job, world_size)
     yield from _problems_of_precision(job)
@@ -131,9 +132,7 @@ def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Pro
         yield Problem(SHARD, message, DEGREES)
 
 
-def _problems_of_model(
-    job: JobConfig, world_size: int | None, device_type: str
-) -> Iterator[Problem]:
+def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
     spec = MODELS.get(job.model.name)
     if spec is None:
         yield Problem("model.name", allowed_names(job.model.name, MODELS))
@@ -166,11 +165,6 @@ def _problems_of_model(
         ):
             rests_on = ("model", "training.local_batch_size", "parallelism")
             yield Problem(key, message, rests_on)
-    for key, message in (
-        *activation_checkpoint.problems(job.activation_checkpoint, job.compile, p, device_type),
-        *async_tensor.problems(p, job.compile, device_type),
-    ):
-        yield Problem(key, message, ("compile", "parallelism", "activation_checkpoint"))
     if tp > 1 and not spec.tensor_plan:
         message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
         yield Problem("parallelism.tensor_parallel_degree", message, ("model",))
@@ -261,6 +255,16 @@ def _problems_of_precision(job: JobConfig) -> Iterator[Problem]:
         yield Problem("compile.components", message, ("compile",))
 
 
+def _problems_of_compiler(job: JobConfig, device_type: str | None) -> Iterator[Problem]:
+    """What the compiler cannot do, on any device (None) or on this kind."""
+    p, recompute = job.parallelism, job.activation_checkpoint
+    for key, message in (
+        *activation_checkpoint.problems(recompute, job.compile, p, device_type),
+        *async_tensor.problems(p, job.compile, device_type),
+    ):
+        yield Problem(key, message, ("compile", "parallelism", "activation_checkpoint"))
+
+
 FOLDERS = (
     "checkpoint.folder",
     "comm.save_traces_folder",
@@ -320,6 +324,8 @@ def _problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
 
 def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
     """What this very machine cannot do; a check made for another one does not ask."""
+    anywhere = set(_problems_of_compiler(job, None))
+    yield from (p for p in _problems_of_compiler(job, device_type) if p not in anywhere)
     on_cpu = job.compile.backend == "inductor" and device_type == "cpu"
     if job.compile.enable and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
         message = (

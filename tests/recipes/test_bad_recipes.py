@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from torchtitan.checks import load_job
+from torchtitan.checks import load_job, problems_of_machine
 from torchtitan.cli import main
 from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
@@ -212,3 +212,13 @@ def test_tokenizer_that_cannot_be_read(
     error = capsys.readouterr().err
     assert error.startswith('bad.toml:2: model.tokenizer_path: got "merges.model"; ')
     assert error.count("\n") == 1
+
+
+def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
+    words = ["--parallelism.enable_async_tensor_parallel", "--compile.enable"]
+    words += ["--parallelism.tensor_parallel_degree", "2"]
+    job = load_job(None, words, 2, "cpu").config
+    (problem,) = problems_of_machine(job, "cpu")
+    assert problem.path == "parallelism.enable_async_tensor_parallel"
+    assert problem.message.startswith("SymmetricMemory does not support CPU")
+    assert list(problems_of_machine(job, "cuda")) == []
