@@ -54,7 +54,7 @@ def row(name: str) -> str:
         sent[one.axis] += one.sent(of_axis[one.axis]) / 1e9
         messages += one.count
     cells = [sum(sent[axis] for axis in axes) for axes in COLUMNS]
-    shown = [f"{cell:.2g} GB" if cell else "" for cell in cells]
+    shown = [f"{cell:.3g} GB" if cell else "" for cell in cells]
     return f"| {' | '.join([name, *shown, f'{messages:,}'])} |"
 
 

@@ -216,7 +216,7 @@ def test_tokenizer_that_cannot_be_read(
 
 def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     words = ["--parallelism.enable_async_tensor_parallel", "--compile.enable"]
-    words += ["--parallelism.tensor_parallel_degree", "2"]
+    words += ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "none"]
     job = load_job(None, words, 2, "cpu").config
     (problem,) = problems_of_machine(job, "cpu")
     assert problem.path == "parallelism.enable_async_tensor_parallel"
