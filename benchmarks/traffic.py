@@ -5,7 +5,6 @@
 Nothing is run: that the formulas are right is measured by `collectives.py`, on small models.
 """
 
-import math
 import re
 import sys
 from collections import defaultdict

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
@@ -345,6 +346,30 @@ def test_layers_are_those_that_the_code_keeps() -> None:
     drawing = next(b.text for b in blocks(ROOT / "docs" / "architecture.md") if "cli · " in b.text)
     assert "## Layers" in text
     assert [line.split(" · ") for line in drawing.splitlines()] == LAYERS
+
+
+def test_pictures_are_as_their_script_draws_them(tmp_path: Path) -> None:
+    script = ROOT / "scripts/draw_parallelism.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    drawn = {path.name: path for path in tmp_path.iterdir()}
+    kept = {path.name: path for path in (ROOT / "docs/images").glob("parallel_*.svg")}
+    page = (ROOT / "docs/parallelism.md").read_text()
+    assert drawn.keys() == kept.keys() == set(re.findall(r"\(images/(parallel_\w+\.svg)\)", page))
+    for name, path in drawn.items():
+        assert path.read_text() == kept[name].read_text(), f"run python {script.relative_to(ROOT)}"
+        top = ElementTree.parse(path).getroot()
+        assert [child.tag.rpartition("}")[2] for child in top[:2]] == ["title", "desc"]
+        assert all(child.text for child in top[:2])
+
+
+def test_table_of_traffic_is_as_computed(tmp_path: Path) -> None:
+    written, script = ROOT / "docs/parallelism.md", ROOT / "benchmarks/traffic.py"
+    page = tmp_path / "page.md"
+    page.write_text(re.sub(r"\d", "0", written.read_text()))
+    subprocess.run([sys.executable, script, page], check=True)
+    table = re.search(r"^\| DDP 8 .*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert table[0] in written.read_text(), f"run python {script.relative_to(ROOT)}"
 
 
 def test_every_dependency_is_justified() -> None:
