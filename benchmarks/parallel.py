@@ -8,10 +8,11 @@ a machine with two free cores could be twice as fast with two ranks as with one.
 
 All processes live throughout and the sides take turns, a block of steps each, while the others
 sleep; the ratio is taken round by round, so that a machine that slows down slows all. Memory is the
-peak of a process over what it had when torch was imported.
+peak of a process over what it had when torch was imported, with all that parallelism needs of it.
 """
 
 import argparse
+import importlib
 import logging
 import os
 import platform
@@ -117,6 +118,8 @@ def train(arguments: argparse.Namespace) -> None:
             --training.seq_len={arguments.seq_len} --training.local_batch_size={side.sequences}"""
         degree = [f"--parallelism.{side.axis}={side.ranks}"] if side.axis else []
         job = load_job(RECIPE, [*words.split(), *degree], side.ranks, "cpu").config
+        for module in ("tensor", "fsdp", "pipelining"):
+            importlib.import_module(f"torch.distributed.{module}")
         before = resident()
         with open_world(job.degrees(side.ranks), job.comm, device) as world:
             run = build(job, world)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,46 @@ def test_page_quotes_the_results() -> None:
     profile = json.loads((ROOT / "benchmarks/results/profile_cpu_1_rank.json").read_text())
     for part, milliseconds in profile["milliseconds_of_our_step"].items():
         assert f"| {part} | {milliseconds:.2f} |" in page
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of a page's table, without its head."""
+    lines = [line for line in page.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_two_ranks_against_one(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = ["benchmarks/parallel.py", "--quick", "--sides", "FSDP", "PP", "--output", output]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    found = rows(output.read_text())
+    assert [name for name, *_ in found] == ["one rank", "FSDP", "PP"]
+    for name, *speeds, memory, memory_ratio, _ in found:
+        for speed in speeds:
+            assert re.fullmatch(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)", speed)
+        assert float(memory) > 0
+        assert name != "one rank" or float(memory_ratio) == 1
+
+
+def test_collectives_of_a_layout(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = ["benchmarks/collectives.py", "--layouts", "CP 2", "--output", output]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    kept = (ROOT / "benchmarks/results/collectives.md").read_text()
+    assert rows(output.read_text()) == [row for row in rows(kept) if row[0] == "CP 2"]
+
+
+def test_kept_counts_are_those_of_the_formulas() -> None:
+    kept = rows((ROOT / "benchmarks/results/collectives.md").read_text())
+    assert {"DDP 2", "FSDP 4", "TP 4", "CP 4, ring", "PP 4"} <= {name for name, *_ in kept}
+    assert all(formula == counted for *_, formula, counted, _ in kept)
+
+
+@pytest.mark.parametrize("name", ["parallel", "collectives"])
+def test_pages_of_results_say_how_they_were_made(name: str) -> None:
+    page = (ROOT / f"benchmarks/results/{name}.md").read_text()
+    assert re.search(rf"`python benchmarks/{name}\.py.*`: .+ cores, torch .+, Python .+, 20", page)
+    assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()

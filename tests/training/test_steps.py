@@ -173,7 +173,7 @@ def failing_validation(job: JobConfig) -> None:
 def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> None:
     exact = run_ranks(trace, 1, tiny.job())[0]
     mixed = run_ranks(trace, ranks, tiny.job(training={"mixed_precision_param": "bfloat16"}))[0]
-    assert all(weight.dtype == torch.float32 for weight in mixed.weights[-1].values())
+    assert all(weight.local.dtype == torch.float32 for weight in mixed.weights[-1].values())
     assert mixed.losses != exact.losses
     assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
 
@@ -182,7 +182,7 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> Non
 def test_full_bfloat16(ranks: int) -> None:
     settings = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
     found = run_ranks(trace, ranks, tiny.job(training=settings))[0]
-    assert all(weight.dtype == torch.bfloat16 for weight in found.weights[-1].values())
+    assert all(weight.local.dtype == torch.bfloat16 for weight in found.weights[-1].values())
     assert found.losses[-1] < found.losses[0]
 
 

@@ -84,6 +84,7 @@ NOT_ALONE = {
     "checkpoint.load_only",
     "debug.deterministic_warn_only",
     "profiling.enable_memory_snapshot",
+    "parallelism.enable_async_tensor_parallel",
 }
 
 

@@ -98,7 +98,7 @@ def test_more_stages_than_the_model_can_be_cut_into() -> None:
 @pytest.mark.parametrize(
     ("schedule", "pp", "microbatches", "words"),
     [
-        ("1F1B", 4, 3, "wants at least as many microbatches as stages, 4, but a step has 3"),
+        ("1F1B", 4, 3, "wants at least as many microbatches as stages, 4, but there are 3"),
         ("1F1B", 4, 3, "1F1B could run 4"),
         ("DualPipeV", 2, 2, "DualPipeV could run 4"),
         ("Interleaved1F1B", 2, 5, "Interleaved1F1B could run 4 or 6"),
@@ -157,7 +157,7 @@ def test_a_file(tmp_path: Path) -> None:
     path.write_text("0F0,2F0,2B0,0I0,0W0\n1F0,1B0")
     assert not found(microbatches=1, **keys)
     (line,) = found(**keys)
-    assert "it has 1 microbatches, 0 to 0, but a step has 8" in line
+    assert "it has 1 microbatches, 0 to 0, but a batch has 8" in line
     (line,) = found(microbatches=1, recompute=OPERATORS, **keys)
     assert line.startswith("pipeline_parallel_schedule_csv: it runs each backward in two parts")
     (line,) = found(microbatches=1, pipeline_parallel_layers_per_stage=2, **keys)

@@ -157,7 +157,7 @@ FAULTS = {
     "0F0,0B0/": "it has 1 rows",
     "0F0,0B0/,": "rank 1 has no stage; wanted at least one for each rank",
     "0F0,0B0/2F0,2B0": "it has the stages 0, 2; wanted all of 0 to 2",
-    "0F0,0B0,0F1,0B1/1F0,1B0,1F1,1B1": "it has 2 microbatches, 0 to 1, but a step has 1",
+    "0F0,0B0,0F1,0B1/1F0,1B0,1F1,1B1": "it has 2 microbatches, 0 to 1, but a batch has 1",
     "0F0,0B0,1F0/1B0": "stage 1 stands on the ranks 0, 1; wanted one",
     "0F0,0B0/1F0": "stage 1 does F for microbatch 0; wanted F and either B or I and W",
     "0F0,0F0,0B0/1F0,1B0": "stage 0 does F F B for microbatch 0",
