@@ -64,8 +64,8 @@ def _faults_of_stages(orders: Orders, microbatches: int) -> Iterator[str]:
         return
     if numbers != set(range(microbatches)):
         yield (
-            f"it has {len(numbers)} microbatches, {min(numbers)} to {max(numbers)}, but a batch has "
-            f"{microbatches}; wanted 0 to {microbatches - 1}"
+            f"it has {len(numbers)} microbatches, {min(numbers)} to {max(numbers)}, but a batch "
+            f"has {microbatches}; wanted 0 to {microbatches - 1}"
         )
         return
     ranks: dict[int, set[int]] = {stage: set() for stage in stages}
