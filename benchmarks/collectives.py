@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from torchtitan.build import layout_of
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.flight import Collective, recorded
@@ -34,7 +35,6 @@ from torchtitan.local_ranks import run_ranks
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import Layout, Precision
 from torchtitan.parallel.traffic import Traffic, of_step
 from torchtitan.verify.measure import training
 
@@ -142,20 +142,9 @@ def message(collective: Collective) -> Message:
 
 def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
     """What a step sends according to `torchtitan.parallel.traffic`."""
-    training, spec = job.training, MODELS[job.model.name]
-    args, degrees = spec.flavors[job.model.flavor], job.degrees(ranks)
-    names = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    layout = Layout(
-        parallelism=job.parallelism,
-        precision=Precision(*(getattr(torch, name) for name in names)),
-        cpu_offload=training.enable_cpu_offload,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        seq_len=training.seq_len,
-        local_batch_size=training.local_batch_size,
-        document_mask=job.model.attn_mask_type == "block_causal",
-    )
-    model = build_empty(spec.build, args, training.seq_len)
+    spec, layout, degrees = MODELS[job.model.name], layout_of(job), job.degrees(ranks)
+    args = spec.flavors[job.model.flavor]
+    model = build_empty(spec.build, args, layout.seq_len)
     return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)
 
 

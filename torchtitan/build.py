@@ -117,12 +117,8 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
     """The network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = spec.flavors[job.model.flavor]
-    precision = Precision(
-        parameters=getattr(torch, job.training.dtype),
-        compute=getattr(torch, job.training.mixed_precision_param),
-        reduce=getattr(torch, job.training.mixed_precision_reduce),
-    )
-    network = build_empty(spec.build, args, job.training.seq_len, precision.parameters)
+    layout = layout_of(job)
+    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     logger.info(
         "%s %s: %s parameters, computed in %s, on %d x %s",
         job.model.name,
@@ -135,9 +131,18 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
     if world.degrees.pp > 1:
         microbatches = job.parallelism.microbatches(job.training.local_batch_size)
         logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
-    layout = Layout(
+    return parallelize(network, spec, args, layout, world)
+
+
+def layout_of(job: JobConfig) -> Layout:
+    """What `parallelize` has to know of a recipe."""
+    return Layout(
         parallelism=job.parallelism,
-        precision=precision,
+        precision=Precision(
+            parameters=getattr(torch, job.training.dtype),
+            compute=getattr(torch, job.training.mixed_precision_param),
+            reduce=getattr(torch, job.training.mixed_precision_reduce),
+        ),
         cpu_offload=job.training.enable_cpu_offload,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
@@ -145,7 +150,6 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
         local_batch_size=job.training.local_batch_size,
         document_mask=job.model.attn_mask_type == "block_causal",
     )
-    return parallelize(network, spec, args, layout, world)
 
 
 def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
