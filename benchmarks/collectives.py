@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"
 BATCH, SEQ_LEN = 8, 256
 # Elements of the largest all-reduce that is about single numbers: losses, counts and the like.
-SINGLE_NUMBERS = 4
+SINGLE_NUMBERS = 5
 SHARD, REPLICATE, TENSOR, CONTEXT, PIPELINE = (
     f"parallelism.{axis}_degree"
     for axis in (

@@ -15,7 +15,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,6 +108,19 @@ class Device:
         """Wait until all queued work is done."""
         if self.type == "cuda":
             torch.cuda.synchronize(self.index)
+
+    @contextmanager
+    def beside(self) -> Iterator[torch.Event]:
+        """CUDA only: what is queued inside runs after what is queued already, beside what follows.
+
+        The event is reached when it is done: `wait` makes later work wait, `synchronize` the host.
+        """
+        now = torch.cuda.current_stream(self.index)
+        aside, done = torch.Stream(f"cuda:{self.index}"), torch.Event("cuda")
+        aside.wait_stream(now)
+        with aside:
+            yield done
+            done.record(aside)
 
     def stamp(self, clock: Callable[[], float] = time.perf_counter) -> Stamp:
         """A moment on the device's own time line; costs no synchronization."""

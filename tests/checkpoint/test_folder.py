@@ -1,8 +1,12 @@
 """What a run starts from, and that nothing on disk is taken for what it is not."""
 
 import json
+import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +16,11 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from torchtitan.checkpoint import folder as disk
-from torchtitan.checkpoint import saved_steps
+from torchtitan.checkpoint import lock, saved_steps, saver
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
 from torchtitan.train import choose
 
 
@@ -56,24 +62,27 @@ def test_first_step_and_load_only(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
 
 
-def killed_at(stage: str, job: JobConfig) -> None:
+def killed_at(module: ModuleType, stage: str, job: JobConfig) -> None:
     """Die, as if killed, at a stage of the second save."""
-    original, calls = getattr(disk, stage), []
+    original, calls = getattr(module, stage), []
 
-    def die(*args: Any) -> Any:
+    def die(*args: Any, **named: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             os._exit(9)
-        return original(*args)
+        return original(*args, **named)
 
-    setattr(disk, stage, die)
+    setattr(module, stage, die)
     train(job)
 
 
-@pytest.mark.parametrize("stage", ["write_state", "commit", "begin"])
-def test_a_save_cut_short_is_no_checkpoint(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [(disk, "begin"), (saver, "write_file"), (saver, "write_manifest_of"), (disk, "commit")],
+)
+def test_a_save_cut_short_is_no_checkpoint(module: ModuleType, stage: str, tmp_path: Path) -> None:
     process = torch.multiprocessing.get_context("fork").Process(
-        target=killed_at, args=(stage, recipe(tmp_path))
+        target=killed_at, args=(module, stage, recipe(tmp_path))
     )
     process.start()
     process.join()
@@ -216,11 +225,89 @@ def test_what_is_written_says_what_ran(tmp_path: Path) -> None:
     assert state["versions"]["torch"] == torch.__version__
 
 
-def test_damaged_state_is_named(tmp_path: Path) -> None:
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def choose_and_run(job: JobConfig) -> None:
+    choose(job)
+    run(job)
+
+
+def train_and_listen(job: JobConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights, and what was logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    return train(job), said
+
+
+FILES = ("manifest.json", "train_state.json", "tensors.json", "rank-0.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 100), Path.unlink])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
+    name: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    whole = run(recipe(tmp_path))
+    damage(tmp_path / "checkpoint/step-4" / name)
+    with pytest.raises((ConfigError, AssertionError), match=f"step-4.*{name}"):
+        choose_and_run(recipe(tmp_path, checkpoint={"resume": "must"}))
+    found, said = run_ranks(train_and_listen, 1, recipe(tmp_path))[0]
+    assert all(torch.equal(found[parameter], weight) for parameter, weight in whole.items())
+    assert steps_in(tmp_path) == [2, 4]
+    assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
+    assert any(re.search(f"step-4.*{name}.*; set aside as step-4.damaged", line) for line in said)
+
+
+def test_without_a_good_checkpoint_nothing_starts_afresh(tmp_path: Path) -> None:
     run(recipe(tmp_path))
-    (tmp_path / "checkpoint/step-4/train_state.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"step-4/train_state.json: damaged"):
-        choose(recipe(tmp_path))
+    for step in (2, 4):
+        flip(tmp_path / f"checkpoint/step-{step}/rank-0.safetensors")
+    with pytest.raises(AssertionError, match=r"no checkpoint in \S+ is what was saved"):
+        run(recipe(tmp_path, steps=6))
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_damaged_initial_weights_are_refused(tmp_path: Path) -> None:
+    run(recipe(tmp_path / "a"))
+    flip(tmp_path / "a/checkpoint/step-4/rank-0.safetensors")
+    initial = {"initial_load_path": str(tmp_path / "a/checkpoint")}
+    with pytest.raises(AssertionError, match=r"initial_load_path: \S+/step-4/rank-0.safetensors"):
+        run(recipe(tmp_path / "b", checkpoint=initial))
+
+
+def test_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
+    with lock(tmp_path):
+        message = f"another run writes into {tmp_path} \\(process {os.getpid()} on"
+        with pytest.raises(ConfigError, match=message), lock(tmp_path):
+            pass
+    with lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_asynchronous_saves_hold_the_step_they_are_named_after(mode: str, tmp_path: Path) -> None:
+    every = {"interval": 1, "keep_latest_k": 0}
+    run(recipe(tmp_path / "sync", steps=5, checkpoint=every))
+    run(recipe(tmp_path / "async", steps=5, checkpoint=every | {"async_mode": mode}))
+    assert steps_in(tmp_path / "async") == [1, 2, 3, 4, 5]
+    digests = [
+        [read_manifest(path).digest for path in saved_steps(folder / "checkpoint").values()]
+        for folder in (tmp_path / "sync", tmp_path / "async")
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 5
+
+
+def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+    run(recipe(tmp_path, steps=7, checkpoint={"interval": 1, "keep_latest_k": 2, "keep_every": 3}))
+    assert steps_in(tmp_path) == [3, 6, 7]
 
 
 def test_finished_run_has_nothing_to_do(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Ranks are forked, so a fault that is put into this process is in them too.
 
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from torchtitan.cli import main
 from torchtitan.data import Batch
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
-from torchtitan.verify import SPARED
 from torchtitan.verify.measure import Difference, Step
+from torchtitan.verify.ranks import SPARED
 from torchtitan.verify.recipe import Checked, as_checked
 from torchtitan.verify.report import Comparison
 
@@ -75,8 +76,11 @@ def test_a_gradient_that_no_rank_sums_is_named(
     monkeypatch.setattr(tensor, "settle", lambda parameters: None)
     assert verify("tensor_parallel_degree = 2", "--world-size", "2") == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    where = "another run: SGD with momentum, step 1, rank 0: gradient of layers.0.attention_norm."
-    assert last.startswith(where)
+    # Which of the two ranks has none of it depends on how torch adds up what awaits a sum.
+    where = (
+        r"another run: SGD with momentum, step 1, rank [01]: gradient of layers.0.attention_norm"
+    )
+    assert re.match(where, last)
     assert last.endswith("; 5 of 21 parameters differ")
 
 
@@ -260,7 +264,7 @@ def test_a_parameter_that_no_rank_has_is_a_fault() -> None:
 def test_the_bar_is_drawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.verify.on_terminal", lambda: True)
+    monkeypatch.setattr("torchtitan.verify.ranks.on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert verify(SHARD) == 0
     assert "SGD with momentum on 2 ranks" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Bad recipes: every mistake at once, a line each, exit status 2, and nothing is started."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from torchtitan.checks import load_job, problems_of_machine
+from torchtitan.checks import load_job, problems_of_machine, problems_of_restarts
 from torchtitan.cli import main
 from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
@@ -39,7 +40,7 @@ local_batch_size = 0
 name = "AdamM"
 
 [checkpoint]
-async_mode = "async"
+async_mode = "process"
 load_step = 3
 
 [parallelism]
@@ -47,12 +48,12 @@ tensor_parallel_degree = 3
 data_parallel_shard_degree = 4
 """
 MANY_MISTAKES = [
-    "many.toml:13: checkpoint.async_mode: got",
     "many.toml:1: trainng: unknown section",
     "many.toml:5: training.seq_len: got",
     "many.toml:6: training.step: unknown key",
     "many.toml:7: training.local_batch_size: got 0",
     "many.toml:10: optimizer.name: got",
+    "many.toml:13: checkpoint.async_mode: got",
     "--compile.enable: compile.enable: got",
     "many.toml:18: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
     "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
@@ -212,6 +213,37 @@ def test_tokenizer_that_cannot_be_read(
     error = capsys.readouterr().err
     assert error.startswith('bad.toml:2: model.tokenizer_path: got "merges.model"; ')
     assert error.count("\n") == 1
+
+
+def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
+    job = load_job(None, words, 1, "cpu").config
+    assert [problem[:2] for problem in problems_of_machine(job, "cpu")] == [
+        ("fault_tolerance.enable", 'torchft is not installed: pip install "torchft>=0.2,<0.3"'),
+        (
+            "fault_tolerance.enable",
+            "where is the lighthouse? Wanted TORCHFT_LIGHTHOUSE=http://HOST:29510 in the "
+            "environment",
+        ),
+    ]
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:29510")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert list(problems_of_machine(job, "cpu")) == []
+
+
+def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints() -> None:
+    words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
+    job = load_job(None, words, 2, "cpu").config
+    assert list(problems_of_restarts(job)) == []
+    with pytest.raises(RecipeError) as error:
+        load_job(None, [*words, "--training.global_batch_size=64"], range(2, 5, 2), "cpu")
+    assert error.value.lines == [
+        "--fault_tolerance.enable: fault_tolerance.enable: got true; the run may have 2 or 4 "
+        "ranks; all replica groups need as many"
+    ]
 
 
 def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:

@@ -1,35 +1,41 @@
 """Checkpoints on disk: which are complete, which one a run starts from, which are deleted.
 
+    <dump_folder>/lock                         held by the run that writes here
     <dump_folder>/checkpoint/step-500          a complete checkpoint
     <dump_folder>/checkpoint/step-1000.saving  being written, or left by a run that was killed
     <dump_folder>/checkpoint/step-10.deleting  being deleted
+    <dump_folder>/checkpoint/step-20.damaged   found not to be what was saved, and set aside
 
 A checkpoint is written under the second name and renamed when every byte is on disk; renaming a
-folder is atomic, so the first name always means a complete checkpoint.
+folder is atomic, so the first name always means a checkpoint that was complete.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    problems_of_sizes,
+    read_manifest,
+    read_whole,
+    write_json,
+    write_manifest,
+)
 from torchtitan.config import ConfigError
+from torchtitan.logging import logger
 
-STATE_FILE = "train_state.json"
-
-
-class Start(NamedTuple):
-    """What a run starts from: nothing (`path` is None), its own past, or another run's weights."""
-
-    path: Path | None
-    model_only: bool = False
-    is_resume: bool = False
-    changes: tuple[str, ...] = ()
-    """Differences between the recipe of the checkpoint and this one, one line each."""
+LOCK_FILE = "lock"
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -40,98 +46,47 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def look_at(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose state is whole, and whose files are as long as saved.
+
+    Raises:
+        Damaged: where they are not.
+    """
+    manifest = read_manifest(checkpoint)
+    if problem := next(problems_of_sizes(checkpoint, manifest), None):
+        raise Damaged(problem)
+    name = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if name and not manifest.model_only and int(name[1]) != manifest.step:
+        raise Damaged(f"{checkpoint}: damaged: it is of step {manifest.step}, by its {MANIFEST}")
+    read_state(checkpoint, manifest)
+    return manifest
+
+
+def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     """What is not tensors: counters, data position, recipe, versions."""
-    path = checkpoint / STATE_FILE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{checkpoint}: not a checkpoint: it has no {STATE_FILE}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: damaged: {error}") from None
+    state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, _state_file(manifest)))
     return state
 
 
-def choose_start(
-    config: CheckpointConfig, dump_folder: Path, recipe: Mapping[str, Any], same_run: set[str]
-) -> Start:
-    """Decide what a run starts from; nothing is written.
+def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Give a checkpoint another state; at every moment it has one of the two, whole.
 
-    Args:
-        recipe: the resolved recipe, dotted keys to values.
-        same_run: the keys in which a recipe must agree with the checkpoint's to be the same run.
-
-    Raises:
-        ConfigError: where going on or starting afresh would surprise the user.
+    The old one stays in its file, for people.
     """
-    folder = dump_folder / config.folder
-    steps = saved_steps(folder) if config.enable else {}
-    if config.resume == "never":
-        used = [dump_folder / "metrics.jsonl", *saved_steps(folder).values()]
-        if found := [str(path) for path in used if path.exists()]:
-            raise ConfigError(
-                f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
-                'choose another job.dump_folder, or resume = "auto" to go on with that run'
-            )
-        return _initial(config)
-    full = {n: path for n, path in steps.items() if not read_state(path)["model_only"]}
-    if config.load_step >= 0:
-        if config.load_step not in full:
-            raise ConfigError(
-                f"checkpoint.load_step: there is no checkpoint of step {config.load_step} to "
-                f"resume in {folder}; {_which(full)}"
-            )
-        path = full[config.load_step]
-    elif full:
-        path = full[max(full)]
-    elif steps:
-        raise ConfigError(
-            f"checkpoint.folder: {folder} holds only weights ({_which(steps)}), which cannot be "
-            "resumed; choose another job.dump_folder and set checkpoint.initial_load_path"
-        )
-    elif config.resume == "must":
-        raise ConfigError(
-            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; '
-            'write resume = "auto" to start afresh'
-        )
-    else:
-        return _initial(config)
-    saved = read_state(path)["recipe"]
-    changes = {
-        key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
-        for key in sorted(saved.keys() | recipe.keys())
-        if saved.get(key) != recipe.get(key)
-    }
-    if config.resume == "auto" and (foreign := [changes[k] for k in changes if k in same_run]):
-        raise ConfigError(
-            f"checkpoint.resume: {path} is of another run ({'; '.join(foreign)}); choose another "
-            'job.dump_folder, or write resume = "must" to go on from it all the same'
-        )
-    return Start(path, is_resume=True, changes=tuple(changes.values()))
+    manifest = read_manifest(checkpoint)
+    number = 1
+    while (checkpoint / (name := f"train_state.{number}.json")).exists():
+        number += 1
+    files = {n: file for n, file in manifest.files.items() if n != _state_file(manifest)}
+    files[name] = write_json(checkpoint / name, state)
+    _sync(checkpoint)
+    write_manifest(checkpoint, replace(manifest, files=files))
+    _sync(checkpoint)
 
 
-def _initial(config: CheckpointConfig) -> Start:
-    if config.initial_load_path is None:
-        return Start(None)
-    path = Path(config.initial_load_path).expanduser()
-    if not (path / STATE_FILE).is_file():
-        steps = saved_steps(path)
-        if not steps:
-            raise ConfigError(
-                f"checkpoint.initial_load_path: {path} is neither a checkpoint nor a folder of "
-                "checkpoints (step-N)"
-            )
-        path = steps[max(steps)]
-    if read_state(path)["model_only"] and not config.initial_load_model_only:
-        raise ConfigError(
-            f"checkpoint.initial_load_path: {path} holds only weights; "
-            "write initial_load_model_only = true"
-        )
-    return Start(path, model_only=config.initial_load_model_only)
-
-
-def _which(steps: Mapping[int, Path]) -> str:
-    return f"there are {', '.join(f'step-{step}' for step in steps)}" if steps else "there is none"
+def _state_file(manifest: Manifest) -> str:
+    """STATE_FILE, or what has replaced it."""
+    return next(name for name in manifest.files if name.startswith("train_state"))
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -140,14 +95,6 @@ def begin(folder: Path, step: int) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what `read_state` reads, down to the disk."""
-    with (path / STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def commit(path: Path) -> Path:
@@ -166,12 +113,68 @@ def delete(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
+    """Delete all but the latest `keep` checkpoints and those of multiples of `every`.
+
+    Those after step `newest` are of a run that went further; they are left alone, and do not count.
+    """
+    try:
+        steps = {step: path for step, path in saved_steps(folder).items() if step <= newest}
+        for step in sorted(steps)[:-keep]:
+            if not every or step % every:
+                delete(steps[step])
+    except OSError as error:
+        logger.warning("could not delete old checkpoints in %s: %s", folder, error)
+
+
+def set_aside(path: Path) -> Path:
+    """Keep a damaged checkpoint for people, under a name that no run takes for one."""
+    number, aside = 1, path.with_name(f"{path.name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    return path.rename(aside)
+
+
 def sweep(folder: Path) -> list[str]:
     """Delete what a killed run left unfinished; return the names."""
     left = [p for p in folder.glob("step-*") if p.suffix in (".saving", ".deleting")]
+    swept = []
     for path in left:
-        shutil.rmtree(path)
-    return [path.name for path in left]
+        try:
+            shutil.rmtree(path)
+            swept.append(path.name)
+        except OSError as error:
+            logger.warning("could not delete %s, a save that never finished: %s", path, error)
+    return swept
+
+
+@contextmanager
+def lock(dump_folder: Path) -> Iterator[None]:
+    """Nobody else writes into the folder meanwhile; the kernel lets go when this process ends.
+
+    Raises:
+        ConfigError: where another run does, or nobody can.
+    """
+    try:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        opened = (dump_folder / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder: cannot write into {dump_folder}: {error}") from None
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ConfigError(
+                f"job.dump_folder: another run writes into {dump_folder} ({holder}); wait for its "
+                "end, or choose another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def _sync(folder: Path) -> None:

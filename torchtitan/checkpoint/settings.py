@@ -26,7 +26,7 @@ class CheckpointConfig(Config):
     initial_load_path: str | None = Field(
         None,
         description="Checkpoint of another run to start from (a step-N folder, or a folder of "
-        "them); a checkpoint of this run takes precedence.",
+        "them), or weights of Hugging Face or Meta; a checkpoint of this run takes precedence.",
     )
     initial_load_model_only: bool = Field(
         True, description="Take only the weights from initial_load_path; false: everything."
@@ -41,10 +41,24 @@ class CheckpointConfig(Config):
         False,
         description="Save only the weights at the end; such a checkpoint cannot be resumed.",
     )
+    last_save_in_hf: bool = Field(
+        False,
+        description="Also write the weights of the last step for Hugging Face transformers, in "
+        "export_dtype, as step-N-hf.",
+    )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Dtype of the weights in a last save of only the model."
+        "float32", description="Dtype of a last save of only the model, and of step-N-hf."
     )
     keep_latest_k: int = Field(10, ge=0, description="How many checkpoints to keep; 0 keeps all.")
-    async_mode: Literal["disabled"] = Field(
-        "disabled", description="Training waits until a checkpoint is on disk."
+    keep_every: int = Field(
+        0, ge=0, description="Never delete the checkpoints of multiples of this step; 0: of none."
+    )
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
+        "disabled",
+        description="disabled: training waits until a checkpoint is on disk; async: it is copied "
+        "in host memory, and written while training goes on; async_with_pinned_mem: CUDA copies "
+        "beside the next step, into pinned memory (on a CPU the same as async).",
+    )
+    save_attempts: int = Field(
+        3, ge=1, description="How often a save is tried before training goes on without it."
     )

@@ -1,6 +1,6 @@
 """The counters of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -12,8 +12,14 @@ class TrainState:
     tokens: int = 0
     """Targets trained on, over all ranks."""
     skipped: int = 0
-    """Steps whose update was skipped because the loss or the gradient norm was not finite."""
+    """Steps whose update was skipped because of a spike in the loss or the gradient norm."""
     skipped_in_a_row: int = 0
     """Such steps since the last good one."""
+    rollbacks: int = 0
+    """How often the run went back to an earlier checkpoint because of too many of them in a row."""
+    stepped_over: int = 0
+    """Samples that were read and are, because of this, not in the weights."""
+    history: dict[str, list[float]] = field(default_factory=dict)
+    """Loss and gradient norm of the last good steps, by which spikes are told."""
     schedule_start: int = 0
     """The step after which the learning rate schedule began."""

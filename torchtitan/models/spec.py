@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 InitialWeight = float | Literal["ones"]
@@ -58,6 +58,29 @@ Args = TypeVar("Args", bound=ModelArgs)
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightFormat(Generic[Args]):
+    """How other software describes, names and orders the weights of a family of models."""
+
+    config: Callable[[Args, int | None], dict[str, Any]]
+    """(arguments, longest sequence if known) to what its config file says of them."""
+    args: Callable[[Mapping[str, Any]], Args]
+    """What its config file says to arguments; a RecipeError names all that we do not have."""
+    name: Callable[[str], str]
+    """Our name of a parameter to the one there."""
+    architecture: str | None = None
+    """What its config file calls the family, where it does."""
+    rows: Callable[[Args, str], Tensor | None] = lambda args, name: None
+    """(arguments, our name) to which row there each of our rows is; None: the same."""
+    repeated: Callable[[Args], Mapping[str, str]] = lambda args: {}
+    """Tensors that may stand there although they repeat another: their name there to our name of
+    the parameter they repeat."""
+    must_repeat: bool = False
+    """Whether those have to stand there."""
+    computed: str = "(?!)"
+    """Pattern of tensors there that follow from the config, and are not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec(Generic[Args]):
     """The facts about one family of models."""
 
@@ -81,6 +104,8 @@ class ModelSpec(Generic[Args]):
     """Module names, `*` for any block, to what they are to tensor parallelism."""
     shrink: Callable[[Args, Smallness], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
+    formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)
+    """Other formats of its weights: "hf" for Hugging Face, "meta" for Meta's own."""
 
 
 class _NothingDrawn(TorchFunctionMode):

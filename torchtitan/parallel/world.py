@@ -93,6 +93,11 @@ class Launch(NamedTuple):
     size: int
     local_rank: int
     by_launcher: bool
+    by_agent: bool = False
+    """Whether an elastic agent started it, which takes any status but 0 as a cause to restart."""
+    restart: int = 0
+    """How often the agent has started the run again, of at most `restarts` times."""
+    restarts: int = 0
 
     @classmethod
     def read(cls) -> "Launch":
@@ -104,7 +109,15 @@ class Launch(NamedTuple):
                 "WORLD_SIZE is set but RANK is not: start the processes with torchrun, or unset it"
             )
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), by_launcher=True)
+        return cls(
+            rank,
+            size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            by_launcher=True,
+            by_agent="TORCHELASTIC_RUN_ID" in os.environ,
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+        )
 
 
 @dataclass(frozen=True)
@@ -151,6 +164,18 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.patient)
         return values
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """A picklable value of every rank, in rank order, on rank 0; None on the others."""
+        values = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.patient)
+        return values
+
+    def deal(self, values: Sequence[Any] | None) -> Any:
+        """To each rank its own of rank 0's picklable values; the other ranks give None."""
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, list(values) if values else None, 0, group=self.patient)
+        return mine[0]
 
     def share(self, value: Any) -> Any:
         """Rank 0's small picklable value, on every rank."""

@@ -1,18 +1,10 @@
-"""Our network against two others' on the same weights: transformers' and Meta's own.
-
-Neither is a dependency of the package. Meta's needs fairscale only for layers that are, on one
-rank, a plain linear and a plain embedding; those stand in for it here.
-"""
-
-import importlib
-import sys
-import types
+"""Our network against two others' on the same weights: transformers' and Meta's own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from tests.oracles import code_of_meta
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling, rope_frequencies
@@ -41,34 +33,12 @@ def tokens():
     return torch.randint(SHAPE["vocab_size"], (BATCH, SEQ_LEN), generator=generator)
 
 
-def halves(weight, head_dim):
-    """Reorders a q or k projection from neighbouring pairs to transformers' two halves."""
-    heads = weight.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).reshape(weight.shape)
-
-
 def to_transformers(args, named):
-    parts = {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    names = {
-        "tok_embeddings.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    for i in range(args.n_layers):
-        for ours, theirs in parts.items():
-            names[f"layers.{i}.{ours}.weight"] = f"model.layers.{i}.{theirs}.weight"
+    written = SPEC.formats["hf"]
     return {
-        names[name]: halves(value, args.head_dim) if ".wq." in name or ".wk." in name else value
+        written.name(name): value
+        if (rows := written.rows(args, name)) is None
+        else value[rows.argsort()]
         for name, value in named
     }
 
@@ -76,28 +46,8 @@ def to_transformers(args, named):
 def transformers_model(args, model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling.factor,
-            "low_freq_factor": args.rope_scaling.low_freq_factor,
-            "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_context,
-        }
-    config = LlamaConfig(
-        hidden_size=args.dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads,
-        intermediate_size=args.ffn_dim,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=args.norm_eps,
-        max_position_embeddings=SEQ_LEN,
-        tie_word_embeddings=args.tied,
-        rope_parameters=rope,
-        attn_implementation="eager",
-    )
+    about = SPEC.formats["hf"].config(args, SEQ_LEN)
+    config = LlamaConfig(**about, attn_implementation="eager")
     theirs = LlamaForCausalLM(config).float()
     weights = to_transformers(args, model.state_dict().items())
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
@@ -125,33 +75,8 @@ def test_logits_and_gradients_equal_those_of_transformers(scaling, tied):
 
 @pytest.fixture(scope="module")
 def meta():
-    """Meta's `llama_models.llama3.model`, imported over the stand-ins for fairscale."""
-
-    class Plain(nn.Linear):
-        def __init__(self, inputs, outputs, bias=True, **_):
-            super().__init__(inputs, outputs, bias=bias)
-
-    class PlainEmbedding(nn.Embedding):
-        def __init__(self, rows, dim, **_):
-            super().__init__(rows, dim)
-
-    contents = {
-        "fairscale": {},
-        "fairscale.nn": {},
-        "fairscale.nn.model_parallel": {},
-        "fairscale.nn.model_parallel.initialize": {"get_model_parallel_world_size": lambda: 1},
-        "fairscale.nn.model_parallel.layers": {
-            "ColumnParallelLinear": Plain,
-            "RowParallelLinear": Plain,
-            "VocabParallelEmbedding": PlainEmbedding,
-        },
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, attributes in contents.items():
-            module = types.ModuleType(name)
-            vars(module).update(attributes)
-            patch.setitem(sys.modules, name, module)
-        yield importlib.import_module("llama_models.llama3.model")
+    with code_of_meta() as module:
+        yield module
 
 
 def meta_model(meta, args, model):

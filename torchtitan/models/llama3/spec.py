@@ -9,6 +9,8 @@ import math
 
 from torch import nn
 
+from torchtitan.models.llama3.hugging_face import HUGGING_FACE
+from torchtitan.models.llama3.meta import META
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
 from torchtitan.models.spec import (
     InitialWeight,
@@ -153,4 +155,5 @@ LLAMA3 = ModelSpec(
     tensor_plan=TENSOR_PLAN,
     flops_per_token=flops_per_token,
     shrink=shrink,
+    formats={"hf": HUGGING_FACE, "meta": META},
 )

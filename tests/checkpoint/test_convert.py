@@ -1,0 +1,417 @@
+"""Weights to other formats and back, and what others make of them."""
+
+import ctypes
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import tiny
+from tests.oracles import code_of_meta
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.small_weights import (
+    ARGS,
+    FLAVORS,
+    SEQ_LEN,
+    SPEC,
+    content,
+    network,
+    run,
+    same,
+    saved,
+    tokens,
+    weights,
+)
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.storage import write_weights
+from torchtitan.checkpoint.weights import hugging_face, opening
+from torchtitan.checkpoint.weights.convert import Wishes, convert, parse_size
+from torchtitan.checkpoint.weights.extras import Extras
+from torchtitan.checkpoint.weights.foreign import ForeignWeights
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.checkpoint.weights.opening import Verified
+from torchtitan.cli import main
+from torchtitan.config import ConfigError
+from torchtitan.data import train_tokenizer
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.train import choose
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("other", ["hf", "meta"])
+def test_there_and_back_is_the_same_to_the_bit(other: str, flavor: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "ours", flavor)
+    size = {"max_shard_size": "60KB"} if other == "hf" else {}
+    away = run(source, tmp_path / "away", target_format=other, **size)
+    back = run(away, tmp_path / "back", flavor=flavor, model="small", max_shard_size="60KB")
+    assert same(content(back), weights(flavor))
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert read_manifest(back).model_only
+
+
+def test_from_one_to_the_other_needs_no_flavor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(tmp_path / "ours", "plain")
+    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors={}))
+    monkeypatch.setattr(opening, "named", lambda *_: Network(SPEC, ARGS))
+    away = run(source, tmp_path / "hf", target_format="hf")
+    meta = run(away, tmp_path / "meta", target_format="meta")
+    again = run(meta, tmp_path / "again", target_format="hf")
+    assert same(load_file(again / "model.safetensors"), load_file(away / "model.safetensors"))
+
+
+def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_path: Path) -> None:
+    folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="80KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    assert next(iter(files)) == f"model-00001-of-{len(files):05}.safetensors"
+    assert index["weight_map"] == {name: file for file in files for name in files[file]}
+    sizes = [sum(t.nbytes for t in tensors.values()) for tensors in files.values()]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    assert max(sizes) <= 80_000
+    assert len(files) <= sum(sizes) / 60_000
+
+
+def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
+    source = saved(tmp_path / "ours")
+    folder = run(source, tmp_path / "hf", dtype="bfloat16")
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    back = run(folder, tmp_path / "back")
+    rounded = {name: tensor.bfloat16() for name, tensor in weights().items()}
+    assert same(content(back), rounded)
+    widened = content(run(folder, tmp_path / "wide", target_format="ours", dtype="float32"))
+    assert same(widened, {name: tensor.float() for name, tensor in rounded.items()})
+
+
+# --- what others make of it ---
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_transformers_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = run(saved(tmp_path / "ours", flavor), tmp_path / "hf", max_shard_size="60KB")
+    theirs, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        logits, expected = theirs(tokens()).logits, network(flavor)(tokens())
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_transformers_saves_is_read(flavor: str, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    about = SPEC.formats["hf"].config(FLAVORS[flavor], SEQ_LEN)
+    theirs = LlamaForCausalLM(LlamaConfig(**about, initializer_range=0.1)).eval()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    assert "rope_parameters" in (tmp_path / "hf/config.json").read_text()
+    ours = network(flavor)
+    read = content(run(tmp_path / "hf", tmp_path / "ours"))
+    ours.load_state_dict({name.removeprefix("model."): t for name, t in read.items()})
+    with torch.no_grad():
+        logits, expected = ours(tokens()), theirs(tokens()).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_metas_code_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: Path) -> None:
+    folder = run(saved(tmp_path / "ours", flavor), tmp_path / "meta", target_format="meta")
+    params = json.loads((folder / "params.json").read_text())
+    with code_of_meta() as meta:
+        args = meta.ModelArgs(max_batch_size=2, max_seq_len=SEQ_LEN, **params)
+        theirs = meta.Transformer(args)
+    theirs.load_state_dict(torch.load(folder / "consolidated.00.pth"), strict=True)
+    with torch.no_grad():
+        logits, expected = theirs(tokens(), start_pos=0), network(flavor)(tokens())
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("default")
+def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    home = tmp_path / "tokenizer"
+    home.mkdir()
+    (tmp_path / "notes.txt").write_text("a text of some words, and of other words too\n" * 50)
+    train_tokenizer(
+        str(tmp_path / "notes.txt"), None, vocab_size=300, output=str(home / "tokenizer.json")
+    )
+    source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": str(home)})
+    folder = run(source, tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "of some other words\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    own = Extras.of_recipe({"model.tokenizer_path": str(home)})
+    assert (
+        own.eos == tokenizer.eos_token_id == GenerationConfig.from_pretrained(folder).eos_token_id
+    )
+    # And all the way round, by what a checkpoint of ours says of itself.
+    again = run(run(folder, tmp_path / "back"), tmp_path / "again")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {path.name for path in again.iterdir()}
+    assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+# --- what cannot be ---
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What the command says of a conversion that cannot be, and leaves nothing of."""
+    destination = Path(str(words[1]))
+    before = list(destination.parent.iterdir())
+    assert main(["checkpoint", "convert", *map(str, words)]) == 2
+    assert list(destination.parent.iterdir()) == before
+    return capsys.readouterr().err
+
+
+def test_command_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, folder = saved(tmp_path / "ours/step-7"), tmp_path / "new/hf"
+    words = ["checkpoint", "convert", str(source.parent), str(folder)]
+    assert main([*words, "--to", "hf", "--dtype", "float16", "--max-shard-size", "1MB"]) == 0
+    count = sum(p.numel() for p in network().parameters())
+    assert f"{folder}: {count:,} parameters in the format hf" in capsys.readouterr().err
+    assert {path.name for path in folder.parent.iterdir()} == {"hf"}
+
+
+def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, new = saved(tmp_path / "ours"), tmp_path / "new"
+    assert refused(capsys, ours, ours) == f"{ours}: exists already; nothing was written\n"
+    nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
+    empty.mkdir()
+    assert refused(capsys, nowhere, new) == f"{nowhere}: there is no such folder\n"
+    assert "there are no weights in it; looked for manifest.json" in refused(capsys, empty, new)
+    (empty / "params.json").touch()
+    (empty / "model.safetensors").touch()
+    assert f"{empty}: it holds hf and meta; say which by --from" in refused(capsys, empty, new)
+    assert "--model: got smal" not in refused(capsys, empty, new, "--from", "hf")
+    said = refused(capsys, empty, new, "--from", "hf", "--model", "smal")
+    assert said.startswith('--model: got "smal"; allowed: llama3, ')
+    assert said.endswith("did you mean small?\n")
+    said = refused(capsys, ours, new, "--flavor", "plane")
+    assert said == (
+        f'{ours}: flavor: got "plane"; allowed: plain, tied, scaled, both; did you mean plain?\n'
+    )
+    said = refused(capsys, ours, new, "--max-shard-size", "big")
+    assert said == "--max-shard-size: got big; wanted a size such as 5GB or 512MiB\n"
+    said = refused(capsys, ours, new, "--to", "meta", "--max-shard-size", "5GB")
+    assert said == "--max-shard-size: a model in Meta's format is one file here\n"
+    said = refused(capsys, ours, new, "--imports", "no_such_module")
+    assert said.startswith("--imports: got no_such_module; it cannot be imported")
+
+
+def test_models_from_outside_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run(saved(tmp_path / "ours"), tmp_path / "hf")
+    monkeypatch.delitem(MODELS, "small")
+    (tmp_path / "small_outside.py").write_text(
+        "from tests.small_weights import SPEC\n"
+        "from torchtitan.models import MODELS\n"
+        "MODELS['small'] = SPEC\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["checkpoint", "convert", str(folder), str(tmp_path / "new")]
+    assert main(words) == 2
+    assert main([*words, "--imports", "small_outside"]) == 0
+    assert same(content(tmp_path / "new"), weights())
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
+    source = tmp_path / "ours"
+    source.mkdir()
+    large = weights() | {"model.norm.weight": torch.full((ARGS.dim,), 1e5)}
+    about = {"recipe": {"model.name": "small", "model.flavor": "plain"}}
+    write_weights(source, large.items(), about, 10**9)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has numbers beyond .* 65504"):
+        run(source, tmp_path / "hf", dtype="float16")
+    assert run(source, tmp_path / "hf", dtype="bfloat16").is_dir()
+
+
+def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
+    without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
+    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
+    with pytest.raises(ConfigError) as error:
+        run(folder, tmp_path / "new", model="small")
+    assert "no flavor of small is like these weights" in str(error.value)
+    assert "The nearest is plain, but ffn_dim is 80, there 64; rope_scaling is" in str(error.value)
+
+
+def test_what_meta_cannot_say_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="torchtitan"):
+        run(saved(tmp_path / "plain"), tmp_path / "a", target_format="meta")
+        assert not caplog.messages
+        run(saved(tmp_path / "scaled", "scaled"), tmp_path / "b", target_format="meta")
+    assert "the format meta has no place for this: rope_scaling is" in caplog.messages[0]
+
+
+def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
+    source = saved(tmp_path / "ours")
+    path = next(source.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is not what was saved"):
+        run(source, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("target", ["ours", "hf", "meta"])
+def test_what_fails_half_way_leaves_nothing(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, read = saved(tmp_path / "ours"), Verified.read
+    # As a killed conversion leaves it; the next one takes its place.
+    (tmp_path / "new.saving").mkdir()
+    (tmp_path / "new.saving/model-00099-of-00099.safetensors").touch()
+
+    def fail(self: Verified, name: str) -> Tensor:
+        if name == "model.norm.weight":
+            raise OSError("the disk is gone")
+        return read(self, name)
+
+    wishes = Wishes(target_format=target)
+    with monkeypatch.context() as patch:
+        patch.setattr(Verified, "read", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            convert(source, tmp_path / "new", wishes, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    new = run(source, tmp_path / "new", target_format=target)
+    assert not list(new.glob("*99*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("512MiB", 2**29), ("7b", 7), ("60", 60)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "0", "5GBs"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="--max-shard-size"):
+        parse_size(text)
+
+
+# --- memory ---
+
+LONG = dataclasses.replace(ARGS, dim=256, ffn_dim=1024, n_layers=13, vocab_size=512)
+LARGEST = 4 * LONG.ffn_dim * LONG.dim
+MODEL = 50_000_000
+
+
+def anonymous() -> int:
+    """Bytes that this process uses and that are no file's."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back first
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split("RssAnon:")[1].split()[0])
+
+
+def peaks(folder: Path) -> dict[str, int]:
+    """By how much memory grows in each conversion; in a process of its own."""
+    seen: list[int] = []
+
+    def watch(owner: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            seen.append(anonymous())
+            return result
+
+        setattr(owner, name, watched)
+
+    for owner, name in [
+        (Verified, "read"),
+        (ForeignWeights, "read"),
+        (hugging_face, "save_file"),
+        (torch, "save"),
+    ]:
+        watch(owner, name)
+    MODELS["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
+
+    def grown(source: str, target: str, size: str | None = "4MB", **wishes: Any) -> int:
+        seen[:] = [before := anonymous()]
+        run(folder / source, folder / target, max_shard_size=size, **wishes)
+        return max(seen) - before
+
+    return {
+        "ours to hf": grown("ours", "hf", dtype="bfloat16"),
+        "ours to hf, in one file": grown("ours", "one", "5GB", dtype="bfloat16"),
+        "hf to ours": grown("hf", "back", dtype="float32"),
+        "ours to meta": grown("ours", "meta", None, target_format="meta", dtype="bfloat16"),
+        "meta to ours": grown("meta", "back2", dtype="float32"),
+    }
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in SPEC.build(LONG, 8).state_dict().items()}
+    assert sum(4 * shape.numel() for shape in shapes.values()) > MODEL
+    (tmp_path / "ours").mkdir()
+    tensors = ((f"model.{name}", torch.rand(shape)) for name, shape in shapes.items())
+    about = {"recipe": {"model.name": "small", "model.flavor": "long"}}
+    write_weights(tmp_path / "ours", tensors, about, 4_000_000)
+    found = run_ranks(peaks, 1, tmp_path)[0]
+    whole = found.pop("ours to hf, in one file")
+    limit = 4_000_000 + 2 * LARGEST  # a file, and the tensor at hand
+    assert whole > 2 * limit, "what is held is not what is measured"
+    assert max(found.values()) < limit, found
+
+
+def trained(job: JobConfig) -> dict[str, Tensor]:
+    return run_ranks(train, 1, job)[0]  # type: ignore[no-any-return]
+
+
+def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path: Path) -> None:
+    saves = {"enable": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
+    whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
+    exported = tmp_path / "a/checkpoint/step-2-hf"
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert model.dtype == torch.bfloat16
+
+    frozen = {"name": "SGD", "lr": 1e-30, "weight_decay": 0.0}
+    for name, ranks, degree in (("b", 1, {}), ("c", 2, {"tensor_parallel_degree": 2})):
+        job = tiny.job(
+            tmp_path / name,
+            training={"steps": 1},
+            optimizer=frozen,
+            parallelism=degree,
+            checkpoint={"initial_load_path": str(exported)},
+        )
+        for part in run_ranks(train, ranks, job):
+            for weight, values in part.items():
+                assert torch.equal(values, whole[weight].bfloat16().float()), (name, weight)
+
+
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    saves = {"enable": True, "last_save_in_hf": True}
+    trained(tiny.job(tmp_path / "a", training={"steps": 1}, checkpoint=saves))
+    initial = {"initial_load_path": str(tmp_path / "a/checkpoint/step-1-hf")}
+    with pytest.raises(ConfigError, match=r"initial_load_path: \S+config.json: "):
+        choose(tiny.job(tmp_path / "b", model={"flavor": "wide"}, checkpoint=initial))

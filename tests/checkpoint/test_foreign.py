@@ -1,0 +1,309 @@
+"""Foreign weights are read in blocks, under our names; what does not fit is told, all at once."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.small_weights import ARGS, FLAVORS, SPEC, run, same, saved, weights
+from torchtitan.checkpoint.weights.foreign import ForeignWeights
+from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
+from torchtitan.checkpoint.weights.meta import MetaWeights
+from torchtitan.config import ConfigError
+from torchtitan.models import MODELS
+
+Sizes = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+def hugging_face(folder: Path, flavor: str = "plain") -> Path:
+    return run(saved(folder / "ours", flavor), folder / "hf")
+
+
+def meta(folder: Path, files: int = 1, flavor: str = "plain", embedding_dim: int = 0) -> Path:
+    """Meta's format, in several files as tensor parallelism cuts it."""
+    source = run(saved(folder / "ours", flavor), folder / "meta", target_format="meta")
+    if files == 1:
+        return source
+    whole = torch.load(source / "consolidated.00.pth")
+    for number in range(files):
+        part = {name: cut(name, t, files, embedding_dim)[number] for name, t in whole.items()}
+        torch.save(part, source / f"consolidated.{number:02}.pth")
+    return source
+
+
+def cut(name: str, tensor: Tensor, files: int, embedding_dim: int) -> list[Tensor]:
+    """As Megatron-LM: outputs of most, inputs of what closes a block, norms everywhere."""
+    if "norm" in name:
+        return [tensor.clone() for _ in range(files)]
+    dim = {"wo": 1, "w2": 1, "tok_embeddings": embedding_dim}.get(name.split(".")[-2], 0)
+    return [part.clone() for part in tensor.chunk(files, dim)]
+
+
+def everything(source: ForeignWeights) -> dict[str, Tensor]:
+    return {name: source.read(name) for name in source.shapes()}
+
+
+def blocks(shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Some blocks of a tensor: what a rank may ask for."""
+    dice = random.Random(0)
+    for _ in range(12):
+        spans = [sorted(dice.choices(range(size + 1), k=2)) for size in shape]
+        yield tuple(a for a, _ in spans), tuple(b - a for a, b in spans)
+
+
+# --- reading ---
+
+
+@pytest.mark.parametrize(("files", "embedding_dim"), [(2, 0), (4, 0), (2, 1)])
+def test_files_of_tensor_parallelism_are_joined(
+    files: int, embedding_dim: int, tmp_path: Path
+) -> None:
+    """Llama 3 splits the embedding by its rows, Llama 2 by its columns."""
+    n_kv_heads = {2: "plain", 4: "tied"}  # no fewer heads than files
+    folder = meta(tmp_path, files, n_kv_heads[files], embedding_dim)
+    source = MetaWeights(folder, [SPEC], n_kv_heads[files])
+    assert same(everything(source), weights(n_kv_heads[files]))
+
+
+@pytest.mark.parametrize("kind", ["hf", "meta", "meta in 2 files"])
+def test_a_block_is_that_of_the_whole(kind: str, tmp_path: Path) -> None:
+    source: ForeignWeights
+    if kind == "hf":
+        source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
+    else:
+        source = MetaWeights(meta(tmp_path, 2 if "2" in kind else 1), [SPEC], "plain")
+    for name, tensor in weights().items():
+        assert source.shapes()[name] == (tensor.dtype, tuple(tensor.shape))
+        for offsets, sizes in blocks(tuple(tensor.shape)):
+            place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            block = source.read(name, offsets, sizes)
+            assert block.shape == tensor[place].shape
+            assert torch.equal(block, tensor[place])
+
+
+def test_a_block_is_read_from_the_heads_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
+    asked: list[tuple[str, Sizes, Sizes]] = []
+    block = HuggingFaceWeights._block
+
+    def watched(self: HuggingFaceWeights, *words: Any) -> Tensor:
+        asked.append(words)
+        return block(self, *words)
+
+    monkeypatch.setattr(HuggingFaceWeights, "_block", watched)
+    e = ARGS.head_dim
+    source.read("model.layers.1.attention.wq.weight", (2 * e, 8), (3 * e, 16))
+    source.read("model.layers.1.attention.wq.weight", (e + 1, 0), (2, ARGS.dim))
+    source.read("model.layers.1.feed_forward.w1.weight", (5, 0), (7, ARGS.dim))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    half = e // 2
+    assert asked == [
+        (name, (2 * e, 8), (3 * e, 16)),
+        # Rows 1 and 2 of a head are rows E/2 and 1 there.
+        (name, (e + 1, 0), (half, ARGS.dim)),
+        ("model.layers.1.mlp.gate_proj.weight", (5, 0), (7, ARGS.dim)),
+    ]
+
+
+# --- what does not fit ---
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """Tensors that are no views of their file, which is going to be written anew."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def refusal(folder: Path, opened: Callable[[], object]) -> list[str]:
+    """What is said of weights, without the name of their folder."""
+    with pytest.raises(ConfigError) as error:
+        opened()
+    return str(error.value).replace(str(folder), "HERE").splitlines()
+
+
+def open_hugging_face(folder: Path, flavor: str | None = "plain") -> list[str]:
+    return refusal(folder, lambda: HuggingFaceWeights(folder, [SPEC], flavor))
+
+
+def open_meta(folder: Path, flavor: str | None = "plain") -> list[str]:
+    return refusal(folder, lambda: MetaWeights(folder, [SPEC], flavor))
+
+
+def test_every_tensor_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path)
+    tensors = load(folder / "model.safetensors")
+    layer = "model.layers.1."
+    del tensors[f"{layer}mlp.up_proj.weight"], tensors["model.norm.weight"]
+    tensors[f"{layer}self_attn.q_proj.bias"] = torch.zeros(64)
+    tensors[f"{layer}self_attn.o_proj.weight"] = torch.zeros(64, 32)
+    tensors["model.embed_tokens.weight"] = torch.zeros(300, 64, dtype=torch.int8)
+    # What transformers once saved beside the weights follows from the config.
+    tensors[f"{layer}self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, folder / "model.safetensors")
+    assert open_hugging_face(folder) == [
+        "HERE: not the weights of small plain:",
+        f"  missing: {layer}mlp.up_proj.weight",
+        "  missing: model.norm.weight",
+        f"  left over: {layer}self_attn.q_proj.bias",
+        "  model.embed_tokens.weight: has dtype torch.int8; allowed: torch.float64, "
+        "torch.float32, torch.bfloat16, torch.float16",
+        f"  {layer}self_attn.o_proj.weight: has shape (64, 32); wanted (64, 64)",
+    ]
+
+
+def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path)
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    told = open_hugging_face(folder)
+    assert len(told) == 12
+    assert told[-1] == f"  and {len(weights()) + 1 - 10} more"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; did you mean '
+            "LlamaForCausalLM?",
+        ),
+        ({"architectures": None}, "architectures: got nothing; allowed: LlamaForCausalLM"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            'rope_scaling: got "linear"; llama3 has "llama3", or none',
+        ),
+    ],
+    ids=str,
+)
+def test_another_architecture_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert open_hugging_face(folder, None) == [f"HERE/config.json: {told}"]
+
+
+def test_another_flavor_than_the_one_named_is_refused(tmp_path: Path) -> None:
+    assert open_hugging_face(hugging_face(tmp_path, "both"), "plain") == [
+        "HERE/config.json: not small plain:",
+        "  n_kv_heads is 8, there 2",
+        "  rope_scaling is RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, "
+        "original_context=32), there None",
+        "  tied is True, there False",
+    ]
+
+
+def test_the_flavor_that_is_named_tells_the_family(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path, "tied")
+    every = [MODELS["llama3"], SPEC]
+    told = refusal(folder, lambda: HuggingFaceWeights(folder, every, "plain"))
+    assert told[0] == "HERE/config.json: not small plain:"
+    assert HuggingFaceWeights(folder, every).network.flavor == "tied"
+
+
+def test_what_may_be_several_flavors_has_to_be_named(tmp_path: Path) -> None:
+    """Of params.json a tied network is one like any other."""
+    flavors = FLAVORS | {"twin": dataclasses.replace(FLAVORS["plain"], tied=True)}
+    spec = dataclasses.replace(SPEC, flavors=flavors)
+    folder = meta(tmp_path)
+    assert refusal(folder, lambda: MetaWeights(folder, [spec])) == [
+        "HERE/params.json: it may be small plain or small twin; say which by --model and --flavor"
+    ]
+    assert same(everything(MetaWeights(folder, [spec], "plain")), weights())
+
+
+@pytest.mark.parametrize("kind", ["hf", "meta"])
+def test_a_tied_matrix_may_be_repeated_but_not_differ(kind: str, tmp_path: Path) -> None:
+    if kind == "hf":
+        folder, name = hugging_face(tmp_path, "tied"), "lm_head.weight"
+        path, opened = folder / "model.safetensors", HuggingFaceWeights
+        tensors, save = load(path), save_file
+        tensors[name] = tensors["model.embed_tokens.weight"].clone()
+    else:
+        folder, name = meta(tmp_path, flavor="tied"), "output.weight"
+        path, opened = folder / "consolidated.00.pth", MetaWeights
+        tensors, save = torch.load(path), torch.save
+    save(tensors, path)
+    assert same(everything(opened(folder, [SPEC], "tied")), weights("tied"))
+    tensors[name][5, 5] += 1
+    save(tensors, path)
+    (told,) = refusal(folder, lambda: opened(folder, [SPEC], "tied"))
+    assert told.startswith(f"HERE: {name} is not ")
+    del tensors[name]
+    save(tensors, path)
+    assert same(everything(opened(folder, [SPEC], "tied")), weights("tied"))
+
+
+def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None:
+    folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="200KB")
+    path = sorted(folder.glob("model-*"))[1]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert open_hugging_face(folder)[0].startswith(
+        f"HERE/{path.name}: not a whole safetensors file"
+    )
+    path.unlink()
+    (told,) = open_hugging_face(folder)
+    assert told == f"HERE/{path.name}: there is no such file, but the index names it"
+    (folder / "model.safetensors.index.json").unlink()
+    (told,) = open_hugging_face(folder)
+    assert told.startswith("HERE: there is neither model.safetensors.index.json nor")
+    (folder / "config.json").write_text("{")
+    assert open_hugging_face(folder)[0].startswith("HERE/config.json: not JSON")
+    (folder / "config.json").unlink()
+    assert open_hugging_face(folder) == ["HERE/config.json: there is no such file"]
+
+
+class Foreign:
+    """Something that reading a pickle would make."""
+
+
+def test_files_of_meta_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = meta(tmp_path, 2)
+    second = sorted(folder.glob("*.pth"))[1]
+    whole = torch.load(second)
+    torch.save(whole | {"more": Foreign()}, second)
+    (told,) = open_meta(folder)
+    assert told.startswith("HERE/consolidated.01.pth: it holds more than tensors")
+    torch.save([1, 2], second)
+    assert open_meta(folder) == ["HERE/consolidated.01.pth: not a dictionary of tensors"]
+    second.write_bytes(b"PK")
+    assert open_meta(folder)[0].startswith("HERE/consolidated.01.pth: not a whole file")
+    second.rename(folder / "consolidated.02.pth")
+    assert open_meta(folder) == ["HERE/consolidated.01.pth: there is no such file"]
+
+
+def test_blocks_that_make_no_whole_are_told(tmp_path: Path) -> None:
+    folder = meta(tmp_path, 2)
+    second = folder / "consolidated.01.pth"
+    tensors = torch.load(second)
+    tensors["norm.weight"] += 1
+    tensors["output.weight"] = tensors["output.weight"][:-1].clone()
+    tensors["layers.0.attention.wo.weight"] = torch.zeros(64, 32, dtype=torch.bfloat16)
+    del tensors["layers.1.ffn_norm.weight"]
+    tensors["rope.freqs"] = torch.zeros(4)  # follows from the params
+    torch.save(tensors, second)
+    assert open_meta(folder) == [
+        "HERE: not the weights of small plain:",
+        "  layers.0.attention.wo.weight: has another shape or dtype in another file",
+        "  layers.1.ffn_norm.weight: is in 1 of 2 files",
+        "  norm.weight: is whole in each file, but not the same in all",
+        "  output.weight: has another shape or dtype in another file",
+    ]
+    third = folder / "consolidated.02.pth"
+    torch.save(torch.load(folder / "consolidated.00.pth"), third)
+    torch.save(torch.load(folder / "consolidated.00.pth"), second)
+    told = "tok_embeddings.weight: has shape (150, 64) in each of 3 files; wanted (300, 64)"
+    assert f"  {told}" in open_meta(folder)

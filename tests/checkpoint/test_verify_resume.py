@@ -1,0 +1,242 @@
+"""`torchtitan verify-resume`: it passes what is right, and names what is wrong, and when.
+
+Ranks are forked, so a fault that is put into this process is in them too.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint import contents
+from torchtitan.cli import main
+from torchtitan.data import Batch, DataStream
+from torchtitan.data.lanes import Lane, Record
+from torchtitan.device import Device
+from torchtitan.parallel import ParallelModel
+from torchtitan.verify import ranks, record
+from torchtitan.verify.record import Note, Off
+from torchtitan.verify.resume_report import Resumption
+
+TINY = """
+[model]
+name = "tiny"
+flavor = "tiny"
+[training]
+local_batch_size = 4
+seq_len = 32
+[optimizer]
+lr = 1e-3
+[checkpoint]
+enable = true
+interval = 100
+async_mode = "async"
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    Path("r.toml").write_text(TINY, encoding="utf-8")
+
+
+def verify(*words: str) -> int:
+    return main(["verify-resume", "r.toml", "--steps", "2", *words])
+
+
+def alone(*words: str) -> int:
+    return verify("--world-size", "1", *words)
+
+
+def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone() == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0] == "r.toml on one rank"
+    assert '  checkpoints: in a folder of its own, with async_mode = "async"' in said.out
+    assert "killed after step 2 was saved, resumed on one rank" in lines
+    assert "killed after step 2 was saved, resumed on 2 ranks (dp_shard 2)" in lines
+    assert lines[-1].startswith(
+        "the same run: killed after step 2 of 4 and resumed on one rank, to the bit; "
+        "on 2 ranks (dp_shard 2), losses are off by "
+    )
+    rows = [line.split() for line in lines if line.strip().startswith("3 ")]
+    assert len(rows) == 2
+    assert all(row[4:6] == ["8-11", "same"] for row in rows)
+    assert rows[0][3] == rows[0][6] == "0"
+    assert not said.err
+    assert sorted(path.name for path in Path().rglob("*")) == ["r.toml"]
+
+
+def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verify("--then-layout", "tp=2") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "resumed on 2 ranks (dp_shard 2), to the bit; on 2 ranks (tp 2), losses" in last
+
+
+def test_optimizer_state_that_is_not_loaded_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = contents.load_into
+
+    def forgetful(tensors: Mapping[str, Tensor], source: Any) -> None:
+        load({n: t for n, t in tensors.items() if not n.endswith("wq.weight.exp_avg")}, source)
+
+    monkeypatch.setattr(contents, "load_into", forgetful)
+    assert alone() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    where = "another run: resumed on one rank, step 2, as it was loaded: optimizer.layers.0."
+    assert last.startswith(f"{where}attention.wq.weight.exp_avg[")
+    assert "] is 0, never stopped " in last
+    assert last.endswith("; 2 of 85 tensors differ")
+
+
+def test_a_position_that_is_off_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = DataStream.load_state_dict
+    monkeypatch.setattr(
+        DataStream,
+        "load_state_dict",
+        lambda stream, state: load(stream, state | {"samples": state["samples"] + 1}),
+    )
+    assert alone() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("step 2, as it was loaded: rank 0: data.samples is 9, never stopped 8")
+
+
+def test_samples_that_are_skipped_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Lane.__init__
+
+    def skipping(lane: Lane, number: int, *rest: Any) -> None:
+        make(lane, number, *rest)
+        if number == 1 and isinstance(rest[-1], Record):
+            lane.next_sample()
+
+    monkeypatch.setattr(Lane, "__init__", skipping)
+    assert alone() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    # Four sequences a step, so that sample 9 is of lane 1, and 13 comes after it there.
+    assert last.endswith(
+        "step 3: where the run never stopped reads its sample 9, its sample 13 is read"
+    )
+
+
+def test_random_numbers_that_are_not_restored_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = ParallelModel.forward_backward
+
+    def noisy(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        loss = train(model, batches, tokens)
+        for parameter in model.parts[0].parameters():
+            assert parameter.grad is not None
+            parameter.grad += 1e-3 * torch.randn(())
+        return loss
+
+    monkeypatch.setattr(ParallelModel, "forward_backward", noisy)
+    monkeypatch.setattr(Device, "set_rng_state", lambda device, state: None)
+    assert alone() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "resumed on one rank, step 2, as it was loaded: rng.0.cpu[" in last
+
+
+def test_a_run_that_survives_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "die", lambda: None)
+    assert alone() == 1
+    assert capsys.readouterr().err == "no comparison: the run that is killed: it was not\n"
+
+
+def test_what_cannot_be_resumed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone("--then", "3") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("--then: the run cannot be resumed on 3 ranks (dp_shard 3):\n")
+    assert "training.global_batch_size: " in error
+    assert alone("--then-layout", "xp=2") == 2
+    assert "got 'xp=2'; wanted axis=size, with axes pp, dp_" in capsys.readouterr().err
+    assert alone("--model.flavor", "tinny") == 2
+    with pytest.raises(SystemExit):
+        alone("--then", "3", "--then-layout", "tp=2")
+
+
+def note(step: int, loss: float | None = 2.0, **rest: Any) -> Note:
+    samples = {} if loss is None else {2 * step: 20 * step, 2 * step + 1: 20 * step + 1}
+    defaults = {"counters": {"data.samples": 2 * step}, "samples": samples, "names": ("a",)}
+    return Note(step, **defaults | {"loss": loss, "grad_norm": 1.0} | rest)
+
+
+def off(name: str, by: float) -> dict[str, Any]:
+    return {"names": ("a", name), "offs": (Off(name, (3,), 1 + by, 1.0, by),)}
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "found", "fault"),
+    [
+        (True, {}, None),
+        (True, {"loss": 2.0000001}, "rank 1: the loss is 2.0000001, never stopped 2.0"),
+        (False, {"loss": 2.00001}, None),
+        (False, {"loss": 2.0001}, "rank 1: the loss is 2.0001, never stopped 2.0"),
+        (False, {"loss": math.nan}, "rank 1: the loss is nan, never stopped 2.0"),
+        (False, {"grad_norm": 1.001}, "rank 1: the gradient norm is 1.001, never stopped 1.0"),
+        (True, off("model.a", 1e-9), "model.a[3] is 1, never stopped 1; 1 of 2 tensors differ"),
+        (False, off("model.a", 1e-6), None),
+        (False, off("model.a", 2e-5), "model.a[3] is 1.00002, never stopped 1; 1 of 2 tensors"),
+        (False, off("optimizer.a", 1e-4), None),
+        (False, off("optimizer.a", 2e-3), "optimizer.a[3] is 1.002, never stopped 1; 1 of 2"),
+        (False, off("rng.0.cpu", 1e-9), "rng.0.cpu[3] is 1, never stopped 1; 1 of 2 tensors"),
+        (False, {"counters": {}}, "rank 1: data.samples is None, never stopped 4"),
+        (False, {"samples": {4: 40, 5: 51}}, "its sample 5, none of it is read"),
+        (False, {"samples": {4: 40, 5: 61}}, "its sample 5, its sample 7 is read"),
+    ],
+)
+def test_what_is_a_fault(is_exact: bool, found: dict[str, Any], fault: str | None) -> None:
+    whole = [[note(0, None), note(1), note(2), note(3)]] * 2
+    good = [note(1, None), note(2), note(3)]
+    resumed = [good, [note(1, None), note(2, **found), note(3)]]
+    resumption = Resumption(whole, resumed, 1, is_exact)
+    said = resumption.fault()
+    assert said is None if fault is None else said and said.startswith("step 2: ") and fault in said
+    assert resumption.table("x").row_count == 3
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
+    whole = [[note(0, None), note(1), note(2)]]
+    resumed = [[note(1, None, **off("model.a", 1e-9)), note(2)]]
+    said = Resumption(whole, resumed, 1, is_exact).fault()
+    assert (
+        said == "step 1, as it was loaded: model.a[3] is 1, never stopped 1; 1 of 2 tensors differ"
+    )
+    said = Resumption(whole, [[note(0, None), note(1), note(2)]], 1, is_exact).fault()
+    assert said == "it goes on from step 0, and step 1 was saved"
+
+
+def test_samples_of_all_ranks_are_joined() -> None:
+    whole = [[note(0, None), note(1), note(2, samples={4: 40})]]
+    whole += [[note(0, None), note(1), note(2, samples={5: 41})]]
+    assert Resumption(whole, [[note(1, None), note(2)]], 1, True).fault() is None
+    missing = [[note(1, None), note(2, samples={4: 40})]]
+    said = Resumption(whole, missing, 1, True).fault()
+    assert said == "step 2: sample 5 of the run was not read"
+
+
+def test_the_bar_is_drawn_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "on_terminal", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ranks._bar("the run that is killed", 4, lambda: 3) as show:
+        show()
+    assert "the run that is killed" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""A small Llama in every variation, its weights, and a checkpoint of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests import tiny
+from torchtitan.checkpoint.storage import SavedTensors, write_weights
+from torchtitan.checkpoint.weights.convert import Wishes, convert
+from torchtitan.models import MODELS
+from torchtitan.models.initialize import initialize
+from torchtitan.models.llama3.model import RopeScaling
+
+SEQ_LEN = 96
+ARGS = dataclasses.replace(tiny.ARGS, dim=64, n_layers=3, n_heads=8)
+# The original context is shorter than the sequence, so that all three bands of pairs matter.
+SCALING = RopeScaling(factor=8.0, original_context=32)
+FLAVORS = {
+    "plain": ARGS,
+    "tied": dataclasses.replace(ARGS, tied=True, n_kv_heads=4),
+    "scaled": dataclasses.replace(ARGS, rope_scaling=SCALING, ffn_dim=80),
+    "both": dataclasses.replace(ARGS, rope_scaling=SCALING, tied=True, n_kv_heads=8),
+}
+SPEC = dataclasses.replace(MODELS["llama3"], name="small", flavors=FLAVORS)
+Weights = dict[str, Tensor]
+
+
+def network(flavor: str = "plain") -> nn.Module:
+    """A network whose weights are large enough for attention to be far from uniform."""
+    model = SPEC.build(FLAVORS[flavor], SEQ_LEN)
+    initialize(
+        model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=len(flavor)
+    )
+    return model
+
+
+def weights(flavor: str = "plain") -> Weights:
+    return {f"model.{name}": p.detach() for name, p in network(flavor).state_dict().items()}
+
+
+def saved(folder: Path, flavor: str = "plain", recipe: Mapping[str, Any] | None = None) -> Path:
+    """A checkpoint of ours."""
+    folder.mkdir(parents=True)
+    named = {"model.name": "small", "model.flavor": flavor, "training.seq_len": SEQ_LEN}
+    about = {"recipe": {**named, **(recipe or {})}}
+    write_weights(folder, weights(flavor).items(), about, 10**9)
+    return folder
+
+
+def content(folder: Path) -> Weights:
+    """What a checkpoint of ours holds."""
+    tensors = SavedTensors(folder)
+    return {name: tensors.read(name) for name in tensors.shapes()}
+
+
+def run(source: Path, destination: Path, **wishes: Any) -> Path:
+    convert(source, destination, Wishes(**wishes), {})
+    return destination
+
+
+def same(a: Weights, b: Weights) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(ARGS.vocab_size, (2, SEQ_LEN), generator=generator)

@@ -1,0 +1,175 @@
+"""What Llama 3's spec says of other formats, against what others say of it."""
+
+import dataclasses
+
+import pytest
+import torch
+from llama_models.sku_list import all_registered_models
+
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import RopeScaling
+
+SPEC = MODELS["llama3"]
+HUGGING_FACE, META = SPEC.formats["hf"], SPEC.formats["meta"]
+
+PUBLISHED = {
+    "8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+}
+PUBLISHED["1B"] = PUBLISHED["8B"] | {
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": PUBLISHED["8B"]["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+PUBLISHED["3B"] = PUBLISHED["1B"] | {
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 28,
+}
+"""What matters of the config.json of Llama 3.1 8B and of Llama 3.2 1B and 3B."""
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_published_configs_are_those_of_our_flavors(flavor):
+    args = SPEC.flavors[flavor]
+    assert HUGGING_FACE.args(PUBLISHED[flavor]) == args
+    written = HUGGING_FACE.config(args, 131072)
+    known = written.keys() & PUBLISHED[flavor].keys()
+    assert {key: written[key] for key in known} == {key: PUBLISHED[flavor][key] for key in known}
+    assert len(known) == len(written) - ("head_dim" not in PUBLISHED[flavor])
+
+
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_a_flavor_is_read_back_from_its_config(flavor):
+    args = SPEC.flavors[flavor]
+    assert HUGGING_FACE.args(HUGGING_FACE.config(args, None)) == args
+    found = META.args(META.config(args, None))
+    assert found.ffn_dim == args.ffn_dim
+    scaling = args.rope_scaling and RopeScaling(factor=8.0)
+    assert found == dataclasses.replace(args, tied=False, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("sku", "flavor"),
+    [
+        ("Llama3.1-8B", "8B"),
+        ("Llama3.1-70B", "70B"),
+        ("Llama3.1-405B:bf16-mp8", "405B"),
+        ("Llama3.2-1B", "1B"),
+        ("Llama3.2-3B", "3B"),
+    ],
+)
+def test_params_of_meta_are_those_of_our_flavors(sku, flavor):
+    params = next(m.arch_args for m in all_registered_models() if m.descriptor() == sku)
+    assert META.args(params) == META.args(META.config(SPEC.flavors[flavor], None))
+
+
+@pytest.mark.filterwarnings("default")
+def test_names_are_those_of_transformers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = dataclasses.replace(SPEC.flavors["debugmodel"], n_layers=12)
+    with torch.device("meta"):
+        theirs = LlamaForCausalLM(LlamaConfig(**HUGGING_FACE.config(args, 64))).state_dict()
+        ours = SPEC.build(args, 64).state_dict()
+    shapes = {HUGGING_FACE.name(name): weight.shape for name, weight in ours.items()}
+    assert shapes == {name: weight.shape for name, weight in theirs.items()}
+
+
+@pytest.mark.parametrize("heads", [{"wq": 4}, {"wk": 2}], ids=str)
+def test_rows_are_a_permutation_within_each_head(heads):
+    args = dataclasses.replace(SPEC.flavors["debugmodel"], dim=32, n_heads=4, n_kv_heads=2)
+    (projection, count), *_ = heads.items()
+    rows = HUGGING_FACE.rows(args, f"layers.0.attention.{projection}.weight").view(count, 8)
+    assert rows[0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(rows, rows[0] + 8 * torch.arange(count)[:, None])
+    assert HUGGING_FACE.rows(args, "layers.0.attention.wv.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_act": "gelu"}, ['hidden_act: got "gelu"; llama3 has "silu"']),
+        (
+            {"attention_bias": True, "mlp_bias": True, "hidden_size": None},
+            [
+                "attention_bias: got true; llama3 has false",
+                "mlp_bias: got true; llama3 has false",
+                "hidden_size: got nothing; wanted a number",
+            ],
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            ['rope_scaling: got "yarn"; llama3 has "llama3", or none'],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            ["rope_scaling: it has no high_freq_factor, original_max_position_embeddings"],
+        ),
+        ({"head_dim": 64}, ["head_dim: got 64; llama3 has 128 = dim / heads"]),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ["quantization_config: quantized weights cannot be read"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_network_that_is_not_ours_is_refused_in_words(change, told):
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(PUBLISHED["8B"] | change)
+    assert error.value.lines == told
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (  # as Llama 2 has it
+            {"vocab_size": -1, "rope_theta": None},
+            [
+                "vocab_size: got -1; wanted a number above 0",
+                "rope_theta: got nothing; wanted the base of the rotary embedding",
+            ],
+        ),
+        ({"moe_args": {"num_experts": 16}}, ["moe_args: llama3 has no such thing"]),
+    ],
+    ids=str,
+)
+def test_params_that_are_not_ours_are_refused_in_words(change, told):
+    params = META.config(SPEC.flavors["8B"], None) | change
+    with pytest.raises(RecipeError) as error:
+        META.args(params)
+    assert error.value.lines == told

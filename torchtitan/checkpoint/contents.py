@@ -1,0 +1,100 @@
+"""What a checkpoint is of: weights, optimizer state, random generators, data position, counters.
+
+Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<parameter>.<state>` and
+`rng.<rank>.<device>`. They are the live ones, to save as they are and to load in place.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchtitan.checkpoint.folder import read_state
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.placement import differences, load_into
+from torchtitan.checkpoint.state import TrainState
+from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.config import ConfigError
+from torchtitan.data import DataStream, merge_states
+from torchtitan.optim import Optimizers
+from torchtitan.parallel import World
+
+SHOWN = 3
+"""Differences, at most, in the message that a checkpoint does not fit."""
+
+
+class Contents:
+    """All that training changes; methods are called by every rank."""
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        optimizers: Optimizers,
+        state: TrainState,
+        data: DataStream,
+        world: World,
+    ) -> None:
+        self.model, self.optimizers, self.state = model, optimizers, state
+        self.data, self.world = data, world
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters of this rank's stages."""
+        return {f"model.{n}": p for part in self.model for n, p in part.state_dict().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a full checkpoint holds of this rank."""
+        return self.weights() | self._of_optimizer() | self._of_generators()
+
+    def position(self) -> dict[str, Any]:
+        """The counters, and what of the data was consumed, by all ranks together."""
+        data = merge_states(self.world.gather(self.data.state_dict()))
+        return {"train_state": asdict(self.state), "data": data}
+
+    def load_weights(self, path: Path, source: TensorSource) -> None:
+        """Take over weights alone.
+
+        Raises:
+            ConfigError: where they do not fit; `path` says where they are.
+        """
+        self._read(path, self.weights(), source)
+
+    def restore(self, path: Path, skip: Collection[str] = ()) -> None:
+        """Be where a checkpoint stands, in everything but `skip`.
+
+        Raises:
+            ConfigError: where it does not fit the model, the optimizer or the data.
+        """
+        manifest = read_manifest(path)
+        saved = read_state(path, manifest)
+        has_rng = "rng" not in skip and manifest.ranks == self.world.size
+        rng = self._of_generators() if has_rng else {}
+        optimizer = {} if "optimizer" in skip else self._of_optimizer()
+        self._read(path, self.weights() | optimizer | rng, SavedTensors(path))
+        if has_rng:
+            prefix = f"rng.{self.world.rank}."
+            self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
+        if "data" not in skip:
+            self.data.load_state_dict(saved["data"])
+        if "train_state" not in skip:
+            for name, value in saved["train_state"].items():
+                setattr(self.state, name, value)
+        if "lr_scheduler" in skip:
+            self.state.schedule_start = self.state.step
+
+    def _read(self, path: Path, tensors: Mapping[str, Tensor], source: TensorSource) -> None:
+        # A pipeline's ranks hold different names, and all must end if one does.
+        everyones = self.world.gather(differences(tensors, source))
+        if mistakes := list(dict.fromkeys(mistake for own in everyones for mistake in own)):
+            more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
+            told = "; ".join(mistakes[:SHOWN])
+            raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
+        load_into(tensors, source)
+
+    def _of_optimizer(self) -> dict[str, Tensor]:
+        return {f"optimizer.{name}": t for name, t in self.optimizers.state_dict().items()}
+
+    def _of_generators(self) -> dict[str, Tensor]:
+        states = self.world.device.rng_state()
+        return {f"rng.{self.world.rank}.{kind}": state for kind, state in states.items()}

@@ -1,0 +1,70 @@
+"""The state of a run as it is in memory, to be handed to another run that has the same ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.checkpoint.state import TrainState
+from torchtitan.config import ConfigError
+from torchtitan.data import DataStream
+from torchtitan.logging import logger
+from torchtitan.optim import Optimizers
+from torchtitan.optim.group import local
+
+
+class Live:
+    """What this rank holds of everything that training changes; nothing here communicates."""
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        optimizers: Optimizers,
+        state: TrainState,
+        data: DataStream,
+        *,
+        wait_until_writable: Callable[[], None],
+    ) -> None:
+        """`wait_until_writable` returns when weights may change."""
+        self.model, self.optimizers, self.state, self.data = model, optimizers, state, data
+        self.wait_until_writable = wait_until_writable
+
+    def get(self) -> dict[str, Any]:
+        """All of it, as tensors, which are the live ones, and plain values."""
+        return {
+            "tensors": self._tensors(with_optimizer=self.state.step > 0),
+            "train_state": asdict(self.state),
+            "data": self.data.state_dict(),
+        }
+
+    @torch.no_grad()
+    def put(self, given: dict[str, Any]) -> None:
+        """Take over what `get` gave on the same rank of another run.
+
+        Raises:
+            ConfigError: where that run has another model, layout, optimizer or other data.
+        """
+        self.wait_until_writable()
+        step = given["train_state"]["step"]
+        # Before the first step there is no state of the optimizer; asking for it would make some.
+        own, found = self._tensors(with_optimizer=step > 0), given["tensors"]
+        for name in sorted({*own, *found}):
+            there, here = (list(t[name].shape) if name in t else "absent" for t in (found, own))
+            if there != here:
+                raise ConfigError(f"another replica group's {name} is {there}, this one's {here}")
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
+        self.data.load_peer_state(given["data"])
+        was = self.state.step
+        for name, value in given["train_state"].items():
+            setattr(self.state, name, value)
+        if step != was:
+            logger.info("took over the state of another replica group: step %d, was %d", step, was)
+
+    def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
+        weights = {name: p for part in self.model for name, p in part.state_dict().items()}
+        tensors = {f"model.{name}": local(p).detach() for name, p in weights.items()}
+        states = self.optimizers.state_dict() if with_optimizer else {}
+        return tensors | {f"optimizer.{name}": local(t) for name, t in states.items()}

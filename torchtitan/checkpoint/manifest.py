@@ -1,0 +1,176 @@
+"""The manifest of a checkpoint: which files it has, how long they are, and their hashes.
+
+It is written last, and hashes itself too, so a checkpoint whose files agree with its manifest is
+the one that was saved, to the bit: a torn write, a flipped bit and a file of another checkpoint are
+all found. The hash is XXH3 with 128 bits (https://xxhash.com), faster than any disk; it guards
+against accidents, not against somebody who forges both file and manifest.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from torchtitan.config import ConfigError
+
+MANIFEST = "manifest.json"
+STATE_FILE = "train_state.json"
+FORMAT = 2
+HASH = "xxh3_128"
+BLOCK = 8 * 2**20
+
+
+class Damaged(ConfigError):
+    """A checkpoint is not what was saved; the message names the file."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file has to be."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was saved, and in which files."""
+
+    step: int
+    model_only: bool
+    ranks: int
+    layout: Mapping[str, int]
+    """Sizes of the mesh axes."""
+    digest: str
+    """Of all tensors, whatever the layout; see `storage.digest`."""
+    files: Mapping[str, File]
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> File:
+    """Write a line for each key, down to the disk, all or none; returns what the file has to be."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value[key])}" for key in value)
+    data = f"{{\n{lines}\n}}\n".encode()
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    return File(len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write it with a hash of its own content."""
+    content = asdict(manifest)
+    write_json(checkpoint / MANIFEST, content | {HASH: _hash_of(content)})
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint, known to be whole.
+
+    Raises:
+        Damaged: where it is missing, unreadable or changed.
+        ConfigError: where it is whole, but of another format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        found = content.pop(HASH)
+    except FileNotFoundError:
+        if (checkpoint / ".metadata").exists():
+            raise ConfigError(
+                f"{checkpoint}: format 1, of files by torch's distributed checkpoint; this version "
+                f"reads {FORMAT}, since reading those may run what somebody put into them. Go on "
+                "with the torchtitan that wrote it, or train anew in another job.dump_folder"
+            ) from None
+        raise Damaged(f"{checkpoint}: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path}: damaged: {error}") from None
+    if found != _hash_of(content):
+        raise Damaged(f"{path}: damaged: it does not have the hash that it names")
+    if content["format"] != FORMAT:
+        raise ConfigError(
+            f"{path}: format {content['format']}; this version reads {FORMAT}. "
+            "A newer torchtitan wrote it: use that one"
+        )
+    files = {name: File(**file) for name, file in content.pop("files").items()}
+    return Manifest(**content, files=files)
+
+
+def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
+    """The bytes of a small file of a checkpoint, known to be those that were saved."""
+    data = _read(checkpoint / name)
+    if (len(data), xxhash.xxh3_128_hexdigest(data)) != (
+        manifest.files[name].bytes,
+        manifest.files[name].xxh3_128,
+    ):
+        raise Damaged(f"{checkpoint / name}: damaged: its bytes are not those that were saved")
+    return data
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+
+
+def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that are missing or have another size: what costs no reading."""
+    for name, file in manifest.files.items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            yield f"{checkpoint / name}: {error.strerror}"
+            continue
+        if size != file.bytes:
+            yield f"{checkpoint / name}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+
+
+def problems_of_files(
+    checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
+) -> Iterator[str]:
+    """Files, of all or of `names`, that are not what was saved, by size and hash.
+
+    Args:
+        cached: whether what the kernel still has in memory counts; False reads the disk.
+    """
+    for name in manifest.files if names is None else names:
+        path, file = checkpoint / name, manifest.files[name]
+        try:
+            size, found = hash_file(path, cached)
+        except OSError as error:
+            yield f"{path}: {error.strerror}"
+            continue
+        if size != file.bytes:
+            yield f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+        elif found != file.xxh3_128:
+            yield f"{path}: damaged: its bytes are not those that were saved"
+
+
+def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:
+    """Size and hash of a file."""
+    state, size, block = xxhash.xxh3_128(), 0, bytearray(BLOCK)
+    with path.open("rb", buffering=0) as file:
+        if not cached and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while count := file.readinto(block):
+            state.update(memoryview(block)[:count])
+            size += count
+    return size, state.hexdigest()
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,93 @@
+"""Which rank writes which piece of a tensor, and which blocks a rank reads: DCP's planners.
+
+A piece that several ranks hold is written by one of them, chosen so that all write about as much.
+When loading, each rank reads the blocks that it holds now, however they were cut when they were
+saved; no rank needs another for that.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.storage import Piece, TensorSource
+from torchtitan.parallel import World
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class Writers:
+    """Remembers the plan of each kind of save, since a run's tensors keep their layout."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._plans: dict[str, list[WriteItem]] = {}
+
+    def pieces(self, kind: str, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
+        """What this rank writes of `tensors`, which every rank of the world asks together."""
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), is_coordinator=self.world.rank == 0)
+        if kind not in self._plans:
+            everyones = self.world.collect(planner.create_local_plan())
+            plans = planner.create_global_plan(everyones)[0] if everyones else None
+            self._plans[kind] = self.world.deal(plans).items
+        return [(_piece(item), _tensor(planner.resolve_data(item))) for item in self._plans[kind]]
+
+
+def _piece(item: "WriteItem") -> Piece:
+    data = item.tensor_data
+    assert data is not None, item.index.fqn
+    return Piece(
+        name=item.index.fqn,
+        dtype=data.properties.dtype,
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
+
+
+def _tensor(value: object) -> Tensor:
+    assert isinstance(value, Tensor), type(value)
+    return value.detach()
+
+
+def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
+    """Copy from `source` the blocks of `tensors` that this rank holds; they are known to fit."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import (
+        STORAGE_TYPES,
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    found = source.shapes()
+    wholes: dict[str, STORAGE_TYPES] = {}
+    for name in tensors:
+        dtype, shape = found[name]
+        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        wholes[name] = TensorStorageMetadata(TensorProperties(dtype), whole.sizes, [whole])
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), Metadata(wholes), is_coordinator=True)
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).copy_(block)
+
+
+def differences(tensors: Mapping[str, Tensor], source: TensorSource) -> list[str]:
+    """Names and shapes in which a source does not fit, a line each."""
+    found = source.shapes()
+    mistakes = []
+    for name, tensor in tensors.items():
+        if name not in found:
+            mistakes.append(f"{name} is not in the checkpoint")
+        elif found[name][1] != tuple(tensor.shape):
+            there, here = found[name][1], tuple(tensor.shape)
+            mistakes.append(f"{name} is {there} there and {here} here")
+    return mistakes

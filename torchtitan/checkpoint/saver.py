@@ -1,0 +1,226 @@
+"""Writes checkpoints, and deletes old ones.
+
+A save has stages. What this rank has to write is copied (`Staging`; not with
+`async_mode = "disabled"`), then written and hashed by each rank for itself. When all are done it is
+committed: rank 0 writes index, state and manifest, and renames the folder. Then each rank reads its
+file back from the disk; when all have found what they wrote, older checkpoints may go.
+
+Copying, writing and reading back are the work of threads, which never communicate: training goes on
+meanwhile, asks all ranks once a step whether any is busy, and lets a save advance when none is.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchtitan.checkpoint import folder as disk
+from torchtitan.checkpoint.manifest import (
+    MANIFEST,
+    STATE_FILE,
+    Damaged,
+    hash_file,
+    problems_of_files,
+    read_manifest,
+)
+from torchtitan.checkpoint.placement import Writers
+from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.staging import Pieces, Staging, Task
+from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
+from torchtitan.logging import logger
+from torchtitan.parallel import World
+
+RETRY_SECONDS = 1.0
+"""Before the second attempt of a save; twice as long before each further one."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save whose files are being written."""
+
+    step: int
+    path: Path
+    model_only: bool
+    state: Mapping[str, Any]
+    """What goes into train_state.json; rank 0's counts."""
+    writing: Task[Written | None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A checkpoint that is being read back."""
+
+    step: int
+    path: Path
+    reading: Task[list[str]]
+
+
+class Saver:
+    """One save at a time; all methods are called by every rank."""
+
+    def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
+        self.config, self.folder, self.world = config, folder, world
+        self.writers = Writers(world)
+        self.is_async = config.async_mode != "disabled"
+        self.staging = Staging(config.async_mode == "async_with_pinned_mem", world.device)
+        self.saved_step: int | None = None
+        """The newest step on disk."""
+        self.failed_step: int | None = None
+        """The newest step, if it could not be saved."""
+        self._stage: Save | Check | None = None
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
+    ) -> None:
+        """Save a step; unless it is asynchronous, every byte is then on disk."""
+        self.settle()
+        path = self.folder / f"step-{step}.saving"
+        if problem := self.world.share(self._begin(step)):
+            self._failed(step, path, [problem])
+            return
+        pieces = self.writers.pieces("weights" if model_only else "all", tensors)
+        if self.is_async:
+            self.staging.begin(pieces)
+        copies = self.staging.copies if self.is_async else lambda: pieces
+        writing = Task(lambda: self._write(path, copies))
+        self._stage = Save(step, path, model_only, state, writing)
+        if not self.is_async:
+            self.advance()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank still does what all ranks wait for."""
+        match self._stage:
+            case Save(writing=task) | Check(reading=task):
+                return not task.is_done
+        return False
+
+    def advance(self) -> None:
+        """Go on to the next stage of a save, waiting for this one; free when no rank is busy."""
+        match self._stage:
+            case Save() as save:
+                self._commit(save)
+            case Check() as check:
+                self._forget_old(check)
+
+    def settle(self) -> None:
+        """Wait until no save is in any stage."""
+        self.staging.wait()
+        while self._stage is not None:
+            self.advance()
+
+    def _begin(self, step: int) -> str | None:
+        """On rank 0 make the folder of a save; what went wrong, if so."""
+        try:
+            if self.world.rank == 0:
+                disk.begin(self.folder, step)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _write(self, path: Path, copies: Callable[[], Pieces]) -> Written | None:
+        """On a thread: write this rank's pieces, again if the disk fails; None if it has none."""
+        pieces = copies()
+        if not pieces:
+            return None
+        file = path / f"rank-{self.world.rank}.safetensors"
+        for attempt in range(1, self.config.save_attempts):
+            try:
+                return write_file(file, pieces)
+            except OSError as error:
+                delay = RETRY_SECONDS * 2 ** (attempt - 1)
+                logger.warning(
+                    "%s: attempt %d of %d failed (%s); again in %g s",
+                    *(file, attempt, self.config.save_attempts, error.strerror, delay),
+                )
+                time.sleep(delay)
+        return write_file(file, pieces)
+
+    def _commit(self, save: Save) -> None:
+        """All ranks have written, or failed: make it a checkpoint, or give it up."""
+        self._stage = None
+        try:
+            mine: Written | str | None = save.writing.result()
+        except (OSError, Damaged) as error:
+            mine = str(error)
+        everyones = self.world.collect(mine)
+        size, problems = self.world.share(everyones and self._complete(save, everyones))
+        if problems:
+            self._failed(save.step, save.path, problems)
+            return
+        path = save.path.with_suffix("")
+        self.saved_step, self.failed_step = save.step, None
+        told = "saved %s: %s MB, written in %.2f s"
+        logger.info(told, path, f"{size / 1e6:,.1f}", save.writing.seconds)
+        names = [mine.name] if isinstance(mine, Written) else []
+        if self.world.rank == 0:
+            names += [INDEX, STATE_FILE]
+        self._stage = Check(save.step, path, Task(lambda: _read_back(path, names)))
+
+    def _complete(
+        self, save: Save, everyones: Sequence[Written | str | None]
+    ) -> tuple[int, list[str]]:
+        """On rank 0: the bytes of the new checkpoint, and why there is none, if so."""
+        if problems := [one for one in everyones if isinstance(one, str)]:
+            return 0, problems
+        try:
+            manifest = write_manifest_of(
+                save.path,
+                [one for one in everyones if isinstance(one, Written)],
+                save.state,
+                step=save.step,
+                model_only=save.model_only,
+                ranks=self.world.size,
+                layout=self.world.degrees._asdict(),
+            )
+            disk.commit(save.path)
+        except OSError as error:
+            return 0, [str(error)]
+        return manifest.bytes, []
+
+    def _failed(self, step: int, path: Path, problems: Sequence[str]) -> None:
+        """Say so, and leave nothing half-written; the checkpoints that exist stay."""
+        self.failed_step = step
+        if self.world.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        last = f"step-{self.saved_step}" if self.saved_step else "none"
+        logger.error(
+            "step %d could NOT be saved: %s. Training goes on; the last checkpoint is %s",
+            *(step, "; ".join(dict.fromkeys(problems)), last),
+        )
+
+    def _forget_old(self, check: Check) -> None:
+        """The newest checkpoint was read back: delete what it replaces, or set it aside."""
+        self._stage = None
+        found = self.world.gather(check.reading.result())
+        problems = [problem for own in found for problem in own]
+        if problems:
+            self.failed_step = check.step
+            self.saved_step = self.world.share(self._set_aside(check, problems))
+        elif self.world.rank == 0 and self.config.keep_latest_k:
+            keep, every = self.config.keep_latest_k, self.config.keep_every
+            disk.forget_old(self.folder, check.step, keep, every)
+
+    def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
+        """On rank 0 put away what is not what was saved; returns the newest step that is left."""
+        if self.world.rank != 0:
+            return None
+        try:
+            logger.error("%s; set aside as %s", problems[0], disk.set_aside(check.path).name)
+            return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
+        except OSError as error:
+            logger.error("%s; it could not be set aside: %s", problems[0], error)
+            return None
+
+
+def _read_back(path: Path, names: Sequence[str]) -> list[str]:
+    """What is wrong with files of a checkpoint, by what is on the disk."""
+    try:
+        hash_file(path / MANIFEST, cached=False)  # so that it too is read from there
+        return list(problems_of_files(path, read_manifest(path), names, cached=False))
+    except (OSError, Damaged) as error:
+        return [str(error)]

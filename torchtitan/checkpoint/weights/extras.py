@@ -1,0 +1,92 @@
+"""What stands beside weights in other formats: the tokenizer, its special tokens, the context."""
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.config import ConfigError
+from torchtitan.data import load_tokenizer
+from torchtitan.logging import logger
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    *TOKENIZERS,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+class Extras(NamedTuple):
+    """As far as they are known."""
+
+    seq_len: int | None = None
+    """The longest sequence."""
+    bos: int | list[int] | None = None
+    eos: int | list[int] | None = None
+    tokenizer: Path | None = None
+    """Its folder."""
+    generation: Mapping[str, Any] | None = None
+    """How to generate, as Hugging Face's generation_config.json says it."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Mapping[str, Any]) -> "Extras":
+        """As the recipe of a run has them; dotted keys to values."""
+        seq_len, key = recipe.get("training.seq_len"), "model.tokenizer_path"
+        if key not in recipe:
+            return cls(seq_len)
+        try:
+            tokenizer = load_tokenizer(recipe[key])
+        except ConfigError as error:
+            logger.warning("no tokenizer goes with the weights: %s", error)
+            return cls(seq_len)
+        if recipe[key] is None:
+            logger.info("no tokenizer goes with the weights: they were trained on bytes")
+            return cls(seq_len, tokenizer.bos, tokenizer.eos)
+        path = Path(recipe[key]).expanduser()
+        folder = path if path.is_dir() else path.parent
+        return cls(seq_len, tokenizer.bos, tokenizer.eos, folder)
+
+    @classmethod
+    def beside(cls, folder: Path, **known: Any) -> "Extras":
+        """With the tokenizer that lies in a folder of weights, if there is one."""
+        is_there = any((folder / name).is_file() for name in TOKENIZERS)
+        return cls(tokenizer=folder.resolve() if is_there else None, **known)
+
+    def recipe(self) -> dict[str, Any]:
+        """What `of_recipe` reads."""
+        recipe: dict[str, Any] = {}
+        if self.seq_len is not None:
+            recipe["training.seq_len"] = self.seq_len
+        if self.tokenizer is not None:
+            recipe["model.tokenizer_path"] = str(self.tokenizer)
+        return recipe
+
+    def copy_tokenizer(self, folder: Path, names: Collection[str] = TOKENIZER_FILES) -> None:
+        """Copy those files of the tokenizer that there are."""
+        home = self.tokenizer
+        copied = [name for name in names if home is not None and (home / name).is_file()]
+        for name in copied:
+            shutil.copyfile(home / name, folder / name)  # type: ignore[operator]
+        if "tokenizer.json" in copied and TOKENIZER_CONFIG not in copied:
+            _describe_tokenizer(folder)
+
+
+def _describe_tokenizer(folder: Path) -> None:
+    """Say that the tokenizer is the one of tokenizer.json.
+
+    Without that, transformers makes one such as is usual for the architecture of the weights.
+    """
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+    names = {key: tokenizer.decode([at]) for key, at in tokens.items() if at is not None}
+    write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that people may want to read."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Weights between our names and another format's, one tensor at a time.
+
+`ForeignWeights` shows another format under our names, `Translated` shows ours under the other's.
+The first is a `TensorSource`, so what reads a checkpoint of ours reads weights from elsewhere too,
+whole or the block that a rank needs. Both refuse weights that do not fit the network, and tell
+every tensor that is missing, left over or of another shape. The names are facts of a model
+(`torchtitan.models.spec.WeightFormat`); what the files look like is known one level up.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.weights.network import Network, Sizes
+from torchtitan.config import ConfigError, RecipeError
+
+Kind = tuple[torch.dtype, Sizes]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_TOLD = 10
+
+
+class ForeignWeights(ABC):
+    """Weights in a folder of another format, under our names; see `TensorSource`."""
+
+    def __init__(
+        self, folder: Path, network: Network, kind: str, found: Mapping[str, Kind | str]
+    ) -> None:
+        """Check that the weights are those of `network`.
+
+        Args:
+            kind: the format, a key of `ModelSpec.formats`.
+            found: each tensor's dtype and shape, or why it cannot be read, by its name there.
+
+        Raises:
+            ConfigError: with all that does not fit.
+        """
+        self.network, self.format = network, network.format(kind)
+        self._names = {f"model.{ours}": self.format.name(ours) for ours in network.parameters()}
+        known = {n: k for n, k in found.items() if not re.fullmatch(self.format.computed, n)}
+        self._kinds = fitting(folder, network, known, *network.tensors(kind))
+        for theirs, ours in self.format.repeated(network.args).items():
+            original = self.format.name(ours)
+            if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
+                raise ConfigError(f"{folder}: {theirs} is not {original}; in {network} it has to")
+
+    def shapes(self) -> dict[str, Kind]:
+        """Dtype and shape by our name."""
+        return {ours: self._kinds[theirs] for ours, theirs in self._names.items()}
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor, or a block of it; to be copied, not to be changed."""
+        theirs = self._names[name]
+        dtype, shape = self._kinds[theirs]
+        offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
+        sizes = shape if sizes is None else tuple(sizes)
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=dtype)
+        rows = self.format.rows(self.network.args, name.removeprefix("model."))
+        if rows is None:
+            return self._block(theirs, offsets, sizes)
+        # Rows that are asked for together lie near each other there too, in the same heads.
+        rows = rows[offsets[0] : offsets[0] + sizes[0]]
+        first, last = int(rows.min()), int(rows.max())
+        near = self._block(theirs, (first, *offsets[1:]), (last + 1 - first, *sizes[1:]))
+        return near[rows - first]
+
+    def _whole(self, theirs: str) -> Tensor:
+        shape = self._kinds[theirs][1]
+        return self._block(theirs, (0,) * len(shape), shape)
+
+    @abstractmethod
+    def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        """A block, which is not empty, of a tensor by its name there."""
+
+
+class Translated:
+    """Weights of ours as another format has them: names, order of rows, dtype."""
+
+    def __init__(
+        self, source: TensorSource, network: Network, kind: str, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` is that of all tensors there; None: each keeps its own."""
+        self.source, self.network, self.dtype = source, network, dtype
+        self.format = network.format(kind)
+        self._kinds = weights_of(source, network)
+        self._names = {self.format.name(ours): ours for ours in self._kinds}
+        if self.format.must_repeat:
+            self._names |= self.format.repeated(network.args)
+
+    def shapes(self) -> dict[str, Kind]:
+        """Dtype and shape by the name there, in the order of the network."""
+        kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
+        return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
+
+    def read(self, theirs: str) -> Tensor:
+        """A whole tensor by its name there."""
+        ours = self._names[theirs]
+        tensor = self.source.read(f"model.{ours}")
+        rows = self.format.rows(self.network.args, ours)
+        return cast(theirs, tensor if rows is None else tensor[rows.argsort()], self.dtype)
+
+
+def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
+    """Dtype and shape of the parameters of `network` by name, known to be in `source`."""
+    found: dict[str, Kind | str] = {
+        name.removeprefix("model."): kind
+        for name, kind in source.shapes().items()
+        if name.startswith("model.")
+    }
+    return fitting("the checkpoint", network, found, network.parameters())
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in `dtype`, contiguous.
+
+    Raises:
+        ConfigError: where a number becomes infinite by that.
+    """
+    result = tensor.to(dtype or tensor.dtype).contiguous()
+    if dtype == torch.float16 and bool((result.isinf() & ~tensor.isinf()).any()):
+        raise ConfigError(
+            f"--dtype: got float16, but {name} has numbers beyond its largest, 65504; use bfloat16"
+        )
+    return result
+
+
+def fitting(
+    where: object,
+    network: Network,
+    found: Mapping[str, Kind | str],
+    wanted: Mapping[str, Sizes],
+    optional: Mapping[str, Sizes] | None = None,
+) -> dict[str, Kind]:
+    """Those found, in the order of those wanted, if they fit.
+
+    Raises:
+        RecipeError: with what is missing, left over, of another shape or unreadable.
+    """
+    shapes = {**wanted, **(optional or {})}
+    problems = [f"missing: {name}" for name in wanted if name not in found]
+    problems += [f"left over: {name}" for name in found if name not in shapes]
+    fits: dict[str, Kind] = {}
+    for name in (name for name in shapes if name in found):
+        kind = found[name]
+        if isinstance(kind, str):
+            problems.append(f"{name}: {kind}")
+        elif kind[1] != shapes[name]:
+            problems.append(f"{name}: has shape {kind[1]}; wanted {shapes[name]}")
+        elif kind[0] not in DTYPES:
+            problems.append(f"{name}: has dtype {kind[0]}; allowed: {', '.join(map(str, DTYPES))}")
+        else:
+            fits[name] = kind
+    if problems:
+        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+        told = (f"  {line}" for line in [*problems[:MOST_TOLD], *more])
+        raise RecipeError([f"{where}: not the weights of {network}:", *told])
+    return fits

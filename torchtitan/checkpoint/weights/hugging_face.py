@@ -1,0 +1,153 @@
+"""Weights as Hugging Face transformers has them: safetensors files beside a `config.json`.
+
+    config.json                        which network it is
+    generation_config.json             which tokens begin and end a text
+    model-00001-of-00004.safetensors   tensors; `model.safetensors` if there is but one file
+    model.safetensors.index.json       which tensor is in which file
+    tokenizer.json, ...                the tokenizer, where it is known
+
+What is written here is loaded by `AutoModelForCausalLM.from_pretrained` and gives the same logits.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchtitan.checkpoint.storage import CODES, TensorSource
+from torchtitan.checkpoint.weights.extras import Extras, write_json
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
+from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
+from torchtitan.config import ConfigError
+from torchtitan.logging import logger
+from torchtitan.models.spec import ModelSpec
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+class HuggingFaceWeights(ForeignWeights):
+    """The weights in such a folder, under our names; see `TensorSource`."""
+
+    def __init__(
+        self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
+    ) -> None:
+        """Open the weights of one of `specs`, and of this `flavor` if one is given.
+
+        Raises:
+            ConfigError: with all that does not fit.
+        """
+        network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
+        self.folder = folder
+        # Opening maps a file into memory; what is not read costs nothing.
+        self._files = {name: _open(folder / name) for name in _file_names(folder)}
+        self._places = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        super().__init__(
+            folder, network, "hf", {name: _kind(name, at) for name, at in self._places.items()}
+        )
+
+    def extras(self) -> Extras:
+        """What stands beside the weights."""
+        has_generation = (self.folder / GENERATION).is_file()
+        return Extras.beside(
+            self.folder,
+            seq_len=self.config.get("max_position_embeddings"),
+            bos=self.config.get("bos_token_id"),
+            eos=self.config.get("eos_token_id"),
+            generation=read_config(self.folder / GENERATION) if has_generation else None,
+        )
+
+    def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        spans = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
+        block: Tensor = self._places[theirs].get_slice(theirs)[spans]
+        return block
+
+
+def _file_names(folder: Path) -> list[str]:
+    if not (folder / INDEX).is_file():
+        single = "model.safetensors"
+        if not (folder / single).is_file():
+            raise ConfigError(f"{folder}: there is neither {INDEX} nor {single}")
+        return [single]
+    weight_map = read_config(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{folder / INDEX}: it has no weight_map")
+    return sorted(set(weight_map.values()))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file, but the index names it") from None
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: not a whole safetensors file: {error}") from None
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: the machine cannot map it into memory: {error}") from None
+
+
+def _kind(name: str, file: Any) -> Kind | str:
+    tensor = file.get_slice(name)
+    dtypes = {code: dtype for dtype, code in CODES.items()}
+    code = tensor.get_dtype()
+    return (dtypes[code], tuple(tensor.get_shape())) if code in dtypes else f"has dtype {code}"
+
+
+def write_hugging_face(
+    folder: Path,
+    source: TensorSource,
+    network: Network,
+    extras: Extras,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write weights of ours into a folder, with no more of them in memory than a file holds.
+
+    Args:
+        dtype: of all tensors; None: each keeps its own.
+        max_shard_bytes: of tensors in a file, unless a single one has more.
+    """
+    weights = Translated(source, network, "hf", dtype)
+    kinds = weights.shapes()
+    shards = list(_shards(kinds, max_shard_bytes))
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        # Without a name of their own, the tensors are gone before the next are read.
+        save_file({name: weights.read(name) for name in names}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(names, file)
+        logger.info("wrote %s", file)
+    if len(shards) > 1:
+        total = sum(_bytes(kind) for kind in kinds.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    first = next(iter(kinds.values()))[0]
+    # Without them, a reader would take the special tokens of Llama 2.
+    tokens = {"bos_token_id": extras.bos, "eos_token_id": extras.eos}
+    about = {**tokens, "torch_dtype": str(first).removeprefix("torch.")}
+    write_json(folder / CONFIG, weights.format.config(network.args, extras.seq_len) | about)
+    write_json(folder / GENERATION, extras.generation or tokens)
+    extras.copy_tokenizer(folder)
+
+
+def _shards(kinds: Mapping[str, Kind], most: int) -> Iterator[list[str]]:
+    """The tensors of each file, in order."""
+    names: list[str] = []
+    size = 0
+    for name, kind in kinds.items():
+        if names and size + _bytes(kind) > most:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(kind)
+    yield names
+
+
+def _bytes(kind: Kind) -> int:
+    dtype, shape = kind
+    return torch.Size(shape).numel() * dtype.itemsize

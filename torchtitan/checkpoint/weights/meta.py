@@ -1,0 +1,149 @@
+"""Weights as Meta publishes them: `consolidated.00.pth` and so on, beside `params.json`.
+
+Several files are the ranks of tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
+of each matrix every file holds a block, of its rows or of its columns, and what is small is the
+same in all of them. Which it is shows in the shapes. The files are pickles; torch reads them
+without running anything that stands in them, and maps the tensors instead of loading them.
+"""
+
+import pickle
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.weights.extras import Extras, write_json
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
+from torchtitan.checkpoint.weights.network import Network, Sizes, identify
+from torchtitan.config import ConfigError
+from torchtitan.models.spec import ModelSpec
+
+PARAMS = "params.json"
+
+
+class MetaWeights(ForeignWeights):
+    """The weights in such a folder, under our names; see `TensorSource`."""
+
+    def __init__(
+        self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
+    ) -> None:
+        """Open the weights of one of `specs`, and of this `flavor` if one is given.
+
+        Raises:
+            ConfigError: with all that does not fit.
+        """
+        network, _ = identify(folder / PARAMS, "meta", specs, flavor)
+        self.folder = folder
+        files = [_load(path) for path in _paths(folder)]
+        self._blocks = {
+            name: [file[name] for file in files if name in file]
+            for name in dict.fromkeys(name for file in files for name in file)
+        }
+        self._dims: dict[str, int | None] = {}
+        wanted, optional = network.tensors("meta")
+        found: dict[str, Kind | str] = {}
+        for name, blocks in self._blocks.items():
+            whole = wanted.get(name) or optional.get(name)
+            dim = _split(blocks, whole, len(files))
+            if isinstance(dim, str):
+                found[name] = dim
+            else:
+                self._dims[name] = dim
+                found[name] = (blocks[0].dtype, whole or ())
+        super().__init__(folder, network, "meta", found)
+
+    def extras(self) -> Extras:
+        """What stands beside the weights."""
+        return Extras.beside(self.folder)
+
+    def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        dim, blocks = self._dims[theirs], self._blocks[theirs]
+        spans = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
+        if dim is None:
+            return blocks[0][tuple(spans)]
+        parts, begin = [], 0
+        for block in blocks:
+            end = begin + block.shape[dim]
+            low, high = max(offsets[dim], begin), min(offsets[dim] + sizes[dim], end)
+            if low < high:
+                spans[dim] = slice(low - begin, high - begin)
+                parts.append(block[tuple(spans)])
+            begin = end
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The files of the weights, known to be all."""
+    found = sorted(folder.glob("consolidated.*.pth"))
+    wanted = [folder / f"consolidated.{number:02}.pth" for number in range(len(found) or 1)]
+    if found != wanted:
+        missing = next(path for path in wanted if path not in found)
+        raise ConfigError(f"{missing}: there is no such file")
+    return found
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise ConfigError(
+            f"{path}: it holds more than tensors, which cannot be read without running it"
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise ConfigError(f"{path}: not a whole file of torch.save: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ConfigError(f"{path}: not a dictionary of tensors")
+    return content
+
+
+def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str | None:
+    """The dim along which blocks make a whole; None: each is whole; or why they do not."""
+    first, *others = blocks
+    if len(blocks) < files:
+        return f"is in {len(blocks)} of {files} files"
+    if any(block.shape != first.shape or block.dtype != first.dtype for block in others):
+        return "has another shape or dtype in another file"
+    shape = tuple(first.shape)
+    if whole is None or (shape == whole and all(torch.equal(block, first) for block in others)):
+        return None
+    split = [dim for dim, (a, b) in enumerate(zip(shape, whole, strict=False)) if a != b]
+    if len(shape) == len(whole) and len(split) == 1 and shape[split[0]] * files == whole[split[0]]:
+        return split[0]
+    if shape == whole:
+        return "is whole in each file, but not the same in all"
+    return f"has shape {shape}{f' in each of {files} files' if others else ''}; wanted {whole}"
+
+
+def write_meta(
+    folder: Path,
+    source: TensorSource,
+    network: Network,
+    extras: Extras,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights of ours into a folder, as one file, with one tensor at a time in memory."""
+    weights = Translated(source, network, "meta", dtype)
+    save_mapped(
+        ((name, weights.read(name)) for name in weights.shapes()), folder / "consolidated.00.pth"
+    )
+    write_json(folder / PARAMS, weights.format.config(network.args, extras.seq_len))
+    extras.copy_tokenizer(folder, ["tokenizer.model"])
+
+
+def save_mapped(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
+    """`torch.save` for more than memory holds: it has all tensors, but mapped from files.
+
+    The disk has to have room for the tensors twice.
+    """
+    with TemporaryDirectory(dir=path.parent) as spool:
+        mapped: dict[str, Tensor] = {}
+        for number, (name, tensor) in enumerate(tensors):
+            file = str(Path(spool) / str(number))
+            tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
+            flat = torch.from_file(file, size=tensor.numel(), dtype=tensor.dtype)
+            mapped[name] = flat.view(tensor.shape)
+        torch.save(mapped, path)

@@ -1,0 +1,171 @@
+"""Which network weights are of: by a recipe's name for it, or by a config file from elsewhere."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.config import ConfigError, RecipeError, allowed_names, show
+from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
+
+Sizes = tuple[int, ...]
+
+
+class Network(NamedTuple):
+    """A family of models, and the arguments of one of them."""
+
+    spec: ModelSpec[Any]
+    args: Any
+    flavor: str | None = None
+    """What a recipe calls these arguments; None if no flavor has them."""
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} {self.flavor}" if self.flavor else f"a {self.spec.name}"
+
+    def parameters(self) -> dict[str, Sizes]:
+        """Shape of every parameter by our name, in the order of the network."""
+        network = build_empty(self.spec.build, self.args, seq_len=1)
+        return {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
+
+    def format(self, kind: str) -> WeightFormat[Any]:
+        """How its weights are written in a format of `ModelSpec.formats`."""
+        if kind not in self.spec.formats:
+            raise ConfigError(
+                f"{self.spec.name}: its spec does not say how its weights are written as {kind!r}"
+            )
+        return self.spec.formats[kind]
+
+    def tensors(self, kind: str) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+        """Shapes by the names of a format: of what has to be there, and of what may repeat it."""
+        written, parameters = self.format(kind), self.parameters()
+        repeated = written.repeated(self.args)
+        return (
+            {written.name(ours): shape for ours, shape in parameters.items()},
+            {theirs: parameters[ours] for theirs, ours in repeated.items()},
+        )
+
+
+def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor: str) -> Network:
+    """The network that a recipe calls so; `where` it stands."""
+    if name not in models:
+        raise ConfigError(f"{where}: model: got {show(name)}; {allowed_names(name, models)}")
+    flavors = models[name].flavors
+    if flavor not in flavors:
+        raise ConfigError(f"{where}: flavor: got {show(flavor)}; {allowed_names(flavor, flavors)}")
+    return Network(models[name], flavors[flavor], flavor)
+
+
+def identify(
+    path: Path, kind: str, specs: Collection[ModelSpec[Any]], flavor: str | None = None
+) -> tuple[Network, dict[str, Any]]:
+    """The network that a config file describes, and what the file says.
+
+    A flavor is the one described if its own config file would say the same.
+
+    Args:
+        specs: the families it may be of.
+        flavor: what it has to be; None: whatever it is.
+
+    Raises:
+        ConfigError: where it is none of these, or may be several.
+    """
+    config = read_config(path)
+    described = _described(path, kind, _families(path, kind, specs, config), config)
+    same = [
+        Network(network.spec, own, name)
+        for network in described
+        for name, own in network.spec.flavors.items()
+        if flavor in (None, name) and network.args == as_written(network.spec, kind, own)
+    ]
+    if len(same) > 1:
+        names = " or ".join(str(network) for network in same)
+        raise ConfigError(f"{path}: it may be {names}; say which by --model and --flavor")
+    if same:
+        return same[0], config
+    network = described[0]
+    if flavor is not None:
+        network = next((one for one in described if flavor in one.spec.flavors), network)
+        expected = named(path, {network.spec.name: network.spec}, network.spec.name, flavor)
+        differences = unlike(network.args, as_written(network.spec, kind, expected.args))
+        raise RecipeError([f"{path}: not {expected}:", *(f"  {line}" for line in differences)])
+    return network, config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config file says."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return content
+
+
+def unsaid(network: Network, kind: str) -> list[str]:
+    """What a format's config file does not say of a network, or says otherwise."""
+    return unlike(network.args, as_written(network.spec, kind, network.args))
+
+
+def without_flavor(network: Network) -> ConfigError:
+    """Says which flavor comes nearest to a network that is none."""
+    flavors = network.spec.flavors
+    differences = {name: unlike(network.args, args) for name, args in flavors.items()}
+    nearest = min(differences, key=lambda name: len(differences[name]))
+    told = "; ".join(differences[nearest])
+    return ConfigError(
+        f"no flavor of {network.spec.name} is like these weights, so no recipe could name it. The "
+        f"nearest is {nearest}, but {told}. Add one to MODELS[{network.spec.name!r}].flavors; "
+        "--imports names a module of yours that does"
+    )
+
+
+def unlike(found: object, wanted: object) -> list[str]:
+    """In which arguments two networks differ, a line each."""
+    return [
+        f"{key} is {value}, there {vars(wanted)[key]}"
+        for key, value in vars(found).items()
+        if value != vars(wanted)[key]
+    ]
+
+
+def _families(
+    path: Path, kind: str, specs: Collection[ModelSpec[Any]], config: Mapping[str, Any]
+) -> list[ModelSpec[Any]]:
+    """Those whose weights may be written so: of the architecture that the config names, if any."""
+    able = [spec for spec in specs if kind in spec.formats]
+    if not able:
+        names = ", ".join(spec.name for spec in specs)
+        raise ConfigError(f"{path}: the spec of {names} names no format {kind!r}")
+    known = {spec.formats[kind].architecture: None for spec in able}
+    if None in known:
+        return able
+    said = (config.get("architectures") or [None])[0]
+    if said not in known:
+        raise ConfigError(
+            f"{path}: architectures: got {show(said)}; {allowed_names(said, map(str, known))}"
+        )
+    return [spec for spec in able if spec.formats[kind].architecture == said]
+
+
+def _described(
+    path: Path, kind: str, families: Collection[ModelSpec[Any]], config: Mapping[str, Any]
+) -> list[Network]:
+    """What a config file describes to each of the families that can make sense of it."""
+    found: list[Network] = []
+    problems: list[str] = []
+    for spec in families:
+        try:
+            found.append(Network(spec, spec.formats[kind].args(config)))
+        except RecipeError as error:
+            problems += error.lines
+    if not found:
+        raise RecipeError(f"{path}: {line}" for line in problems)
+    return found
+
+
+def as_written(spec: ModelSpec[Any], kind: str, args: Any) -> Any:
+    """Arguments as they are read back from a config file, which may say less than they do."""
+    return spec.formats[kind].args(spec.formats[kind].config(args, None))

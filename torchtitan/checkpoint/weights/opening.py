@@ -1,0 +1,107 @@
+"""Opens weights of any format, under our names: what they are shows by the files of a folder."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.inspect import find
+from torchtitan.checkpoint.manifest import MANIFEST, Damaged
+from torchtitan.checkpoint.storage import SavedTensors, TensorSource, digest
+from torchtitan.checkpoint.weights.extras import Extras
+from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
+from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
+from torchtitan.checkpoint.weights.meta import PARAMS, MetaWeights
+from torchtitan.checkpoint.weights.network import Network, named
+from torchtitan.config import ConfigError, allowed_names, show
+from torchtitan.models import MODELS
+from torchtitan.models.spec import ModelSpec
+
+SIGNS = {
+    "ours": (MANIFEST, ".metadata", "step-*", "*/step-*"),
+    "hf": (HUGGING_FACE_INDEX, "*.safetensors"),
+    "meta": (PARAMS, "consolidated.*.pth"),
+}
+"""Files by which a folder's format shows."""
+
+
+class Opened(NamedTuple):
+    """Weights under our names, and what is known of them."""
+
+    source: TensorSource
+    network: Network
+    extras: Extras
+
+
+def find_format(folder: Path) -> str:
+    """The format of the weights in a folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    found = [kind for kind, signs in SIGNS.items() if any(any(folder.glob(sign)) for sign in signs)]
+    if len(found) > 1 and "ours" in found:
+        return "ours"  # its files are safetensors too
+    if len(found) > 1:
+        raise ConfigError(f"{folder}: it holds {' and '.join(found)}; say which by --from")
+    if not found:
+        signs = ", ".join(sign for signs in SIGNS.values() for sign in signs)
+        raise ConfigError(f"{folder}: there are no weights in it; looked for {signs}")
+    return found[0]
+
+
+def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
+    """A checkpoint of ours, or the newest in a folder of them or of a run."""
+    path = find(folder)[-1]
+    recipe = read_state(path, look_at(path))["recipe"]
+    names = model or recipe["model.name"], flavor or recipe["model.flavor"]
+    source = Verified(path, SavedTensors(path))
+    return Opened(source, named(path, MODELS, *names), Extras.of_recipe(recipe))
+
+
+def open_hugging_face(folder: Path, model: str | None, flavor: str | None) -> Opened:
+    weights = HuggingFaceWeights(folder, families(model), flavor)
+    return Opened(weights, weights.network, weights.extras())
+
+
+def open_meta(folder: Path, model: str | None, flavor: str | None) -> Opened:
+    weights = MetaWeights(folder, families(model), flavor)
+    return Opened(weights, weights.network, weights.extras())
+
+
+OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
+    "ours": open_ours,
+    "hf": open_hugging_face,
+    "meta": open_meta,
+}
+
+
+def families(model: str | None) -> list[ModelSpec[Any]]:
+    """The families that weights may be of."""
+    if model is None:
+        return list(MODELS.values())
+    if model not in MODELS:
+        raise ConfigError(f"--model: got {show(model)}; {allowed_names(model, MODELS)}")
+    return [MODELS[model]]
+
+
+class Verified:
+    """Tensors of a checkpoint of ours, each known to be the one that was saved."""
+
+    def __init__(self, checkpoint: Path, saved: SavedTensors) -> None:
+        self.checkpoint, self.saved = checkpoint, saved
+        self.digests = saved.digests()
+
+    def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape by name."""
+        return self.saved.shapes()
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor, or a block of it, which no digest is of."""
+        tensor = self.saved.read(name, offsets, sizes)
+        if offsets is None and digest(tensor).item() != self.digests[name]:
+            raise Damaged(f"{self.checkpoint}: {name} is not what was saved")
+        return tensor

@@ -1,0 +1,81 @@
+"""Llama 3 as Meta publishes it: `params.json` and the names of `consolidated.*.pth`.
+
+Names and the order of rows are ours. `params.json` says less than our arguments do: not whether
+the output is the embedding (Meta's files repeat the matrix either way), and of the rotary scaling
+only whether there is one. So a model that is no flavor of ours gets Meta's own constants.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.config import RecipeError, show
+from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.spec import WeightFormat
+
+SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of")
+META_SCALING = RopeScaling(factor=8.0)
+
+
+def ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
+    """The width of the feed-forward, as Meta's code computes it."""
+    width = int(multiplier * int(2 * 4 * dim / 3))
+    return -(-width // multiple_of) * multiple_of
+
+
+def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
+    """What params.json says of a network.
+
+    Meta rounds a width up to a multiple of another number; that of a single multiple is any width.
+    """
+    return {
+        "dim": args.dim,
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "vocab_size": args.vocab_size,
+        "multiple_of": args.ffn_dim,
+        "ffn_dim_multiplier": args.ffn_dim / int(2 * 4 * args.dim / 3),
+        "norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "use_scaled_rope": args.rope_scaling is not None,
+    }
+
+
+def from_params(params: Mapping[str, Any]) -> Llama3Args:
+    """Arguments from params.json."""
+    problems = [
+        f"{key}: got {show(params.get(key))}; wanted a number above 0"
+        for key in SIZES
+        if not isinstance(params.get(key), int) or params[key] < 1
+    ]
+    if not isinstance(params.get("rope_theta"), int | float):
+        got = show(params.get("rope_theta"))
+        problems.append(f"rope_theta: got {got}; wanted the base of the rotary embedding")
+    for key in ("moe_args", "vision_chunk_size", "quantization_args", "lora_args"):
+        if params.get(key) not in (None, -1):
+            problems.append(f"{key}: llama3 has no such thing")
+    if problems:
+        raise RecipeError(problems)
+    return Llama3Args(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        ffn_dim=ffn_dim(
+            params["dim"], params.get("ffn_dim_multiplier") or 1.0, params["multiple_of"]
+        ),
+        vocab_size=params["vocab_size"],
+        norm_eps=params.get("norm_eps", 1e-5),
+        rope_theta=float(params["rope_theta"]),
+        rope_scaling=META_SCALING if params.get("use_scaled_rope") else None,
+    )
+
+
+META = WeightFormat(
+    config=to_params,
+    args=from_params,
+    name=str,
+    repeated=lambda args: {"output.weight": "tok_embeddings.weight"} if args.tied else {},
+    must_repeat=True,
+    computed=r"rope\.freqs",
+)
