@@ -1,13 +1,19 @@
-"""Breaks one rank at one step, for job.imports: FAULT="kill 1 3" kills rank 1 at step 3."""
+"""Breaks one rank at one step, for job.imports: FAULT="kill 1 3" kills rank 1 at step 3.
+
+A run that an elastic agent has started again stays well. FAULT="slow 0 0" breaks nothing, but gives
+time to do so from outside, until there is a file `hurry` in the run's folder.
+"""
 
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.build import Run
+from torchtitan.parallel import Launch
 from torchtitan.trainer import Trainer
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
@@ -15,7 +21,9 @@ healthy_step = Trainer.step
 
 
 def step(trainer: Trainer) -> bool:
-    if trainer.run.state.step + 1 == int(STEP):
+    if KIND == "slow" and not Path(trainer.run.job.job.dump_folder, "hurry").exists():
+        time.sleep(0.1)
+    if trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
         trainer.at_step(int(STEP))
         if trainer.run.world.rank == int(RANK):
             break_down(trainer.run)

@@ -91,3 +91,15 @@ def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
     assert re.search(rf"`python benchmarks/{name}\.py.*`: .+ cores, torch .+, Python .+, 20", page)
     assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = [sys.executable, "benchmarks/checkpoint.py", "--quick", "--output", str(output)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    page = output.read_text()
+    for name in ("dcp.save", "ours, with hashes", "ours, verified", "resumed: verify and load"):
+        assert re.search(rf"^\| {name}.*\| \d+\.?\d* \(", page, re.MULTILINE), name
+    kept = (ROOT / "benchmarks/results/checkpoint.md").read_text()
+    assert len(rows(kept)) == len(rows(page))

@@ -15,14 +15,15 @@ How each kind of block is played:
 - ```bash``` is run command by command, through the same `main` as from a shell, in a forked
   process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
   where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). Of torchrun
-  the words are parsed by torch and the recipe is checked for that many ranks. Of `scripts/test` the
-  tests it names are collected.
+  the words are parsed by torch and the recipe is checked for that many ranks; of our own launcher,
+  for every number of ranks that it allows. Of `scripts/test` the tests it names are collected.
 
 Other blocks are for reading only.
 """
 
 import ast
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -41,7 +42,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.test_house import LAYERS
-from torchtitan import cli, train
+from torchtitan import cli, launch, train
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.dialect import TABLE
@@ -53,7 +54,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 DEBUG_RECIPE = "train_configs/debug_model.toml"
 
-NOT_RUN = {"README.md": ["needs two machines", "needs Slurm"]}
+NOT_RUN = {
+    "README.md": ["needs Slurm"],
+    "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
+    "fault_tolerance.md": ["needs torchft"] * 2,
+}
 
 # What a command is made small by; more than this many steps become this many.
 MOST_STEPS = 4
@@ -217,6 +222,9 @@ def run(command: str) -> int:
             return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
         case ["python", "-m", "torchtitan.train", *flags]:
             return train.main(small(flags))
+        case ["python", "-m", "torchtitan.launch", *arguments]:
+            launch.check(*launch.parse(arguments))
+            return 0
         case ["torchtitan", "train", *flags]:
             return cli.main(["train", *small(flags)])
         case ["torchtitan", *arguments]:
@@ -374,6 +382,7 @@ def test_table_of_traffic_is_as_computed(tmp_path: Path) -> None:
 
 def test_every_dependency_is_justified() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    optional = project["optional-dependencies"].values()
+    required = [*project["dependencies"], *itertools.chain(*optional)]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}  # type: ignore[index]
     assert names == set(first_cells("dependencies.md")) - {"package"}

@@ -43,7 +43,7 @@ def run(fault: str, folder: Path) -> tuple[int, str]:
     process = subprocess.Popen(
         ["./run_train.sh", *SMALL, *TINY, f"--job.dump_folder={folder}"],
         cwd=ROOT,
-        env=environment(NGPU="2", CONFIG_FILE=RECIPE, FAULT=f"{fault} 1 3"),
+        env=environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

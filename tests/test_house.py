@@ -19,9 +19,12 @@ LAYERS = [
     ["provenance"],
     ["checks"],
     ["job", "migrate"],
-    ["checkpoint", "metrics", "profiling", "flight", "elastic", "validate", "dialect"],
+    [
+        *("checkpoint", "metrics", "profiling", "flight", "elastic", "spikes", "validate"),
+        *("fault_tolerance", "dialect"),
+    ],
     ["parallel"],
-    ["models", "data", "optim", "losses"],
+    ["models", "data", "optim", "losses", "agent"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]

@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint import Checkpointer, TrainState
+from torchtitan.checkpoint import Checkpointer, Choice, Contents, Live, TrainState
 from torchtitan.data import DataStream, Tokenizer, build_stream, check_vocabulary, load_tokenizer
 from torchtitan.elastic import StopSignal
-from torchtitan.job import JobConfig
+from torchtitan.fault_tolerance import Alone, ReplicaGroup, Replicas
+from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import Meter, SinkContext, build_sinks
 from torchtitan.models import MODELS
@@ -22,6 +23,11 @@ from torchtitan.parallel import Layout, ParallelModel, Precision, World, paralle
 from torchtitan.profiling import Profiler
 from torchtitan.provenance import about_run
 from torchtitan.validate import Validator
+
+# What the replica groups of a run have in common.
+SAME_RECIPE = (
+    *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
+)
 
 
 @dataclass
@@ -38,6 +44,8 @@ class Run:
     data: DataStream
     state: TrainState
     checkpoint: Checkpointer
+    live: Live
+    replicas: Replicas
     validator: Validator
     meter: Meter
     profiler: Profiler
@@ -61,22 +69,35 @@ def build(job: JobConfig, world: World) -> Run:
         seed=job.debug.seed,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
-        accumulation=(accumulation := job.accumulation(world.degrees)),
+    )
+    accumulation, groups = job.accumulation(world.degrees), job.fault_tolerance
+    state = TrainState()
+    data = open_stream(
+        job.data,
+        accumulation=accumulation,
+        rank=groups.group * world.degrees.data + world.data_rank,
+        ranks=job.data_ranks(world.degrees),
+        groups=groups.groups,
+    )
+    contents = Contents(model.parts, optimizers, state, data, world)
+    about = about_run(job) if world.rank == 0 else {}
+    checkpoint = Checkpointer(choice(job), contents, world, about)
+    live = Live(
+        model.parts,
+        optimizers,
+        state,
+        data,
+        wait_until_writable=checkpoint.wait_staging,
+    )
+    # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
+    alone = accumulation * groups.groups
+    validation_data = partial(
+        open_stream,
+        job.validation.data(job.data),
+        accumulation=alone,
         rank=world.data_rank,
         ranks=world.degrees.data,
     )
-    state, data = TrainState(), open_stream(job.data)
-    checkpoint = Checkpointer(
-        job.checkpoint,
-        folder,
-        world,
-        model=model.parts,
-        optimizers=optimizers,
-        state=state,
-        data=data,
-        about=about_run(job) if world.rank == 0 else {},
-    )
-    validation_data = partial(open_stream, job.validation.data(job.data))
     return Run(
         job=job,
         world=world,
@@ -88,11 +109,36 @@ def build(job: JobConfig, world: World) -> Run:
         data=data,
         state=state,
         checkpoint=checkpoint,
-        validator=Validator(job.validation, validation_data, accumulation, model, world),
+        live=live,
+        replicas=open_replicas(job, world, data, live),
+        validator=Validator(job.validation, validation_data, alone, model, world),
         meter=build_meter(job, world, folder),
         profiler=Profiler(job.profiling, folder, world.rank, world.device),
         stop=StopSignal(),
     )
+
+
+def open_replicas(job: JobConfig, world: World, data: DataStream, live: Live) -> Replicas:
+    """The other replica groups of the run, as the recipe has them."""
+    if not job.fault_tolerance.enable:
+        return Alone()
+    tree = job.model_dump(mode="json")
+    return ReplicaGroup(
+        job.fault_tolerance,
+        world,
+        data,
+        get=live.get,
+        put=live.put,
+        history=lambda: asdict(live.state),
+        recipe={f"[{section}]": tree[section] for section in SAME_RECIPE}
+        | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": world.size},
+    )
+
+
+def choice(job: JobConfig) -> Choice:
+    """What decides on the start of this run."""
+    folder = Path(job.job.dump_folder).expanduser()
+    return Choice(job.checkpoint, folder, job.flat(), SAME_RUN)
 
 
 def open_tokenizer(job: JobConfig) -> Tokenizer:
@@ -182,7 +228,7 @@ def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:
         tokens_per_step=job.global_batch(world.degrees) * job.training.seq_len,
         flops_per_token=flops,
         peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
-        devices=world.size,
+        devices=world.size * job.fault_tolerance.groups,
         device=world.device,
         rank=world.rank,
         reduce_max=world.max if world.size > 1 else None,

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from torchtitan import dialect
+from torchtitan import dialect, fault_tolerance
 from torchtitan.config import KeyPath, Problem, Recipe, Setting, allowed_names, load, show
 from torchtitan.data import check_data
 from torchtitan.job import JobConfig
@@ -24,12 +24,14 @@ from torchtitan.profiling import check_profiling
 def load_job(
     recipe: str | Path | None,
     flags: Sequence[str],
-    world_size: int | None,
+    world_size: int | range | None,
     device_type: str,
     *,
     spared: Collection[str] = (),
 ) -> Recipe[JobConfig]:
     """Read and check a recipe for `world_size` ranks; None: for any number that fits it.
+
+    A range: for each of these numbers, as the run may change from one to another.
 
     Of the keys in `spared` it does not matter how they fit the others and this machine.
 
@@ -38,7 +40,10 @@ def load_job(
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
-        found = problems(job, world_size, device_type)
+        if isinstance(world_size, range):
+            found = problems_of_range(job, world_size, device_type)
+        else:
+            found = problems(job, world_size, device_type)
         return (problem for problem in found if problem.path not in spared)
 
     return load(
@@ -78,10 +83,61 @@ def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterat
     yield from _problems_of_precision(job)
     yield from _problems_of_files(job)
     yield from _problems_of_checkpoints(job)
+    yield from _problems_of_groups(job)
     for key, message in check_metrics(job.metrics):
         yield Problem(key, message)
     for key, message in check_profiling(job.profiling, device_type):
         yield Problem(key, message, ("profiling",))
+
+
+def problems_of_range(job: JobConfig, sizes: range, device_type: str) -> Iterator[Problem]:
+    """Everything that cannot work in a run whose number of ranks may change, told once each."""
+    batch, found = "training.global_batch_size", dict[Problem, list[int]]()
+    for size in sizes:
+        for problem in problems(job, size, device_type):
+            found.setdefault(problem, []).append(size)
+    for problem, at in found.items():
+        on = "" if len(at) == len(sizes) else f"on {_count(at)}: "
+        if problem.path != batch:
+            yield problem._replace(message=on + problem.message)
+    yield from problems_of_restarts(job)
+    if job.fault_tolerance.enable and len(sizes) > 1:
+        message = f"the run may have {_count(sizes)}; all replica groups need as many"
+        yield Problem("fault_tolerance.enable", message)
+    misfits = sorted(
+        {size for problem, at in found.items() if problem.path == batch for size in at}
+    )
+    why = f"it does not fit {_count(misfits)}"
+    if job.training.global_batch_size == -1:
+        why = "it would change with the number of ranks"
+    elif not misfits:
+        return
+    each = job.training.local_batch_size
+    once = [each * job.data_ranks(job.degrees(size)) for size in sizes]
+    fits = math.lcm(*filter(None, once))
+    near = max(round(job.training.global_batch_size / fits), 1) * fits
+    message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
+    yield Problem(batch, message, ("training.local_batch_size", *DEGREES))
+
+
+def _count(ranks: Sequence[int]) -> str:
+    return f"{' or '.join(map(str, ranks))} rank{'s' * (list(ranks) != [1])}"
+
+
+def problems_of_restarts(job: JobConfig) -> Iterator[Problem]:
+    """What keeps a run that is started again from going on where it was."""
+    c = job.checkpoint
+    wrong = {
+        # What a replica group has lost the other groups still have.
+        "enable": (not c.enable and not job.fault_tolerance.enable, True),
+        "load_only": (c.load_only, False),
+        "load_step": (c.load_step >= 0, -1),
+        "resume": (c.resume == "never", "auto"),
+    }
+    for key, (is_wrong, right) in wrong.items():
+        if is_wrong:
+            message = f"a restart goes on from the newest checkpoint; write {show(right)}"
+            yield Problem(f"checkpoint.{key}", message)
 
 
 def smallest_world(job: JobConfig) -> int:
@@ -103,6 +159,7 @@ DEGREES = tuple(
     )
 )
 SHARD = "parallelism.data_parallel_shard_degree"
+GROUPS = ("fault_tolerance.enable", "fault_tolerance.group_size")
 
 
 def _problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
@@ -211,22 +268,22 @@ def _problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Pro
         yield Problem("training.global_batch_size", "wanted -1 or an integer >= 1")
         return
     degrees = job.degrees(world_size or smallest_world(job))
-    if degrees.data < 1:
-        return  # said of the degrees already
-    once = t.local_batch_size * degrees.data
-    rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES)
+    if (ranks := job.data_ranks(degrees)) < 1:
+        return  # said of the degrees already, or of the groups
+    once = t.local_batch_size * ranks
+    rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES, *GROUPS)
     if job.global_batch(degrees) % once:
         near = max(round(t.global_batch_size / once), 1) * once
         message = (
-            f"it is not a multiple of local_batch_size {t.local_batch_size} x {degrees.data} "
-            f"data-parallel rank{'s' * (degrees.data > 1)} = {once}; use {near}"
+            f"it is not a multiple of local_batch_size {t.local_batch_size} x {ranks} "
+            f"data-parallel rank{'s' * (ranks > 1)} = {once}; use {near}"
         )
         yield Problem("training.global_batch_size", message, rests_on)
         return
     sizes = {
         "local_batch_size": t.local_batch_size,
         "accumulation": job.accumulation(degrees),
-        "ranks": degrees.data,
+        "ranks": ranks,
     }
     for key, message in check_data(job.data, **sizes):
         yield Problem(key, message, ("data", *rests_on))
@@ -309,6 +366,7 @@ def _problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
         "resume": c.resume == "must",
         "load_step": c.load_step >= 0,
         "load_only": c.load_only,
+        "last_save_in_hf": c.last_save_in_hf,
     }
     for key, is_asked in idle.items():
         if is_asked and not c.enable:
@@ -317,15 +375,41 @@ def _problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
     if c.load_step >= 0 and c.resume == "never":
         message = 'checkpoint.resume is "never"; use "must" there or -1 here'
         yield Problem("checkpoint.load_step", message, ("checkpoint.resume",))
-    if c.export_dtype != "float32" and not c.last_save_model_only:
-        message = "it needs checkpoint.last_save_model_only = true"
+    if c.export_dtype != "float32" and not (c.last_save_model_only or c.last_save_in_hf):
+        message = "it needs checkpoint.last_save_model_only or checkpoint.last_save_in_hf"
         yield Problem("checkpoint.export_dtype", message, ("checkpoint.last_save_model_only",))
+    spec = MODELS.get(job.model.name)
+    if c.last_save_in_hf and spec and "hf" not in spec.formats:
+        message = f"the spec of {spec.name} does not say how its weights are written so"
+        yield Problem("checkpoint.last_save_in_hf", message, ("model.name",))
+    row = job.training.max_skipped_steps
+    needed = 1 + -(-row // c.interval)
+    message = ""
+    if not c.enable or c.load_only:
+        message = "rolling back needs checkpoints: checkpoint.enable = true, load_only = false"
+    elif 0 < c.keep_latest_k < needed:
+        message = (
+            f"the checkpoint before {row} skipped steps in a row (training.max_skipped_steps) "
+            f"would be gone after them; use checkpoint.keep_latest_k >= {needed}, or 0"
+        )
+    if job.spikes.max_rollbacks and message:
+        yield Problem("spikes.max_rollbacks", message, ("checkpoint", "training"))
+
+
+def _problems_of_groups(job: JobConfig) -> Iterator[Problem]:
+    for key, message in fault_tolerance.problems(job.fault_tolerance):
+        yield Problem(key, message, ("fault_tolerance",))
+    if job.fault_tolerance.enable and job.spikes.max_rollbacks:
+        message = "replica groups, each with checkpoints of its own, cannot roll back; use 0"
+        yield Problem("spikes.max_rollbacks", message, ("fault_tolerance.enable",))
 
 
 def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
     """What this very machine cannot do; a check made for another one does not ask."""
     anywhere = set(_problems_of_compiler(job, None))
     yield from (p for p in _problems_of_compiler(job, device_type) if p not in anywhere)
+    for key, message in fault_tolerance.problems_of_machine(job.fault_tolerance):
+        yield Problem(key, message)
     on_cpu = job.compile.backend == "inductor" and device_type == "cpu"
     if job.compile.enable and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
         message = (
@@ -353,4 +437,9 @@ def remarks(job: JobConfig) -> Iterator[str]:
         yield (
             f"lr_scheduler.total_steps: after {steps} steps the learning rate is 0, but there are "
             f"{job.training.steps} steps"
+        )
+    if job.spikes.sigma and job.spikes.window >= job.training.steps:
+        yield (
+            f"spikes.window: it fills only after {job.spikes.window} good steps, and there are "
+            f"{job.training.steps}; no step is skipped but for what is not finite"
         )

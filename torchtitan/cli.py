@@ -1,27 +1,32 @@
-"""The `torchtitan` command: train, check, verify-parallelism, migrate, trace, tokenizer train."""
+"""`torchtitan`: train, check, verify-parallelism, migrate, trace, checkpoint, tokenizer."""
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchtitan.checkpoint import inspect
+from torchtitan.checkpoint.weights import convert
 from torchtitan.checks import load_job, remarks, smallest_world
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
 from torchtitan.flight import read_traces, report
 from torchtitan.job import JobConfig
-from torchtitan.logging import configure
+from torchtitan.logging import configure, on_terminal
 from torchtitan.migrate import migrate
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
-from torchtitan.provenance import to_toml
+from torchtitan.provenance import to_toml, versions
 from torchtitan.train import main as train
 from torchtitan.train import problems_of_tokenizer, refuse, split_recipe
 from torchtitan.verify import verify
+from torchtitan.verify.resume import verify_resume
+from torchtitan.verify.resume_recipe import read_layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     own, flags = _split(words)
     arguments, unknown = parser.parse_known_args(own)
-    if arguments.verb not in (check_verb, verify_verb) and (unknown or flags):
+    if arguments.verb not in WITH_RECIPE and (unknown or flags):
         parser.error(f"unrecognized arguments: {' '.join([*unknown, *flags])}")
     configure()
     try:
@@ -80,7 +85,7 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     sequences = job.global_batch(degrees)
     yield (
         f"{sequences:,} sequences in an optimizer step: {t.local_batch_size} at a time x "
-        f"{job.accumulation(degrees)} accumulated x {degrees.data} data-parallel"
+        f"{job.accumulation(degrees)} accumulated x {job.data_ranks(degrees)} data-parallel"
     )
     tokens = sequences * t.seq_len
     yield f"{tokens:,} tokens in a step, {tokens * t.steps:,} in {t.steps:,} steps"
@@ -105,6 +110,21 @@ def verify_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0 if is_same else 1
 
 
+def verify_resume_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Kill a run on the CPU, resume it, in another layout too, and compare it with one unharmed."""
+    path, rest = split_recipe([*([arguments.recipe] if arguments.recipe else []), *flags])
+    then = {"dp_shard": arguments.then} if arguments.then else {}
+    is_same = verify_resume(
+        path,
+        rest,
+        world_size=arguments.world_size,
+        steps=arguments.steps,
+        shrink=arguments.shrink,
+        then=read_layout(arguments.then_layout) if arguments.then_layout else then,
+    )
+    return 0 if is_same else 1
+
+
 def migrate_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Write a recipe of TorchTitan v0.1 or v0.2 in this version's form."""
     text, notices = migrate(Path(arguments.recipe))
@@ -123,6 +143,51 @@ def trace_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     print(*report(read_traces(Path(arguments.folder))), sep="\n")
 
 
+def list_checkpoints_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+    """List checkpoints: step, layout, size, digest, and whether their files are there."""
+    from rich.console import Console
+
+    console = Console(width=None if on_terminal() else 200)
+    console.print(inspect.table([p for folder in arguments.paths for p in inspect.find(folder)]))
+
+
+def verify_checkpoints_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Read every byte of checkpoints, and say which are not what was saved."""
+    damaged = 0
+    for path in (p for folder in arguments.paths for p in inspect.find(folder)):
+        problems = list(inspect.damage(path))
+        damaged += bool(problems)
+        print(*(problems or [f"{path}: what was saved, to the bit"]), sep="\n", flush=True)
+    return 1 if damaged else 0
+
+
+def diff_checkpoints_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Compare two checkpoints of any layouts; the exit status is 1 if they differ."""
+    first, second = (inspect.find(path)[-1] for path in (arguments.first, arguments.second))
+    found = inspect.difference(first, second)
+    print("\n".join(found.lines()))
+    return 1 if found else 0
+
+
+def convert_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Write weights in another format: a checkpoint of ours, Hugging Face's, or Meta's."""
+    for name in arguments.imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"--imports: got {name}; it cannot be imported: {error}") from None
+    wishes = convert.Wishes(
+        source_format=arguments.source_format,
+        target_format=arguments.target_format,
+        model=arguments.model,
+        flavor=arguments.flavor,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+    )
+    about = {"versions": versions()}
+    convert.convert(arguments.source, arguments.destination, wishes, about)
+
+
 def train_tokenizer_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Make a byte-level BPE tokenizer from the documents of a data set."""
     train_tokenizer(
@@ -134,6 +199,10 @@ def train_tokenizer_verb(arguments: argparse.Namespace, flags: Sequence[str]) ->
         text_key=arguments.text_key,
         seed=arguments.seed,
     )
+
+
+WITH_RECIPE = (check_verb, verify_verb, verify_resume_verb)
+"""Verbs that take the flags of a recipe."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,6 +230,19 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--shrink", action="store_true", help="make model, batches and layout small")
     verb.set_defaults(verb=verify_verb)
 
+    verb = add(verbs, "verify-resume", verify_resume_verb.__doc__)
+    verb.add_argument("recipe", nargs="?", help="the recipe; --section.key value may follow")
+    verb.add_argument("--world-size", type=_count, help="ranks; absent: as few as show the layout")
+    other = verb.add_mutually_exclusive_group()
+    half = "absent: half of the ranks, or 2"
+    other.add_argument("--then", type=_count, help=f"ranks to resume on, by FSDP; {half}")
+    other.add_argument("--then-layout", metavar="AXES", help="or as in: tp=2,dp_shard=2")
+    verb.add_argument(
+        "--steps", type=_count, help="steps before it is killed, and after; absent: 3"
+    )
+    verb.add_argument("--shrink", action="store_true", help="make model, batches and layout small")
+    verb.set_defaults(verb=verify_resume_verb)
+
     verb = add(verbs, "migrate", migrate_verb.__doc__)
     verb.add_argument("recipe", help="a recipe of TorchTitan v0.1 or v0.2")
     verb.add_argument("-o", "--output", help="file to write; absent: standard output")
@@ -169,6 +251,35 @@ def _parser() -> argparse.ArgumentParser:
     verb = add(verbs, "trace", trace_verb.__doc__)
     verb.add_argument("folder", help="comm.save_traces_folder of the run: outputs/x/comm_traces")
     verb.set_defaults(verb=trace_verb)
+
+    group = add(verbs, "checkpoint", "look at checkpoints")
+    of_checkpoint = group.add_subparsers(required=True, metavar="VERB")
+    for name, function in (("ls", list_checkpoints_verb), ("verify", verify_checkpoints_verb)):
+        verb = add(of_checkpoint, name, function.__doc__)
+        where = "checkpoints (step-N), folders of them, or dump folders of runs"
+        verb.add_argument("paths", nargs="+", type=Path, help=where)
+        verb.set_defaults(verb=function)
+    verb = add(of_checkpoint, "diff", diff_checkpoints_verb.__doc__)
+    for name in ("first", "second"):
+        verb.add_argument(name, type=Path, help="a checkpoint; of a folder of them the newest")
+    verb.set_defaults(verb=diff_checkpoints_verb)
+    verb = add(of_checkpoint, "convert", convert_verb.__doc__)
+    where = "folder of weights; of a folder of checkpoints, or of a run, the newest"
+    verb.add_argument("source", type=Path, help=where)
+    verb.add_argument("destination", type=Path, help="folder to make")
+    kinds, dtypes = convert.FORMATS, convert.DTYPES
+    verb.add_argument("--from", dest="source_format", choices=kinds, help="absent: by the files")
+    verb.add_argument(
+        "--to", dest="target_format", choices=kinds, help="absent: hf of ours, else ours"
+    )
+    verb.add_argument("--model", help="a key of MODELS; absent: as the source says")
+    verb.add_argument("--flavor", help="a size of it; absent: as the source says")
+    verb.add_argument("--dtype", choices=dtypes, help="of all weights; absent: each keeps its own")
+    verb.add_argument("--max-shard-size", metavar="SIZE", help="of a file; absent: 5GB")
+    verb.add_argument(
+        "--imports", nargs="+", default=(), metavar="MODULE", help="modules that add to MODELS"
+    )
+    verb.set_defaults(verb=convert_verb)
 
     group = add(verbs, "tokenizer", "make tokenizers")
     verb = add(

@@ -27,6 +27,8 @@ class Gone:
 
     instead: str
     asks_nothing: Callable[[Any], bool]
+    acts_with: str | None = None
+    """The switch that is on where the key asks for anything, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,17 @@ MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbat
 ONLY_EXPERTS = "there are no models with experts"
 ONLY_QUANTIZED = "it only acts with a converter, and none is asked for"
 NO_CONVERTERS = "converters (float8, mx) are not part of this version"
-NO_HUGGING_FACE = "Hugging Face weights are not part of this version"
 NO_ESTIMATION = "memory estimation is not part of this version"
+NO_SEMI_SYNC = "replica groups add up their gradients in every step"
+ONLY_SEMI_SYNC = "it only acts with fault_tolerance.semi_sync_method"
+SEMI_SYNC = (
+    "sync_steps",
+    "should_quantize",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "module_fragments",
+)
 CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
-NO_ASYNC = 'saving in the background is not part of this version; use "disabled"'
 
 TABLE: Mapping[str, Moved | Gone | Kept] = {
     "job.print_args": Moved("job.print_config"),
@@ -158,13 +167,15 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "checkpoint.create_seed_checkpoint": Gone(
         "every layout starts from the same weights, so no seed checkpoint is needed", falsy
     ),
-    "checkpoint.initial_load_in_hf": Gone(NO_HUGGING_FACE, falsy),
-    "checkpoint.initial_load_in_hf_quantized": Gone(NO_HUGGING_FACE, falsy),
-    "checkpoint.last_save_in_hf": Gone(NO_HUGGING_FACE, falsy),
+    "checkpoint.initial_load_in_hf": Gone(
+        "the files of checkpoint.initial_load_path show what they are", always
+    ),
+    "checkpoint.initial_load_in_hf_quantized": Gone(
+        "quantized weights are not read in this version", falsy
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": Gone(
         "the data position is in every checkpoint", always
     ),
-    "checkpoint.async_mode": Kept({"async": NO_ASYNC, "async_with_pinned_mem": NO_ASYNC}),
     "activation_checkpoint.selective_ac_option": Moved(
         "activation_checkpoint.selective_ac_option", _number
     ),
@@ -189,8 +200,14 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "memory_estimation.enable": Gone(NO_ESTIMATION, falsy),
     "memory_estimation.enabled": Gone(NO_ESTIMATION, falsy),
     "memory_estimation.*": Gone(NO_ESTIMATION, always),
-    "fault_tolerance.enable": Gone("replica groups are not part of this version", falsy),
-    "fault_tolerance.*": Gone("it only acts with fault_tolerance.enable", always),
+    "fault_tolerance.process_group": Gone(
+        "replica groups communicate by gloo", just("gloo"), "fault_tolerance.enable"
+    ),
+    "fault_tolerance.process_group_timeout_ms": Gone(
+        "half of comm.train_timeout_seconds is the limit", always
+    ),
+    "fault_tolerance.semi_sync_method": Gone(NO_SEMI_SYNC, falsy, "fault_tolerance.enable"),
+    **{f"fault_tolerance.{key}": Gone(ONLY_SEMI_SYNC, always) for key in SEMI_SYNC},
     **{f"training.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
     **{f"experimental.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
     "experimental.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
@@ -202,7 +219,6 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
 }
 OLD_SECTIONS = (
     "experimental",
-    "fault_tolerance",
     "float8",
     "memory_estimation",
     "mx",
@@ -235,7 +251,7 @@ def translate(settings: dict[KeyPath, Setting]) -> Translation:
         where = f"{setting.origin}: {dotted}"
         if isinstance(row, Moved):
             _move(row, path, setting, settings, result)
-        elif isinstance(row, Gone) and value != {} and row.asks_nothing(value):
+        elif isinstance(row, Gone) and value != {} and _asks_nothing(row, value, settings):
             result.notices.append(f"{where}: {show(value)} is left out; {row.instead}")
         elif isinstance(row, Gone) and value != {}:
             result.problems.append(f"{where}: got {show(value)}; {row.instead}")
@@ -248,6 +264,12 @@ def translate(settings: dict[KeyPath, Setting]) -> Translation:
             known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
             result.problems.append(f"{where}: unknown key; {allowed_names(path[-1], known)}")
     return result
+
+
+def _asks_nothing(row: Gone, value: Any, settings: dict[KeyPath, Setting]) -> bool:
+    switch = settings.get(tuple(row.acts_with.split("."))) if row.acts_with else None
+    is_off = row.acts_with is not None and (switch is None or switch.value is False)
+    return is_off or row.asks_nothing(value)
 
 
 def _move(

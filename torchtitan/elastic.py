@@ -1,23 +1,56 @@
-"""Stops a run at the end of a step when the user or the scheduler asks."""
+"""Stops a run at the end of a step when the user or the scheduler asks, and says so by its status.
 
+A scheduler that takes a machine back sends a signal first. The run then saves, and ends with a
+status that means "start me again"; see docs/elastic.md for all of them.
+"""
+
+import ctypes
 import signal
+import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from torchtitan.logging import logger
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What Linux sends for each thread of a launcher that is gone, where that was asked for.
+ORPHANED = signal.SIGUSR2
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Ctrl-C; what schedulers send before they kill; what Slurm sends with --signal=USR1.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, ORPHANED)
+
+DIVERGED = 3
+REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: not now, try again later."""
+
+
+def status_of_stop(by: signal.Signals | None, is_saved: bool) -> int:
+    """The exit status of a run that was stopped before its last step; `by` is None elsewhere."""
+    if not is_saved:
+        return 1
+    return REQUEUE if by in (signal.SIGTERM, signal.SIGUSR1) else 0
+
+
+def stop_without_launcher() -> None:
+    """Let the end of the process that started this one be a request to stop (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ORPHANED)
 
 
 class StopSignal:
-    """While entered, the first Ctrl-C or SIGTERM is a request and the second acts at once.
+    """While entered, the first signal of a kind is a request, and the second acts at once.
 
     One rank's request is no decision: the trainer lets all ranks agree after each step.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.by: signal.Signals | None = None
+        """The first signal."""
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run should stop."""
+        return self.by is not None
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -34,9 +67,12 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        name = signal.Signals(number).name
-        logger.info("%s: finishing this step, then saving; once more to stop at once", name)
-        # A launcher passes on the Ctrl-C that the terminal sent to every process already, so the
-        # same request comes as two different signals.
-        signal.signal(number, self._previous[signal.Signals(number)])
+        received = signal.Signals(number)
+        if self.by is None:
+            self.by = received
+            told = "%s: finishing this step, then saving; once more to stop at once"
+            logger.info(told, received.name)
+        # A scheduler may signal all processes of a job, and the launcher passes on what it got: so
+        # one request may come as two signals, but never twice as the same one.
+        if received != ORPHANED:
+            signal.signal(number, self._previous[received])

@@ -7,6 +7,7 @@ from pydantic import Field
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.config import Config, OneOf
 from torchtitan.data import DataConfig
+from torchtitan.fault_tolerance import FaultToleranceConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models.attention import AttentionMask
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
@@ -18,6 +19,7 @@ from torchtitan.parallel import (
     ParallelismConfig,
 )
 from torchtitan.profiling import ProfilingConfig
+from torchtitan.spikes import SpikesConfig
 from torchtitan.validate import ValidationConfig
 
 DTYPES = Literal["float32", "bfloat16"]
@@ -84,8 +86,8 @@ class TrainingSection(Config):
     max_skipped_steps: int = Field(
         10,
         ge=1,
-        description="End the run after this many steps in a row whose loss or gradient norm was "
-        "not finite; each of them is skipped.",
+        description="So many skipped steps in a row (see [spikes]) are too many: the run rolls "
+        "back (spikes.max_rollbacks), or saves and ends.",
     )
     enable_cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory."
@@ -119,10 +121,12 @@ class JobConfig(Config):
     training: TrainingSection = TrainingSection()
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
     lr_scheduler: ScheduleConfig = ScheduleConfig()
+    spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     validation: ValidationConfig = ValidationConfig()
     metrics: MetricsConfig = MetricsConfig()
     profiling: ProfilingConfig = ProfilingConfig()
@@ -133,15 +137,20 @@ class JobConfig(Config):
         """Sizes of the mesh axes for `world_size` ranks."""
         return self.parallelism.degrees(world_size)
 
+    def data_ranks(self, degrees: Degrees) -> int:
+        """Number of ranks that read different samples, those of other replica groups included."""
+        return degrees.data * self.fault_tolerance.groups
+
     def global_batch(self, degrees: Degrees) -> int:
         """Sequences in an optimizer step."""
         if self.training.global_batch_size > 0:
             return self.training.global_batch_size
-        return self.training.local_batch_size * degrees.data
+        return self.training.local_batch_size * self.data_ranks(degrees)
 
     def accumulation(self, degrees: Degrees) -> int:
         """Microbatches that each rank accumulates in an optimizer step."""
-        return self.global_batch(degrees) // (self.training.local_batch_size * degrees.data)
+        once = self.training.local_batch_size * self.data_ranks(degrees)
+        return self.global_batch(degrees) // once
 
     def schedule_steps(self) -> int:
         """Length of the learning rate schedule."""

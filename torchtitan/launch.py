@@ -1,95 +1,190 @@
-"""Starts several processes on this machine by torchrun, for run_train.sh.
+"""Starts the ranks of one node, and all of them again when one dies; for run_train.sh and Slurm.
 
-torchrun answers Ctrl-C and SIGTERM by ending its workers with an error, and a worker's mistake with
-a traceback of its own. Here a wrong recipe is told before anything starts, a signal asks the
-workers to save and go, the exit status is theirs, and after a failure the traces that they left are
-told in plain words.
+It is torchrun with a run in mind. A wrong recipe is told before anything starts, for every number
+of ranks that the run may come to. A signal asks the ranks to save and go. After a failure, what
+they left is told in plain words, and they start again from the newest checkpoint. What they come to
+is told by one exit status; docs/elastic.md lists all of them.
 """
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from torchtitan.agent import Agent, describe
+from torchtitan.checkpoint import lock, saved_steps
+from torchtitan.checks import problems_of_restarts
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
-from torchtitan.flight import read_traces, report
+from torchtitan.elastic import DIVERGED, status_of_stop
+from torchtitan.flight import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
-from torchtitan.train import choose, read, refuse
+from torchtitan.logging import configure, logger
+from torchtitan.train import choose, read, refuse, saves
+
+# Enough for what happens to machines in a night; what fails at once each time ends soon.
+RESTARTS = 3
+WRONG_RECIPE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the workers to their end; returns the exit status of the first that failed, or 0."""
-    parser = argparse.ArgumentParser(prog="python -m torchtitan.launch", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="workers to start")
-    parser.add_argument("--log-rank", default="0", help="ranks whose output is shown: 0,1")
-    arguments, words = parser.parse_known_args(argv)
+    """Run the ranks of this node to their end; returns the exit status."""
+    arguments, words = parse(argv)
     try:
-        job = read(words, arguments.processes, pick().type).config
-        choose(job)
+        job = check(arguments, words)
     except ConfigError as error:
         return refuse(error)
-
-    # The terminal sends Ctrl-C to the workers too, so this process only has to outlive them.
-    # (A handler, because a signal that is ignored would be ignored by the workers as well.)
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    signal.signal(signal.SIGTERM, _ask_workers)
+    configure(color=not job.metrics.disable_color_printing)
+    if arguments.max_restarts is None:
+        obstacles = list(problems_of_restarts(job))
+        arguments.max_restarts = 0 if obstacles else RESTARTS
+        for problem in obstacles:
+            logger.info("a rank that dies ends the run: %s: %s", problem.path, problem.message)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    began = time.time()
-    status = _torchrun(
-        [
-            f"--nproc_per_node={arguments.processes}",
-            "--rdzv_backend=c10d",
-            "--rdzv_endpoint=localhost:0",
-            f"--local-ranks-filter={arguments.log_rank}",
-            "--role=rank",
-            "--tee=3",
-            "--signals-to-handle=SIGQUIT",
-            "-m",
-            "torchtitan.train",
-            *words,
-        ]
-    )
-    if status:
-        _explain(job, began)
-    return status
-
-
-def _torchrun(words: list[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
     try:
-        torchrun(words)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"rank {rank} ended with status {failure.exitcode}", file=sys.stderr)
-        return int(failure.exitcode) if failure.exitcode > 0 else 1
-    return 0
+        return Run(job, torchrun_words(arguments, words)).work()
+    except RendezvousError as error:
+        where = arguments.rdzv_endpoint
+        logger.error("the nodes did not meet at %s, or one ended the run: %r", where, error)
+        return 1
 
 
-def _explain(job: JobConfig, began: float) -> None:
-    """Say what the ranks of this run left, where it tells of a failure."""
-    folder = Path(job.job.dump_folder).expanduser() / job.comm.save_traces_folder
-    if not any(folder.glob("*.step")):
-        return
-    traces = [trace for trace in read_traces(folder) if trace.time >= began]
-    if any(trace.fate != "done" for trace in traces):
-        print(*report(traces), f"traces: {folder}", sep="\n", file=sys.stderr)
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own arguments, and the words that are the recipe's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--processes", type=count_from(1), required=True, help="ranks to start on this node")
+    add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1")
+    restarts = f"absent: {RESTARTS} where the recipe saves checkpoints"
+    add("--max-restarts", type=count_from(0), help=restarts)
+    add("--nnodes", type=node_range, default="1", help="nodes, or the least and most: 2 or 1:2")
+    add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes")
+    add("--rdzv-id", default="torchtitan", help="name of the run where several meet there")
+    add("--rdzv-conf", default="", help="torch's settings for meeting: last_call_timeout=5")
+    arguments, words = parser.parse_known_args(argv)
+    if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
+        parser.error("several nodes need --rdzv-endpoint HOST:PORT")
+    return arguments, words
 
 
-def _ask_workers(number: int, frame: FrameType | None) -> None:
-    found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
-    for worker in found.stdout.split():
+def count_from(least: int) -> Callable[[str], int]:
+    """A reader of integers that are not less."""
+
+    def count(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"got {word}; wanted an integer >= {least}")
+        return int(word)
+
+    return count
+
+
+def node_range(word: str) -> range:
+    """The numbers of nodes that `2` or `1:2` allows."""
+    low, _, high = word.partition(":")
+    bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"got {word}; wanted 2, or 1:2 for one or two")
+    return range(bounds[0], bounds[1] + 1)
+
+
+def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
+    """Read the recipe for all numbers of ranks that it may be run on.
+
+    Raises:
+        ConfigError: with all mistakes.
+    """
+    nodes, each = arguments.nnodes, arguments.processes
+    sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
+    recipe = read(words, sizes if len(sizes) > 1 else sizes[0], pick().type)
+    job = recipe.config
+    if arguments.max_restarts:
+        recipe.refuse(problems_of_restarts(job))
+    if nodes[-1] == 1:  # else ranks of another node may have begun
+        choose(job)
+        with lock(Path(job.job.dump_folder).expanduser()):
+            pass  # nobody else writes there
+    return job
+
+
+def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The torchrun command that starts training with these arguments."""
+    return [
+        f"--nnodes={arguments.nnodes[0]}:{arguments.nnodes[-1]}",
+        f"--nproc_per_node={arguments.processes}",
+        f"--max-restarts={arguments.max_restarts}",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={arguments.rdzv_endpoint}",
+        f"--rdzv_id={arguments.rdzv_id}",
+        f"--rdzv_conf={arguments.rdzv_conf}",
+        f"--local-ranks-filter={arguments.log_rank}",
+        "--role=rank",
+        "--tee=3",
+        "--signals-to-handle=SIGQUIT",
+        *("-m", "torchtitan.train", *words),
+    ]
+
+
+class Run:
+    """A run as its launcher sees it: by the agent, and by what the ranks write."""
+
+    def __init__(self, job: JobConfig, words: Sequence[str]) -> None:
+        """`words` are those of a torchrun command."""
+        self.job = job
+        self.folder = Path(job.job.dump_folder).expanduser()
+        self.agent = Agent(
+            words,
+            hopeless=(WRONG_RECIPE, DIVERGED),
+            is_finished=lambda: self.last_step() >= job.training.steps,
+            at_failure=self.explain,
+        )
+
+    def work(self) -> int:
+        """Run the ranks to their end; returns the exit status."""
+        agent = self.agent
         try:
-            os.kill(int(worker), signal.SIGTERM)
-        except ProcessLookupError:
-            continue  # pgrep itself, or a worker that has just ended
+            agent.work()
+        except ChildFailedError as error:
+            trained = any(trace.step for trace in self.traces())
+            if trained or agent.stopped_by is None:
+                logger.error("%s", describe(error.failures))
+                self.explain()
+                code: int = error.get_first_failure()[1].exitcode
+                return code if code > 0 else 1
+        except SignalException as error:
+            if agent.at_once or agent.stopped_by is None:
+                return 128 + error.sigval
+        if agent.stopped_by is None or agent.is_finished():
+            return 0
+        status = status_of_stop(agent.stopped_by, saves(self.job))
+        what = "started again, it goes on" if saves(self.job) else "nothing is saved"
+        logger.info("stopped by %s: %s (status %d)", agent.stopped_by.name, what, status)
+        return status
+
+    def last_step(self) -> int:
+        """The last step that was done, by the notes of the ranks; without any, by what is saved."""
+        saved = saved_steps(self.folder / self.job.checkpoint.folder)
+        return max((t.step for t in self.traces()), default=0) or max(saved, default=0)
+
+    def traces(self) -> list[RankTrace]:
+        """What the ranks left since they were last started."""
+        folder = self.folder / self.job.comm.save_traces_folder
+        found = read_traces(folder) if any(folder.glob("*.step")) else []
+        return [trace for trace in found if trace.time >= self.agent.began]
+
+    def explain(self) -> None:
+        """Say what the ranks of all nodes left, where it tells of a failure; one node does."""
+        traces = self.traces()
+        is_first = not self.agent.get_worker_group().group_rank
+        if is_first and any(trace.fate != "done" for trace in traces):
+            where = f"traces: {self.folder / self.job.comm.save_traces_folder}"
+            print(*report(traces), where, sep="\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

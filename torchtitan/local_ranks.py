@@ -30,6 +30,11 @@ TIMEOUT = timedelta(seconds=120)
 class RanksFailed(RuntimeError):
     """A rank ended with an error; the message has the traceback of each that did."""
 
+    def __init__(self, message: str, codes: Sequence[int | None] = ()) -> None:
+        """`codes` are the exit codes of all ranks by then: minus a signal, None while it ran."""
+        super().__init__(message)
+        self.codes = tuple(codes)
+
 
 def run_ranks(
     function: Callable[..., Result],
@@ -75,7 +80,7 @@ def run_ranks(
             if code
         ]
         if failures:
-            raise RanksFailed("\n".join(failures))
+            raise RanksFailed("\n".join(failures), codes)
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
 
 

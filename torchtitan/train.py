@@ -1,22 +1,23 @@
 """Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
 
 Started by itself it is one process; started by torchrun it is one of several. Exit status: 0 when
-nothing was lost (also after Ctrl-C or SIGTERM), 2 when the recipe is wrong, 1 for anything else.
+the run is finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from torchtitan.build import build, open_tokenizer
-from torchtitan.checkpoint import Start, choose_start
+from torchtitan.build import Run, build, choice, open_tokenizer
+from torchtitan.checkpoint import SaveFailed, Start, lock
 from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import Tokenizer, open_source, unigram_loss
 from torchtitan.device import pick
+from torchtitan.elastic import DIVERGED, status_of_stop, stop_without_launcher
 from torchtitan.flight import Recorder
-from torchtitan.job import SAME_RUN, JobConfig
+from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
@@ -35,40 +36,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE, help_text(JobConfig), sep="\n")
         return 0
+    with ExitStack() as held:
+        return run(words, held)
+
+
+def run(words: Sequence[str], held: ExitStack) -> int:
+    """Train on this rank; `held` lets go at the end of what rank 0 has to hold meanwhile."""
     launch = Launch.read()
+    if launch.by_agent:
+        stop_without_launcher()
     try:
         device = pick(launch.local_rank)
         recipe = read(words, launch.size, device.type)
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
+        folder = Path(job.job.dump_folder).expanduser()
         start = choose(job) if launch.rank == 0 else None
+        if launch.rank == 0:
+            held.enter_context(lock(folder))
     except ConfigError as error:
         # Every rank finds the same mistakes; one of them tells.
         return refuse(error) if launch.rank == 0 else 2
     if launch.rank == 0:
         tell(recipe)
+        if launch.restart:
+            where = start.path if start and start.path else "the beginning"
+            ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
+            counts = launch.restart, launch.restarts
+            logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
 
-    folder = Path(job.job.dump_folder).expanduser()
-    told = (ConfigError, TrainingDiverged)
+    told = (ConfigError, TrainingDiverged, SaveFailed)
     recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=told)
     try:
         with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
             start = world.share(start)
-            run = build(job, world)
-            with closing(run.data):
+            built = build(job, world)
+            with closing(built.data):
                 if world.rank == 0:
                     write_beside(folder, job, world.size, device)
-                    report_unigram_loss(job, run.tokenizer)
-                Trainer(run, recorder.step).train(start)
+                    report_unigram_loss(job, built.tokenizer)
+                Trainer(built, recorder.step).train(start)
     except ConfigError as error:
         return refuse(error)
-    except TrainingDiverged as error:
+    except (TrainingDiverged, SaveFailed) as error:
         logger.error("%s", error)
-        return 1
-    return 0
+        return DIVERGED if isinstance(error, TrainingDiverged) else 1
+    return ended(built, launch)
 
 
-def read(words: Sequence[str], ranks: int, device_type: str) -> Recipe[JobConfig]:
+def ended(run: Run, launch: Launch) -> int:
+    """The exit status of a run that finished, or was stopped before."""
+    step, steps = run.state.step, run.job.training.steps
+    if step < steps and not saves(run.job):
+        logger.warning(
+            "stopped at step %d of %d, and nothing is saved: see [checkpoint]", step, steps
+        )
+    # An elastic agent would start again after any other; our launcher knows that it was a stop.
+    if step >= steps or launch.by_agent:
+        return 0
+    return status_of_stop(run.stop.by, saves(run.job))
+
+
+def saves(job: JobConfig) -> bool:
+    """Whether a run that is stopped can go on where it was."""
+    return job.checkpoint.enable and not job.checkpoint.load_only
+
+
+def read(words: Sequence[str], ranks: int | range, device_type: str) -> Recipe[JobConfig]:
     """Read and check the recipe for `ranks` ranks of this machine's kind of device.
 
     Raises:
@@ -91,8 +125,7 @@ def problems_of_tokenizer(job: JobConfig) -> Iterator[Problem]:
 
 def choose(job: JobConfig) -> Start:
     """What the run starts from; one rank decides, before any of them writes."""
-    folder = Path(job.job.dump_folder).expanduser()
-    return choose_start(job.checkpoint, folder, job.flat(), SAME_RUN)
+    return choice(job).start()
 
 
 def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:

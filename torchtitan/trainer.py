@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from torchtitan.build import Run
 from torchtitan.checkpoint import Start
 from torchtitan.data import preview
 from torchtitan.logging import logger
+from torchtitan.parallel import Launch, World
+from torchtitan.spikes import judge
 
 
 class TrainingDiverged(RuntimeError):
-    """Too many steps in a row had a loss or gradient norm that was not finite."""
+    """Too many steps in a row were skipped, and rolling back is no way out."""
 
 
 @contextmanager
@@ -24,6 +27,12 @@ def garbage_kept() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def highest_of_all_ranks(world: World, *numbers: Tensor) -> list[float]:
+    """The maximum of each number over all ranks; infinite where one of them is not finite."""
+    mine = torch.stack([number.double() for number in numbers])
+    return world.max(mine.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)).tolist()
 
 
 class Trainer:
@@ -47,12 +56,18 @@ class Trainer:
         if state.step >= training.steps:
             logger.info("nothing to do: step %d of %d is done", state.step, training.steps)
             return
-        first = state.step + 1
-        stopping = diverged = False
-        with run.meter, run.profiler, run.stop, garbage_kept():
+        is_first, stopping, diverged = True, False, False
+        with run.meter, run.profiler, run.stop, run.replicas.join(), garbage_kept():
+            if restart := Launch.read().restart:
+                run.meter.event(state.step, "restart", restart=restart, ranks=run.world.size)
             while state.step < training.steps and not stopping and not diverged:
-                stopping = self.step()
-                diverged = state.skipped_in_a_row >= training.max_skipped_steps
+                before, stopping = state.step, self.step()
+                if state.step == before and not (stopping and before):
+                    continue  # a replica group was lost: once more, without it
+                if state.skipped_in_a_row >= training.max_skipped_steps:
+                    if self.roll_back():
+                        continue
+                    diverged = True
                 is_last = state.step == training.steps or stopping or diverged
                 if run.checkpoint.is_due(is_last):
                     with run.meter.time("checkpoint"):
@@ -64,20 +79,21 @@ class Trainer:
                 run.profiler.step(state.step)
                 if state.step % training.gc_freq == 0:
                     gc.collect(1)
-                if state.step == first:
+                if is_first:
                     run.world.after_first_step()
                     run.model.confirm()
+                    is_first = False
+            run.checkpoint.finish()
         if diverged:
-            raise TrainingDiverged(
-                f"step {state.step}: the loss or the gradient norm was not finite in "
-                f"{state.skipped_in_a_row} steps in a row (training.max_skipped_steps); none of "
-                "them changed a weight. Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, "
-                "or look at the data of these steps"
-            )
+            raise TrainingDiverged(self.why_diverged())
 
     def step(self) -> bool:
-        """One optimizer step; returns whether all ranks agreed to stop after it."""
+        """One optimizer step; returns whether all ranks agreed to stop after it.
+
+        The step is none, and can be done again, where the replica groups do not agree on it.
+        """
         run, state, world = self.run, self.run.state, self.run.world
+        self.meet()
         state.step += 1
         self.at_step(state.step)
         lr = run.optimizers.set_lr_factor(run.schedule(state.step - state.schedule_start))
@@ -90,30 +106,87 @@ class Trainer:
         self.has_shown = True
         batches = [batch.to(world.device.torch_device) for batch in batches]
         counts = torch.stack([batch.target_count() for batch in batches])
-        tokens = world.sum(counts.sum(), over="data")
+        tokens = run.replicas.count(world.sum(counts.sum(), over="data"))
 
         # Every rank's share of the global mean loss; they add up to it.
         loss = world.sum(run.model.forward_backward(batches, tokens), over="loss")
-        grad_norm = run.optimizers.clip(run.job.training.max_norm)
-        stop = world.max(torch.full((), float(run.stop.requested), device=loss.device))
+        run.replicas.sum([loss, *run.optimizers.gradients()])
+        grad_norm = run.optimizers.clip(run.job.training.max_norm, run.replicas.max)
+        wishes = (run.stop.requested, run.checkpoint.is_busy)
+        flags = (torch.full_like(loss, float(wish)) for wish in wishes)
 
-        # The one wait for the device in a step: all ranks read the same numbers, so they decide
-        # alike whether to apply the update and whether to go on.
-        verdict = torch.stack([value.double() for value in (loss, grad_norm, tokens, stop)])
-        is_finite = bool(torch.isfinite(verdict[:2]).all())
-        if is_finite:
+        # The one wait for the device in a step: all ranks read the same numbers, to the bit, so
+        # they decide alike whether to apply the update and whether to go on.
+        verdict = highest_of_all_ranks(world, loss, grad_norm, tokens, *flags)
+        highest_loss, highest_norm, count, stop, busy = verdict
+        if not run.replicas.agree():
+            state.step -= 1
+            return bool(stop)
+        skip = judge(run.job.spikes, state.history, loss=highest_loss, grad_norm=highest_norm)
+        if skip is None:
+            if run.checkpoint.is_staging:
+                with run.meter.time("checkpoint"):
+                    run.checkpoint.wait_staging()
             run.optimizers.step()
-        state.skipped += not is_finite
-        state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
-        state.tokens += int(verdict[2])
+        if not busy:
+            run.checkpoint.advance()
+        state.skipped += skip is not None
+        state.skipped_in_a_row = 0 if skip is None else state.skipped_in_a_row + 1
+        state.tokens += int(count)
         run.meter.record(
-            loss=loss, grad_norm=grad_norm, lr=lr, tokens=int(verdict[2]), skipped=not is_finite
+            loss=loss, grad_norm=grad_norm, lr=lr, tokens=int(count), skipped=skip is not None
         )
-        run.meter.flush(state.step)
-        if not is_finite:
+        run.meter.flush(state.step, **({} if skip is None else skip.row))
+        if skip is not None:
             logger.warning(
-                "step %d: loss %g, gradient norm %g: not finite; the update is skipped",
-                state.step,
-                *verdict[:2].tolist(),
+                "step %d: loss %g, gradient norm %g: %s; the update is skipped",
+                *(state.step, loss.item(), grad_norm.item(), skip.why),
             )
-        return bool(verdict[3])
+        return bool(stop)
+
+    def meet(self) -> None:
+        """Find out who takes part in the next step; catch up with replica groups that are ahead."""
+        run, state, before = self.run, self.run.state, self.run.state.step
+        groups = run.replicas.meet(before)
+        if state.step != before:
+            run.meter.go_on_after(state.step, state.tokens)
+        if groups is not None:
+            run.meter.event(state.step, "groups", groups=groups)
+
+    def roll_back(self) -> bool:
+        """Go back to the checkpoint before a row of skipped steps, but on with the data after it.
+
+        False where there is none, or the recipe does not allow it (again).
+        """
+        run, state = self.run, self.run.state
+        if state.rollbacks >= run.job.spikes.max_rollbacks:
+            return False
+        last, row, before = state.step, state.skipped_in_a_row, state.stepped_over
+        with run.meter.time("rollback"):
+            if not run.checkpoint.roll_back(last - row + 1):
+                return False
+        run.meter.go_on_after(state.step, state.tokens)
+        samples = state.stepped_over - before
+        logger.warning(
+            "step %d: %d steps in a row were skipped: rolled back to step %d; the data goes on, so "
+            "%d samples are stepped over (rollback %d of at most %d)",
+            *(last, row, state.step, samples, state.rollbacks, run.job.spikes.max_rollbacks),
+        )
+        details = {"from_step": last, "stepped_over": samples, "rollbacks": state.rollbacks}
+        run.meter.event(state.step, "rollback", **details)
+        return True
+
+    def why_diverged(self) -> str:
+        """What to tell of a run that cannot go on, and what may help."""
+        state, allowed = self.run.state, self.run.job.spikes.max_rollbacks
+        way_out = ""
+        if allowed and state.rollbacks >= allowed:
+            way_out = f", after {state.rollbacks} rollbacks (spikes.max_rollbacks)"
+        elif allowed:
+            way_out = ", with no checkpoint before them to roll back to"
+        return (
+            f"step {state.step}: {state.skipped_in_a_row} steps in a row "
+            f"(training.max_skipped_steps) were skipped{way_out}; none of them changed a weight. "
+            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the data of these "
+            "steps"
+        )

@@ -29,12 +29,12 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
         run.meter.sinks = [recorder]
         clip = run.optimizers.clip
 
-        def spoiled(max_norm: float) -> torch.Tensor:
+        def spoiled(*limits: Any) -> torch.Tensor:
             if bad_steps.get(run.state.step) == world.rank:
                 parameter = next(iter(run.optimizers.names))
                 local = parameter.grad.to_local() if launch.size > 1 else parameter.grad
                 local.view(-1)[0] = torch.inf
-            return clip(max_norm)
+            return clip(*limits)
 
         run.optimizers.clip = spoiled  # type: ignore[method-assign]
         moved = []

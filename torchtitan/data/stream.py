@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError
@@ -73,7 +74,9 @@ class DataStream:
         accumulation: int,
         rank: int,
         ranks: int,
+        groups: int = 1,
     ) -> None:
+        """The ranks may be those of several replica groups, one group after the other."""
         self._config = config
         self._source = source
         self._tokenizer = tokenizer
@@ -82,6 +85,9 @@ class DataStream:
         self._per_step = local_batch_size * accumulation
         self._global_batch = self._per_step * ranks
         self._rank = rank
+        # Of each replica group one rank; groups are lost as a whole, so these ranks tell each other
+        # where their lanes stand.
+        self._peers = range(rank % (ranks // groups), ranks, ranks // groups)
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
         if advice := source.advice(self._lanes):
             logger.warning("data: %s", advice)
@@ -92,14 +98,18 @@ class DataStream:
         self.close()
         self._samples_before = samples
         self._served = 0
-        first = samples + self._rank * self._per_step
-        # The lanes this rank serves, in the order of its samples.
-        self._turns = [
+        self._turns = self._lanes_of(self._rank)
+        known = [lane for rank in self._peers for lane in self._lanes_of(rank)]
+        self._records = {lane: records.get(lane) for lane in known}
+
+    def _lanes_of(self, rank: int) -> list[int]:
+        """The lanes that a rank serves, in the order of its samples."""
+        first = self._samples_before + rank * self._per_step
+        return [
             (first + step * self._global_batch + k) % self._lanes
             for step in range(self._lanes // self._global_batch)
             for k in range(self._per_step)
         ]
-        self._records = {lane: records.get(lane) for lane in self._turns}
 
     def _start_workers(self) -> None:
         count = max(1, self._config.num_workers)
@@ -212,6 +222,32 @@ class DataStream:
             {lane: Record(*record) if record else None for lane, record in enumerate(records)},
         )
 
+    def load_peer_state(self, state: State) -> None:
+        """Goes on where a peer in another replica group stood, or this rank itself before."""
+        records = state["lanes"]
+        lanes = range(len(records) * (self._global_batch // self._per_step) // len(self._peers))
+        self.load_state_dict({**state, "lanes": [records.get(str(lane)) for lane in lanes]})
+
+    def standing(self) -> Tensor:
+        """Where the lanes that this rank serves stand: (lanes of all its peers, 3), int64.
+
+        A record's numbers, each plus one; zeros where a lane has not begun or is another's. So what
+        all peers say adds up.
+        """
+        own = set(self._turns)
+        rows = [
+            [number + 1 for number in record] if record and lane in own else [0, 0, 0]
+            for lane, record in sorted(self._records.items())
+        ]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def learn(self, standing: Tensor) -> None:
+        """Takes note of where the lanes of its peers stand, from the sum of what all said."""
+        own = set(self._turns)
+        for lane, row in zip(sorted(self._records), standing.tolist(), strict=True):
+            if any(row) and lane not in own:
+                self._records[lane] = Record(*(number - 1 for number in row))
+
     def _identity(self) -> Identity:
         return {
             **self._source.identity,
@@ -255,8 +291,9 @@ def build_stream(
     accumulation: int,
     rank: int,
     ranks: int,
+    groups: int = 1,
 ) -> DataStream:
-    """The stream of data-parallel rank `rank` of `ranks`."""
+    """The stream of data-parallel rank `rank` of `ranks`, which may be those of `groups`."""
     mistakes = check_data(
         config, local_batch_size=local_batch_size, accumulation=accumulation, ranks=ranks
     )
@@ -271,4 +308,5 @@ def build_stream(
         accumulation=accumulation,
         rank=rank,
         ranks=ranks,
+        groups=groups,
     )

@@ -1,8 +1,8 @@
 """Collects the values of each step on the device, and moves them to the sinks only when due.
 
 A step hands over 0-d tensors without waiting for them. When a row is due (the first step of this
-process, every `log_freq`-th step, the last) one transfer brings all of them to the host. That
-transfer also waits for the device, so the clock read after it is honest.
+process, every `log_freq`-th step, one that was skipped, the last) one transfer brings all of them
+to the host. That transfer also waits for the device, so the clock read after it is honest.
 
 What a row holds, besides every value that was recorded under a name of its own:
 
@@ -153,13 +153,13 @@ class Meter:
             else:
                 self._values[name] = value
 
-    def flush(self, step: int) -> None:
-        """End a step; write a row if one is due."""
+    def flush(self, step: int, **notes: Value) -> None:
+        """End a step; write a row if one is due, as it is where there are notes to go into it."""
         assert step > self._step, f"step {step} flushed after step {self._step}"
         first = self._step == self.start_step
         self._step, self._flushed = step, True
-        if first or step % self.log_freq == 0 or step >= self.total_steps:
-            self._write_row()
+        if first or step % self.log_freq == 0 or step >= self.total_steps or notes:
+            self._write_row(notes)
 
     def log(self, step: int, **values: Number) -> None:
         """Write values now, as a row of their own; for what is measured rarely, like validation."""
@@ -168,6 +168,21 @@ class Meter:
         if isinstance(validation, float):
             self._best_validation = min(self._best_validation, validation)
         self._write(step, row)
+
+    def event(self, step: int, kind: str, **details: Value) -> None:
+        """Write what was decided, as a row of its own; the log has told it in words."""
+        self._write(step, {"event": kind, **details})
+
+    def go_on_after(self, step: int, tokens: int) -> None:
+        """Go on after another `step` than the last; the summary counts what this process did."""
+        if self._step > self._row_step:
+            self._write_row()
+        self.start_step -= self._step - step
+        self.start_tokens -= self._tokens - tokens
+        self._step = self._row_step = step
+        self._tokens = tokens
+        for sink in self.sinks:
+            sink.open(step)
 
     def summary(self) -> Metrics:
         """The run of this process as a whole, as far as it was logged."""
@@ -187,7 +202,7 @@ class Meter:
             "stopped_by": self._stopped_by,
         }
 
-    def _write_row(self) -> None:
+    def _write_row(self, notes: Metrics | None = None) -> None:
         values = self._transfer()
         now = self.clock()
         pauses: dict[str, float] = {}
@@ -215,6 +230,7 @@ class Meter:
             "eta_s": self._eta(wall / steps),
             **{f"{name}_s": paused for name, paused in pauses.items()},
             **own,
+            **(notes or {}),
         }
         self._training_seconds += seconds * steps
         self._skipped += skipped

@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from torchtitan.logging import logger, on_terminal
 
@@ -35,12 +36,16 @@ class SinkContext:
 
 
 class Sink(Protocol):
-    """Opened once, written to at every due step, closed once, also when the run fails."""
+    """Opened, written to at every due step, closed once, also when the run fails."""
 
     def __init__(self, context: SinkContext) -> None: ...
 
     def open(self, start_step: int, /) -> None:
-        """Begin; `start_step` is the step resumed from, 0 for a fresh run."""
+        """Begin; `start_step` is the step resumed from, 0 for a fresh run.
+
+        Also called while it is open, when the run rolls back: what it wrote of later steps is to
+        be treated as by a run that resumes there.
+        """
 
     def write(self, step: int, metrics: Metrics, /) -> None:
         """Take the values of one step."""
@@ -57,7 +62,9 @@ class Console:
         self.bar: Any = None
 
     def open(self, start_step: int) -> None:
-        if not on_terminal():
+        if self.bar is not None:
+            self.bar.update(0, completed=start_step)
+        if self.bar is not None or not on_terminal():
             return
         from rich.console import Console as Terminal
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -72,6 +79,8 @@ class Console:
         self.bar.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
+        if "event" in metrics:
+            return  # the log has told it in words
         logger.info("%s", row_line(step, self.total, metrics))
         if self.bar is not None and "eta_s" in metrics:
             self.bar.update(0, completed=step, eta=f"eta {_duration(metrics['eta_s'])}")
@@ -91,21 +100,28 @@ class Jsonl:
     A fresh run moves an older file aside (`metrics.1.jsonl`, 2, ...). A resumed one goes on with
     the file: rows past the step it resumes from, left by a process that went beyond its last
     checkpoint, are moved to `metrics.superseded.jsonl`, so that the curve is that of one run.
+
+    Rows that the disk has no room for are kept, and written when it has; a run whose checkpoints
+    are to survive a full disk must not end because of its curve.
     """
 
     def __init__(self, context: SinkContext) -> None:
         name = "metrics" if context.rank == 0 else f"metrics.rank{context.rank}"
         self.path = context.folder / f"{name}.jsonl"
-        self.file: TextIO | None = None
+        self.file: FileIO | None = None
+        self.waiting = b""
 
     def open(self, start_step: int) -> None:
+        if self.file is not None:
+            self._write_out()
+            self.file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             if start_step == 0:
                 self._set_aside()
             else:
                 self._drop_after(start_step)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = FileIO(self.path, "a")
 
     def write(self, step: int, metrics: Metrics) -> None:
         assert self.file is not None, "Jsonl.write before open"
@@ -113,12 +129,21 @@ class Jsonl:
         lost = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         if lost:
             row |= dict.fromkeys(lost) | {"non_finite": lost}
-        self.file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.file.flush()
+        self.waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            self._write_out()
+        except OSError as error:
+            logger.error("%s: %s; rows that are not written are kept", self.path, error.strerror)
 
     def close(self, _summary: Metrics) -> None:
         if self.file is not None:
-            self.file.close()
+            with self.file:
+                self._write_out()
+
+    def _write_out(self) -> None:
+        assert self.file is not None, "Jsonl is not open"
+        while self.waiting:
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def _beside(self, tag: str | int) -> Path:
         return self.path.with_name(f"{self.path.stem}.{tag}.jsonl")
@@ -167,6 +192,8 @@ class TensorBoard:
             raise RuntimeError(
                 "metrics.enable_tensorboard: TensorBoard is not installed: pip install tensorboard"
             ) from error
+        if self.writer is not None:
+            self.writer.close()
         self.writer = SummaryWriter(str(self.folder), purge_step=start_step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -196,6 +223,9 @@ class WandB:
             raise RuntimeError(
                 "metrics.enable_wandb: Weights & Biases is not installed: pip install wandb"
             ) from error
+        if self.run is not None:
+            # Its steps cannot go back: as after a resume, another run goes on.
+            self.run.finish()
         self.context.folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan"),

@@ -1,9 +1,10 @@
-"""The recipe as it is checked: laid out as it is written, but exact, short, and on data at hand.
+"""The recipe as it is verified: laid out as it is written, but exact, short, on data at hand.
 
 Whatever is changed for that is told, key by key. What a flag of the command line says stays.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,29 @@ def as_checked(
 ) -> Checked:
     """What of a recipe is compared: on `world_size` ranks, or as few as show all of its layout."""
     draft = Draft(recipe)
+    make_short(draft, steps, 5)
+    draft.tree["checkpoint"] = {}
+    draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
+    ranks, spec = make_ready(draft, world_size, shrink, ParallelismConfig())
+    job = draft.job
+    return Checked(job, ranks, _alone(job, ranks, spec), spec, draft.changes)
+
+
+def make_ready(
+    draft: Draft, world_size: int | None, shrink: bool, other: ParallelismConfig
+) -> tuple[int, ModelSpec[Any]]:
+    """Make it exact, and small if wanted; returns its ranks and its model, which fits `other`."""
     _make_exact(draft)
-    _make_short(draft, steps)
-    spec = MODELS[recipe.config.model.name]
+    spec = MODELS[draft.job.model.name]
     if shrink:
         if world_size is None:
             _make_layout_small(draft)
-        spec = _make_model_small(draft, spec)
+        spec = _make_model_small(draft, spec, other)
     _find_data(draft)
     ranks = world_size or smallest_world(draft.job) * (2 if _takes_all(draft.job) else 1)
     if shrink:
         _make_batches_small(draft, ranks)
-    job = draft.job
-    return Checked(job, ranks, _alone(job, ranks, spec), spec, draft.changes)
+    return ranks, spec
 
 
 def _takes_all(job: JobConfig) -> bool:
@@ -102,17 +113,21 @@ def _make_exact(draft: Draft) -> None:
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
 
 
-def _make_short(draft: Draft, steps: int | None) -> None:
+def make_short(draft: Draft, steps: int | None, default: int) -> None:
+    """Few steps, and nothing but steps; what is said of checkpoints is left to the caller."""
     if steps is not None:
         draft.said.discard("training.steps")
-    draft.set("training.steps", steps or 5, "--steps says how many")
+    draft.set("training.steps", steps or default, "--steps says how many")
     draft.set("lr_scheduler.total_steps", None, "as many as there are steps")
     draft.lower("lr_scheduler.warmup_steps", 2, "so that weights move")
+    draft.said.discard("fault_tolerance.enable")
+    draft.set("fault_tolerance.enable", False, "one replica group is looked at")
+    draft.set("spikes.sigma", 0.0, "no step is skipped, as it would be on all layouts alike")
+    draft.set("spikes.max_rollbacks", 0, "there is nothing to roll back from")
     # Adam moves every weight by about this, however small its gradient is, even one of rounding.
     draft.lower("optimizer.lr", 1e-3, "weights are compared to a hundredth of it")
     # Nothing but steps is done, so these have nothing to say; a row of metrics a step is read.
-    draft.tree |= {"checkpoint": {}, "validation": {}, "profiling": {}, "metrics": {"log_freq": 1}}
-    draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
+    draft.tree |= {"validation": {}, "profiling": {}, "metrics": {"log_freq": 1}}
 
 
 def _make_layout_small(draft: Draft) -> None:
@@ -124,18 +139,20 @@ def _make_layout_small(draft: Draft) -> None:
         draft.lower(f"parallelism.{axis}_degree", 2, "--shrink: two ranks show it")
 
 
-def _make_model_small(draft: Draft, spec: ModelSpec[Any]) -> ModelSpec[Any]:
-    """Choose a flavor of the recipe's structure that fits its layout; returns the spec with it."""
+def _make_model_small(
+    draft: Draft, spec: ModelSpec[Any], other: ParallelismConfig
+) -> ModelSpec[Any]:
+    """Choose a flavor of the recipe's structure that fits both layouts; the spec with it."""
     draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: there are other layers")
     draft.set("parallelism.pipeline_parallel_layers_per_stage", None, "--shrink: fewer layers")
     job, flavor = draft.job, draft.tree["model"]["flavor"]
     args, chosen = spec.flavors[flavor], job.parallelism
     layers = min(args.n_layers, LAYERS)
-    if chosen.pipeline_parallel_degree > 1:
-        layers = max(layers, len(stages.ranks(chosen, layers)))
-    needed = Smallness(
-        layers, chosen.tensor_parallel_degree, vocab_size=min(args.vocab_size, VOCABULARY)
-    )
+    for layout in (chosen, other):
+        if layout.pipeline_parallel_degree > 1:
+            layers = max(layers, len(stages.ranks(layout, layers)))
+    tensor_ranks = math.lcm(chosen.tensor_parallel_degree, other.tensor_parallel_degree)
+    needed = Smallness(layers, tensor_ranks, vocab_size=min(args.vocab_size, VOCABULARY))
     small = spec.shrink(args, needed)
     name = f"{flavor}, shrunk"
     shape = (
@@ -147,7 +164,8 @@ def _make_model_small(draft: Draft, spec: ModelSpec[Any]) -> ModelSpec[Any]:
     tokenizer = job.model.tokenizer_path
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
         draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
-    parts = chosen.tensor_parallel_degree * 2 * chosen.context_parallel_degree
+    sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
+    parts = tensor_ranks * 2 * sequence_ranks
     draft.lower("training.seq_len", -(-SEQ_LEN // parts) * parts, "--shrink")
     return replace(spec, flavors={**spec.flavors, name: small})
 

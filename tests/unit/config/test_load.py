@@ -81,6 +81,7 @@ def test_switch_off(flag: str) -> None:
 
 # Switched on alone, these are refused for what they need.
 NOT_ALONE = {
+    "checkpoint.last_save_in_hf",
     "checkpoint.load_only",
     "debug.deterministic_warn_only",
     "profiling.enable_memory_snapshot",

@@ -279,6 +279,41 @@ def test_the_summary_of_a_finished_run():
     }
 
 
+def test_notes_make_a_row_due_and_are_in_it():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1, 2])
+        meter.record(loss=torch.tensor(9.0), tokens=1000, skipped=1)
+        meter.flush(3, skipped_because="loss", loss_mean=2.0)
+        run(meter, clock, range(4, 11))
+    assert [step for step, _ in kept.rows] == [1, 3, 10]
+    noted, last = kept.rows[1][1], kept.rows[2][1]
+    assert (noted["loss"], noted["skipped_because"], noted["loss_mean"]) == (9.0, "loss", 2.0)
+    assert "skipped_because" not in last
+
+
+def test_an_event_is_a_row_of_its_own():
+    meter, kept, _ = make()
+    with meter:
+        meter.event(5, "rollback", from_step=9)
+    assert kept.rows == [(5, {"event": "rollback", "from_step": 9})]
+
+
+def test_after_a_rollback_steps_count_on_from_there_and_what_was_undone_is_summed_up():
+    meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
+    with meter:
+        run(meter, clock, range(11, 15))
+        meter.go_on_after(8, 300)
+        run(meter, clock, [9, 10])
+    # The row of step 14 was not due yet; nothing of it is lost.
+    steps = [(step, row["tokens"]) for step, row in kept.rows]
+    assert steps == [(11, 1500), (14, 4500), (10, 2300)]
+    assert kept.started == 8, "the sinks were not told"
+    summary = kept.summary
+    assert (summary["step"], summary["steps"], summary["tokens"]) == (10, 4 + 2, 2300)
+    assert summary["tps"] == 500.0
+
+
 def test_a_run_that_stops_early_writes_its_last_step():
     meter, kept, clock = make()
     with meter:

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_console_row_of_a_validation():
     assert row_line(20, 100, {"validation_loss": 3.21}) == "step  20/100  validation loss 3.2100"
 
 
+def test_console_leaves_an_event_to_the_log_that_told_it(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "torchtitan")
+    sink = Console(SinkContext(tmp_path, total_steps=100))
+    sink.write(20, {"event": "rollback", "from_step": 24})
+    assert not caplog.messages
+
+
 def test_console_summary_of_a_finished_run():
     assert summary_text(SUMMARY).splitlines() == [
         "finished at step 100 of 100",
@@ -162,6 +170,8 @@ def test_console_shows_a_bar_below_the_lines_on_a_terminal(monkeypatch, tmp_path
         sink.write(12, ROW)
         sink.bar.refresh()
         shown = terminal.getvalue()
+        sink.open(8)
+        assert sink.bar.tasks[0].completed == 8
         sink.close(SUMMARY)
     finally:
         logger.handlers, logger.propagate = before[0], before[2]
@@ -224,6 +234,18 @@ def test_jsonl_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, caplo
     assert steps(tmp_path / "metrics.superseded.jsonl") == [30, 40, 30]
 
 
+def test_jsonl_that_is_rolled_back_is_as_that_of_a_resumed_run(tmp_path):
+    sink = Jsonl(SinkContext(tmp_path))
+    sink.open(0)
+    for step in (10, 20, 30):
+        sink.write(step, {"loss": float(step)})
+    sink.open(20)
+    sink.write(21, {"loss": 21.0})
+    sink.close(SUMMARY)
+    assert steps(tmp_path / "metrics.jsonl") == [10, 20, 21]
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [30]
+
+
 def test_jsonl_survives_a_torn_last_line(tmp_path, caplog):
     write_jsonl(tmp_path, [10, 20])
     path = tmp_path / "metrics.jsonl"
@@ -266,6 +288,21 @@ def test_tensorboard_can_be_read_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 1.0), (20, 2.0), (25, 2.5)]
 
 
+def test_tensorboard_that_is_rolled_back_forgets_later_points(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(SinkContext(tmp_path))
+    sink.open(0)
+    for step in (10, 20, 30):
+        sink.write(step, {"loss": step / 10})
+    sink.open(20)
+    sink.write(25, {"loss": 2.5})
+    sink.close(SUMMARY)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 1.0), (20, 2.0), (25, 2.5)]
+
+
 def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
@@ -282,11 +319,15 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
         assert sink.run.name == "run"
         assert sink.run.config["training"] == {"steps": 3}
         assert sink.run.summary["loss"] == 4.25
+        # Steps of a run of W&B cannot go back: another one goes on.
+        sink.open(1)
+        sink.write(2, {"other_loss": 3.5})
     finally:
         sink.close(SUMMARY)
-    [record] = (tmp_path / "run").rglob("*.wandb")
-    assert record.parent.name.startswith("offline-run-")
-    assert b"validation_loss" in record.read_bytes()
+    first, second = sorted((tmp_path / "run").rglob("*.wandb"), key=lambda p: p.stat().st_ctime_ns)
+    assert first.parent.name.startswith("offline-run-")
+    assert b"validation_loss" in first.read_bytes()
+    assert b"other_loss" in second.read_bytes()
 
 
 def test_sinks_of_rank_0_follow_the_settings(tmp_path):
@@ -353,3 +394,22 @@ def test_a_missing_package_at_the_start_names_the_command(
 def test_log_freq_is_positive():
     with pytest.raises(ValidationError):
         MetricsConfig(log_freq=0)
+
+
+def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
+    sink = Jsonl(SinkContext(tmp_path))
+    sink.open(0)
+    sink.write(1, ROW)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sink.path.stat().st_size + 9, before[1]))
+    try:
+        sink.write(2, ROW)
+        sink.write(3, ROW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.messages == 2 * [
+        f"{sink.path}: File too large; rows that are not written are kept"
+    ]
+    sink.write(4, ROW)
+    assert steps(sink.path) == [1, 2, 3, 4]
+    sink.close(SUMMARY)

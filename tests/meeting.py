@@ -1,0 +1,53 @@
+"""Makes two replica groups wait for each other, for job.imports: it does not matter who is slow.
+
+MEETING is a folder where each rank says that it has come; it begins when its peer has come too.
+With FAULT="kill 1 3" the last rank of group 1 is killed amidst step 3, and group 0 waits after
+step 6 until group 1 has come back. Some targets are hidden, so that groups have unlike numbers.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from torchtitan.parallel import Launch
+from torchtitan.trainer import Trainer
+from torchtitan.verify.measure import UnevenTargets
+
+FOLDER = Path(os.environ["MEETING"])
+FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()
+healthy_step = Trainer.step
+
+
+def step(trainer: Trainer) -> bool:
+    run, launch, done = trainer.run, Launch.read(), trainer.run.state.step
+    group = run.job.fault_tolerance.group
+    if not isinstance(run.data, UnevenTargets):
+        run.data = UnevenTargets(run.data)  # type: ignore[assignment]
+        (FOLDER / f"{group} {launch.rank} {launch.restart}").touch()
+        wait_for(f"{1 - group} {launch.rank} 0")
+    if FAULT == "kill":
+        time.sleep(0.05)
+        is_last = launch.rank == launch.size - 1
+        if group == int(GROUP) and is_last and not launch.restart and done + 1 == int(STEP):
+            run.replicas.sum = die  # type: ignore[method-assign]
+        if group != int(GROUP) and done == int(STEP) + 3:
+            wait_for(f"{GROUP} {launch.rank} 1")
+    return healthy_step(trainer)
+
+
+def die(tensors: Iterable[Tensor]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(name: str) -> None:
+    until = time.monotonic() + 120
+    while not (FOLDER / name).exists():
+        assert time.monotonic() < until, f"{name} has not come"
+        time.sleep(0.02)
+
+
+Trainer.step = step  # type: ignore[method-assign]

@@ -1,0 +1,84 @@
+"""Makes all reliability trials, and writes what came out into docs/reliability.md.
+
+python -m tests.reliability [arguments of pytest]
+"""
+
+import os
+import platform
+import re
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.reliability.conftest import PROPERTY, Row
+from torchtitan.device import Device
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "reliability.md"
+TABLE = re.compile(r"(?<=<!-- TABLE -->\n).*(?=<!-- END -->)", re.DOTALL)
+
+
+class Outcomes:
+    """A plugin of pytest that collects what the trials tell."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
+        self.skipped: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped:
+            self.skipped.append(report.nodeid)
+        elif report.when == "call":
+            self.rows += [value for name, value in report.user_properties if name == PROPERTY]
+
+    def text(self, seconds: float) -> str:
+        """The table, with what it is of."""
+        numbers: dict[tuple[str, str, str], int] = {}
+        for trial, expected, outcome, number in self.rows:
+            key = (trial, expected, outcome)
+            numbers[key] = numbers.get(key, 0) + number
+        lines = ["| trial | number | expected | outcome |", "|---|---|---|---|"]
+        lines += [
+            f"| {trial} | {number} | {expected} | {outcome} |"
+            for (trial, expected, outcome), number in sorted(numbers.items(), key=_place)
+        ]
+        lines += [f"| `{name}` | 1 | see there | **failed** |" for name in self.failed]
+        memory = Device("cpu").memory_capacity()
+        about = (
+            f"{sum(numbers.values())} trials, of which {len(self.failed)} failed and "
+            f"{len(self.skipped)} could not be made, in {seconds / 60:.0f} minutes on "
+            f"{time.strftime('%d %B %Y')}: {Device('cpu').name}, {os.cpu_count()} cores, "
+            f"{memory:.0f} GiB; {platform.system()} {platform.release().split('-')[0]}, Python "
+            f"{platform.python_version()}, torch {torch.__version__}, torchtitan "
+            f"{version('torchtitan')}. Every random choice has its seed in the trial."
+        )
+        return "\n".join([about, "", *lines]) + "\n"
+
+
+def _place(item: tuple[tuple[str, str, str], int]) -> tuple[str, str]:
+    (trial, expected, _), _ = item
+    return expected, trial
+
+
+def main() -> int:
+    """Run all trials; returns the exit status of pytest."""
+    outcomes, began = Outcomes(), time.monotonic()
+    words = ["-q", "-m", "slow or not slow", str(FOLDER), *sys.argv[1:]]
+    status = pytest.main(words, plugins=[outcomes])
+    if outcomes.rows and "-k" not in words:
+        text = outcomes.text(time.monotonic() - began)
+        page, count = TABLE.subn(lambda match: text, PAGE.read_text(encoding="utf-8"))
+        assert count == 1, f"{PAGE} has no place for the table"
+        PAGE.write_text(page, encoding="utf-8")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Files that are not what was saved: they are named, and no run goes on from them.
+
+The newest of three checkpoints is harmed. A run that may choose (`resume = "auto"`) sets it aside,
+goes on from the one before, and comes to the same numbers; one that has to go on (`"must"`), or
+that starts from its weights (`initial_load_path`), refuses and changes nothing.
+"""
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reliability.conftest import Tell, Undisturbed
+from tests.reliability.trials import End, checkpoints, play, play_each, ranks_of, recipe
+
+Saved = Callable[[str], Path]
+JSONS = ("manifest.json", "tensors.json", "train_state.json")
+FILES = {
+    "one rank": (*JSONS, "rank-0.safetensors"),
+    "FSDP 2": (*JSONS, "rank-0.safetensors", "rank-1.safetensors"),
+}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Six steps under a layout, saved at 2, 4 and 6."""
+
+    @cache
+    def run(layout: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved") / "run"
+        played = play(recipe(folder, layout, training={"steps": 6}), ranks_of(layout))
+        assert played.status == 0, played.log
+        assert list(checkpoints(folder)) == [2, 4, 6]
+        return folder
+
+    return run
+
+
+# --- harm ---
+
+
+def flip(draw: random.Random, file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+def cut(draw: random.Random, file: Path) -> None:
+    os.truncate(file, draw.randrange(file.stat().st_size))
+
+
+def append(draw: random.Random, file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(b"\x00" + draw.randbytes(draw.randrange(1000)))
+
+
+def delete(draw: random.Random, file: Path) -> None:
+    file.unlink()
+
+
+def zeros(draw: random.Random, file: Path) -> None:
+    """A block that was never written, as after a power cut."""
+    data = bytearray(file.read_bytes())
+    begin = draw.randrange(len(data))
+    size = min(4096, len(data) - begin)
+    while not any(data[begin : begin + size]):
+        begin -= 1
+    data[begin : begin + size] = bytes(size)
+    file.write_bytes(data)
+
+
+def noise(draw: random.Random, file: Path) -> None:
+    file.write_bytes(draw.randbytes(file.stat().st_size))
+
+
+def other(draw: random.Random, file: Path) -> None:
+    """The file of the checkpoint before."""
+    shutil.copy(file.parents[1] / "step-4" / file.name, file)
+
+
+def folder(draw: random.Random, file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+HARMS = {
+    "cut short": cut,
+    "replaced by that of another checkpoint": other,
+    "deleted": delete,
+    "a bit flipped": flip,
+    "bytes appended": append,
+    "a block of zeros": zeros,
+    "all noise": noise,
+    "replaced by a folder": folder,
+}
+
+
+def harms() -> list[Any]:
+    """Layout, harm, file and seed; the first four kinds of harm for every day."""
+    found = []
+    for number, harm in enumerate(HARMS):
+        for layout, files in FILES.items():
+            for name in files:
+                every = 10 if harm in ("a bit flipped", "cut short") else 4
+                for seed in range(every if layout == "one rank" else 1):
+                    daily = number < 4 and (layout, name, seed) == ("one rank", files[number], 0)
+                    marks = () if daily else pytest.mark.slow
+                    found.append(pytest.param(layout, harm, name, seed, marks=marks))
+    return found
+
+
+EXPECTED = "named; set aside, and the one before used, to the same numbers; or refused"
+
+
+@pytest.mark.parametrize(("layout", "harm", "name", "seed"), harms())
+def test_a_harmed_file(
+    layout: str,
+    harm: str,
+    name: str,
+    seed: int,
+    tmp_path: Path,
+    saved: Saved,
+    undisturbed: Undisturbed,
+    tell: Tell,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved(layout), run)
+    HARMS[harm](random.Random(f"{layout} {harm} {name} {seed}"), run / "checkpoint/step-6" / name)
+    harmed = contents(run / "checkpoint/step-6")
+
+    initial = {"initial_load_path": str(run / "checkpoint"), "enable": False}
+    must, fresh, auto = play_each(
+        [
+            recipe(run, layout, checkpoint={"resume": "must"}),
+            recipe(tmp_path / "fresh", layout, checkpoint=initial),
+            recipe(run, layout),
+        ],
+        ranks_of(layout),
+    )
+    for refused in (must, fresh):
+        assert refused.status == 2, refused.log
+        assert "step-6" in refused.log
+        assert name in refused.log
+        assert "Traceback" not in refused.log
+        assert "step 7/8" not in refused.log
+    assert auto.status == 0, auto.log
+    assert "; set aside as step-6.damaged\n" in auto.log
+    assert name in auto.log
+    assert "/step-4 at step 4\n" in auto.log
+    assert contents(run / "checkpoint/step-6.damaged") == harmed
+    End.of(run).assert_same(undisturbed(layout)[0], to_the_bit=True)
+    tell(f"a file of the newest checkpoint: {harm}", EXPECTED, "as expected")
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+
+
+# --- more than one ---
+
+
+def exchange(one: Path, two: Path) -> None:
+    between = one.with_name("between")
+    one.rename(between)
+    two.rename(one)
+    between.rename(two)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("", "manifest.json") else pytest.mark.slow)
+        for name in ("", *FILES["one rank"])
+    ],
+)
+def test_files_exchanged_between_two_checkpoints(
+    name: str, tmp_path: Path, saved: Saved, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    """Both are harmed, even where each is whole and has the other's name (no file is named)."""
+    run = tmp_path / "run"
+    shutil.copytree(saved("one rank"), run)
+    exchange(run / "checkpoint/step-4" / name, run / "checkpoint/step-6" / name)
+    must, auto = play_each([recipe(run, checkpoint={"resume": "must"}), recipe(run)])
+    assert must.status == 2, must.log
+    assert auto.status == 0, auto.log
+    for step in (4, 6):
+        assert f"; set aside as step-{step}.damaged\n" in auto.log
+    assert "/step-2 at step 2\n" in auto.log
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    what = "a file" if name else "the names"
+    expected = "both set aside, and the one before used, to the same numbers"
+    tell(f"{what} of two checkpoints exchanged", expected, "as expected")
+
+
+@pytest.mark.parametrize("harm", [pytest.param(h, marks=pytest.mark.slow) for h in HARMS])
+def test_every_checkpoint_harmed(harm: str, tmp_path: Path, saved: Saved, tell: Tell) -> None:
+    run, draw = tmp_path / "run", random.Random(harm)
+    shutil.copytree(saved("one rank"), run)
+    for step in (2, 4, 6):
+        path = run / f"checkpoint/step-{step}" / FILES["one rank"][step // 2]
+        (flip if harm.startswith("replaced by that") else HARMS[harm])(draw, path)
+    before = {path.name: contents(path) for path in checkpoints(run).values()}
+    played = play(recipe(run))
+    assert played.status == 2, played.log
+    assert f"no checkpoint in {run}/checkpoint is what was saved" in played.log
+    assert all(f"step-{step}/{FILES['one rank'][step // 2]}" in played.log for step in (2, 4, 6))
+    assert {path.name: contents(path) for path in checkpoints(run).values()} == before
+    tell("every checkpoint harmed", "refused, each named; nothing starts afresh", "as expected")
+
+
+# --- malice ---
+
+
+class Malice:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def pickled(mark: Path) -> bytes:
+    data = pickle.dumps(Malice(mark))
+    pickle.loads(data)
+    assert mark.exists(), "it does what it should not be let do"
+    mark.unlink()
+    return data
+
+
+MALICE = {
+    "in the place of a file": [(name,) for name in FILES["one rank"]],
+    "beside the files": [(".metadata",), ("__0_0.distcp",), ("data.pkl",)],
+    "in the place of a checkpoint": [(".metadata", "__0_0.distcp", "train_state.json")],
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        pytest.param(
+            where,
+            names,
+            marks=() if names[0] in ("manifest.json", ".metadata") else pytest.mark.slow,
+        )
+        for where, each in MALICE.items()
+        for names in each
+    ],
+)
+def test_malicious_pickles_are_not_run(
+    where: str,
+    names: tuple[str, ...],
+    tmp_path: Path,
+    saved: Saved,
+    undisturbed: Undisturbed,
+    tell: Tell,
+) -> None:
+    run, mark = tmp_path / "run", tmp_path / "mark"
+    shutil.copytree(saved("one rank"), run)
+    newest = run / "checkpoint/step-6"
+    if where == "in the place of a checkpoint":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    for name in names:
+        (newest / name).write_bytes(pickled(mark))
+    initial = {"initial_load_path": str(run / "checkpoint"), "enable": False}
+    jobs = [
+        recipe(run, checkpoint={"resume": "must"}, training={"steps": 6}),
+        recipe(tmp_path / "fresh", checkpoint=initial, training={"steps": 1}),
+        recipe(run),
+    ]
+    played = play_each(jobs)
+    assert not mark.exists()
+    statuses = [one.status for one in played]
+    if where == "beside the files":  # they are not looked at
+        assert statuses == [0, 0, 0], played
+    elif where == "in the place of a file":
+        assert statuses == [2, 2, 0], played
+        assert "; set aside as step-6.damaged\n" in played[2].log
+    else:
+        assert statuses == [2, 2, 2], played
+        assert all(f"{newest}: format 1" in one.log for one in played)
+    if not any(statuses[2:]):
+        End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell(f"a malicious pickle {where}", "never run; refused in words, or not read", "as expected")
+
+
+def test_malicious_weights_of_others_are_not_run(tmp_path: Path, tell: Tell) -> None:
+    mark = tmp_path / "mark"
+    for name in ("meta", "hf"):
+        (tmp_path / name).mkdir()
+    params = '{"dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 301}'
+    (tmp_path / "meta/params.json").write_text(params)
+    for name in ("meta/consolidated.00.pth", "hf/pytorch_model.bin", "hf/model.safetensors"):
+        (tmp_path / name).write_bytes(pickled(mark))
+    for kind in ("meta", "hf"):
+        initial = {"initial_load_path": str(tmp_path / kind), "enable": False}
+        played = play(recipe(tmp_path / "run", checkpoint=initial))
+        assert not mark.exists()
+        assert played.status == 2, played.log
+        assert "checkpoint.initial_load_path" in played.log
+    tell(
+        "a malicious pickle as weights of Meta or Hugging Face", "never run; refused", "as expected"
+    )

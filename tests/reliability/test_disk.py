@@ -1,0 +1,294 @@
+"""Disks that are full, read-only, slow or forbidden: a run goes on, says so, keeps what it has.
+
+The faults are real where a machine lets a test make them: a limit of the kernel on the length of
+files, /dev/full, a small file system that is full or mounted read-only, a user without permission.
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reliability.conftest import Tell, Undisturbed
+from tests.reliability.trials import End, Trap, at_call, checkpoints, leftovers, play, recipe
+from torchtitan.checkpoint import saver
+from torchtitan.checkpoint.manifest import read_manifest
+
+SECOND, THIRD, LAST = 2, 3, 4
+"""Saves of a run: of steps 4, 6 and 8."""
+NOBODY = 65534
+MODES = (pytest.param("disabled", marks=pytest.mark.slow), "async")
+HALF = 200_000
+"""Bytes, of what a checkpoint has."""
+Begin = Callable[..., Any]
+Mount = Callable[[Path], Path]
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Mount]:
+    """Makes a folder a disk with 3 MB, where this is allowed."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("nothing can be mounted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def traps(*each: Trap) -> Trap:
+    """All of them, and no long wait before another attempt."""
+
+    def set_all() -> None:
+        saver.RETRY_SECONDS = 0.01
+        for trap in each:
+            trap()
+
+    return set_all
+
+
+def when_saving(number: int, action: Callable[[], object]) -> Trap:
+    """Does something when the `number`-th save begins, on every rank."""
+
+    def then(begin: Begin, *arguments: Any) -> Any:
+        action()
+        return begin(*arguments)
+
+    return at_call("torchtitan.checkpoint.saver:Saver._begin", number, then)
+
+
+def limit_files(size: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else hard, hard))
+
+
+def fill(folder: Path, room: int = 0) -> None:
+    ballast = shutil.disk_usage(folder).free - room
+    (folder / "ballast").write_bytes(bytes(ballast))
+
+
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
+
+def faults(kind: str, run: Path, first: int, until: int, mount: Mount) -> Trap:
+    """A disk that fails from one save until another."""
+    at = run / "checkpoint"
+    match kind:
+        case "files that may not grow (RLIMIT_FSIZE)":
+            begin, end = (lambda: limit_files(100_000)), (lambda: limit_files(0))
+        case "a full file system":
+            mount(at)
+            begin, end = (lambda: fill(at, HALF)), (lambda: (at / "ballast").unlink())
+        case "a full file system, with all of the run on it":
+            mount(run)
+            begin, end = (lambda: fill(run)), (lambda: (run / "ballast").unlink())
+        case "a read-only file system":
+            mount(at)
+            begin, end = (lambda: remount(at, "ro")), (lambda: remount(at, "rw"))
+        case "no permission":
+            begin, end = (lambda: os.seteuid(NOBODY)), (lambda: os.seteuid(0))
+        case _:
+            raise AssertionError(kind)
+    return traps(when_saving(first, begin), when_saving(until, end))
+
+
+WHAT = {
+    "files that may not grow (RLIMIT_FSIZE)": "File too large",
+    "a full file system": "No space left on device",
+    "a full file system, with all of the run on it": "No space left on device",
+    "a read-only file system": "Read-only file system",
+    "no permission": "Permission denied",
+}
+EXPECTED = "told loudly; training goes on; what was saved stays; the next save works"
+EXPECTED_LAST = "told loudly; ends with status 1; what was saved stays, and goes on later"
+
+
+def daily(kind: str, mode: str) -> Any:
+    is_daily = kind.startswith("files") and mode == "async"
+    return pytest.param(kind, mode, marks=() if is_daily else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [daily(kind, mode) for kind in WHAT for mode in ("disabled", "async")]
+)
+def test_a_disk_that_fails_and_recovers(
+    kind: str, mode: str, tmp_path: Path, small_disk: Mount, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    if kind == "no permission" and os.geteuid():
+        pytest.skip("only root can become somebody else")
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    if kind.endswith("on it"):
+        run.rmdir()
+    trap = faults(kind, run, SECOND, THIRD, small_disk)
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
+    assert played.status == 0, played.log
+    assert "step 4 could NOT be saved: " in played.log
+    assert WHAT[kind] in played.log
+    assert "Training goes on; the last checkpoint is step-2\n" in played.log
+    assert ("attempt 2 of 3 failed" in played.log) == (
+        kind not in ("a read-only file system", "no permission")
+    )
+    assert list(checkpoints(run)) == [2, 6, 8]
+    assert leftovers(run) == []
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell(kind, EXPECTED, "as expected")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [daily(k, mode) for k in WHAT if k != "no permission" for mode in ("disabled", "async")],
+)
+def test_a_disk_that_fails_at_the_last_save(
+    kind: str, mode: str, tmp_path: Path, small_disk: Mount, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    if kind.endswith("on it"):
+        run.rmdir()
+    trap = faults(kind, run, LAST, LAST + 1, small_disk)
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
+    last = "step 8 could not be saved (see above); the run's work since step 6 is lost\n"
+    assert played.status == 1, played.log
+    assert last in played.log
+    assert "Traceback" not in played.log
+    assert list(checkpoints(run)) == [2, 4, 6]
+    if "read-only" in kind:
+        remount(run / "checkpoint", "rw")
+    for ballast in run.rglob("ballast"):
+        ballast.unlink()
+    played = play(recipe(run, checkpoint={"async_mode": mode}))
+    assert played.status == 0, played.log
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell(f"{kind}, at the last save", EXPECTED_LAST, "as expected")
+
+
+FILES = ("rank-0.safetensors", "tensors.json.new", "train_state.json.new", "manifest.json.new")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", [FILES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FILES[1:])]
+)
+def test_a_file_for_which_there_is_no_room(
+    name: str, mode: str, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run = tmp_path / "run"
+
+    def full(begin: Begin, *arguments: Any) -> Any:
+        made = begin(*arguments)
+        (run / "checkpoint/step-4.saving" / name).symlink_to("/dev/full")
+        return made
+
+    place = "torchtitan.checkpoint.saver:Saver._begin"
+    trap = traps(at_call(place, SECOND, full))
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
+    assert played.status == 0, played.log
+    assert "step 4 could NOT be saved: [Errno 28] No space left on device" in played.log
+    assert list(checkpoints(run)) == [2, 6, 8]
+    assert leftovers(run) == []
+    assert Path("/dev/full").is_char_device()
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell("one file of a checkpoint is /dev/full", EXPECTED, "as expected")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_disk_of_one_of_two_ranks_fails(
+    rank: int, mode: str, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run = tmp_path / "run"
+    trap = faults("files that may not grow (RLIMIT_FSIZE)", run, SECOND, THIRD, Path)
+    quick = {0: traps(), 1: traps(), rank: trap}
+    played = play(recipe(run, "FSDP 2", checkpoint={"async_mode": mode}), 2, quick)
+    assert played.status == 0, played.log
+    assert "step 4 could NOT be saved: [Errno 27] File too large" in played.log
+    assert list(checkpoints(run)) == [2, 6, 8]
+    assert leftovers(run) == []
+    End.of(run).assert_same(undisturbed("FSDP 2")[0], to_the_bit=True)
+    tell("the disk of one of two ranks is full", EXPECTED, "as expected")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_attempt_that_works(
+    mode: str, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run = tmp_path / "run"
+
+    def room_again(write: Callable[..., Any], *arguments: Any) -> Any:
+        limit_files(0)
+        return write(*arguments)
+
+    trap = traps(
+        when_saving(SECOND, lambda: limit_files(100_000)),
+        at_call("torchtitan.checkpoint.saver:write_file", SECOND + 1, room_again),
+    )
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
+    assert played.status == 0, played.log
+    assert "attempt 1 of 3 failed (File too large); again in 0.01 s" in played.log
+    assert "could NOT be saved" not in played.log
+    assert list(checkpoints(run)) == [4, 6, 8]
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell(
+        "a disk that is full for a moment",
+        "the second attempt works, no save is lost",
+        "as expected",
+    )
+
+
+def test_a_slow_disk(tmp_path: Path, undisturbed: Undisturbed, tell: Tell) -> None:
+    """Training goes on; and what is written late is still the step it is named after."""
+    run = tmp_path / "run"
+
+    def slow(write: Callable[..., Any], path: Path, pieces: Any) -> Any:
+        written.wait(60)
+        return write(path, pieces)
+
+    def sets(step: Callable[..., Any], *arguments: Any) -> Any:
+        written.set()
+        return step(*arguments)
+
+    written = threading.Event()
+    trap = traps(
+        at_call("torchtitan.checkpoint.saver:write_file", 1, slow),
+        at_call("torchtitan.trainer:Trainer.step", 7, sets),
+    )
+    saves = {"async_mode": "async", "interval": 4}
+    played = play(recipe(run, checkpoint=saves), traps={0: trap})
+    assert played.status == 0, played.log
+    log = played.log
+    assert log.index("step 4/8") < log.index("step 6/8") < log.index("/step-4: ") < len(log)
+    assert list(checkpoints(run)) == [4, 8]
+    end, _ = undisturbed("one rank")
+    End.of(run).assert_same(end, to_the_bit=True)
+    sync = tmp_path / "sync"
+    assert play(recipe(sync, training={"steps": 4})).status == 0
+    digests = [read_manifest(checkpoints(folder)[4]).digest for folder in (run, sync)]
+    assert digests[0] == digests[1]
+    tell("a slow disk, async", "training goes on; each file is of its own step", "as expected")
+
+
+@pytest.mark.slow
+def test_a_run_that_may_write_nowhere(tmp_path: Path, small_disk: Mount, tell: Tell) -> None:
+    run = small_disk(tmp_path / "run")
+    remount(run, "ro")
+    played = play(recipe(run))
+    assert played.status == 2, played.log
+    assert played.log.startswith(f"job.dump_folder: cannot write into {run}: ")
+    assert "Traceback" not in played.log
+    assert not list(run.iterdir())
+    tell("a read-only folder from the start", "refused with status 2, in words", "as expected")

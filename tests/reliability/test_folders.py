@@ -1,0 +1,230 @@
+"""What else can be wrong with a folder: another run, another format, other clocks, early damage."""
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reliability.conftest import Tell, Undisturbed
+from tests.reliability.test_damage import FILES, flip
+from tests.reliability.test_disk import MODES
+from tests.reliability.trials import (
+    End,
+    Played,
+    Trap,
+    at_call,
+    checkpoints,
+    leftovers,
+    play,
+    play_each,
+    recipe,
+)
+from torchtitan import train
+from torchtitan.checkpoint import manifest
+from torchtitan.provenance import to_toml
+
+CHECKPOINT = "torchtitan.checkpoint"
+Each = dict[str, tuple[int, int]]
+
+
+def state_of(folder: Path) -> Each:
+    """Every file with its size and time."""
+    found = ((path, path.stat()) for path in folder.rglob("*"))
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found}
+
+
+# --- two runs ---
+
+
+def test_a_second_run_on_a_folder_is_refused(
+    tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    """It comes while the first is in its fifth step."""
+    run, found = tmp_path / "run", tmp_path / "found.json"
+    (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
+
+    def second() -> None:
+        with (tmp_path / "second.log").open("w") as sys.stderr:
+            os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
+
+    def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
+        before = state_of(run)
+        if not (child := os.fork()):
+            second()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found.write_text(json.dumps((os.getpid(), status, state_of(run) == before)))
+        return step(*arguments)
+
+    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 5, meanwhile)})
+    assert played.status == 0, played.log
+    holder, status, is_untouched = json.loads(found.read_text())
+    said = (tmp_path / "second.log").read_text()
+    assert status == 2, said
+    assert said.startswith(f"job.dump_folder: another run writes into {run} (process {holder} on ")
+    assert is_untouched
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell("a second run on the same folder", "refused with status 2 before it writes", "as expected")
+
+
+# --- formats ---
+
+
+def refused(run: Path, tmp_path: Path) -> Iterator[Played]:
+    """Everything that may start from the checkpoints of a run."""
+    before = state_of(run)
+    newest = max((run / "checkpoint").iterdir())
+    for path in (run / "checkpoint", newest):
+        initial = {"initial_load_path": str(path), "enable": False}
+        yield play(recipe(tmp_path / "fresh", checkpoint=initial))
+    yield from play_each([recipe(run, checkpoint={"resume": how}) for how in ("auto", "must")])
+    assert state_of(run).items() >= before.items()
+    assert not leftovers(run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_the_first_format(tmp_path: Path, tell: Tell) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    path = tmp_path / "run/checkpoint/step-500"
+    dcp.save({"model.norm.weight": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    (path / "train_state.json").write_text('{"train_state": {"step": 500}}')
+    assert {p.suffix for p in path.iterdir()} >= {".distcp", ".json"}
+    for played in refused(tmp_path / "run", tmp_path):
+        assert played.status == 2, played.log
+        told = (
+            "step-500: format 1, of files by torch's distributed checkpoint; this version reads 2"
+        )
+        assert told in played.log
+        assert "Traceback" not in played.log
+    tell("a checkpoint of format 1", "refused with what can be done about it", "as expected")
+
+
+def test_a_checkpoint_of_a_later_format(tmp_path: Path, tell: Tell) -> None:
+    run = tmp_path / "run"
+    assert play(recipe(run, training={"steps": 2})).status == 0
+    path = run / "checkpoint/step-2/manifest.json"
+    content = json.loads(path.read_text()) | {"format": 3, "new": "what is not known yet"}
+    del content[manifest.HASH]
+    path.write_text(json.dumps(content | {manifest.HASH: manifest._hash_of(content)}))
+    for played in refused(run, tmp_path):
+        assert played.status == 2, played.log
+        told = f"{path}: format 3; this version reads 2. A newer torchtitan wrote it: use that one"
+        assert told in played.log
+    tell("a checkpoint of a later format", "refused with what can be done about it", "as expected")
+
+
+# --- time ---
+
+
+def backwards() -> None:
+    """Clocks that start ten years ago, and go back by an hour whenever they are read."""
+    for name in ("time", "perf_counter", "time_ns"):
+        now, hours = getattr(__import__("time"), name)(), count(1)
+        hour = 3600 * (10**9 if name.endswith("_ns") else 1)
+        read = lambda now=now, hour=hour, hours=hours: now - hour * (87600 + next(hours))  # noqa: E731
+        setattr(__import__("time"), name, read)
+
+
+def test_a_clock_that_goes_backwards(tmp_path: Path, undisturbed: Undisturbed, tell: Tell) -> None:
+    run = tmp_path / "run"
+    played = play(recipe(run), traps={0: at_call(f"{CHECKPOINT}.folder:commit", 3)})
+    assert played.was_killed
+    for years, path in zip((70, -50), checkpoints(run).values(), strict=True):
+        for each in (path, *path.iterdir()):
+            moment = each.stat().st_mtime + years * 3.15e7
+            os.utime(each, (moment, moment))
+    played = play(recipe(run), traps={0: backwards})
+    assert played.status == 0, played.log
+    assert "/step-4 at step 4\n" in played.log
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell(
+        "clocks that go backwards, files of the future", "steps count, times do not", "as expected"
+    )
+
+
+# --- retention ---
+
+
+def harm_when_named(number: int, name: str) -> Trap:
+    """A file changes after it was written, and before it is read back."""
+
+    def harm(commit: Callable[[Path], Path], path: Path) -> Path:
+        done = commit(path)
+        flip(random.Random(name), done / name)
+        return done
+
+    return at_call(f"{CHECKPOINT}.folder:commit", number, harm)
+
+
+def note_what_is_there(number: int, run: Path, note: Path) -> Trap:
+    def write(begin: Callable[..., Any], *arguments: Any) -> Any:
+        note.write_text(" ".join(sorted(path.name for path in (run / "checkpoint").iterdir())))
+        return begin(*arguments)
+
+    return at_call(f"{CHECKPOINT}.folder:begin", number, write)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.endswith("tensors") else pytest.mark.slow)
+        for name in FILES["one rank"]
+    ],
+)
+def test_nothing_is_deleted_for_what_is_harmed_at_once(
+    name: str, mode: str, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run, note = tmp_path / "run", tmp_path / "note"
+    saves = {"keep_latest_k": 1, "async_mode": mode}
+    harm, look = harm_when_named(2, name), note_what_is_there(3, run, note)
+
+    def traps() -> None:
+        harm()
+        look()
+
+    played = play(recipe(run, checkpoint=saves), traps={0: traps})
+    assert played.status == 0, played.log
+    assert f"step-4/{name}: damaged" in played.log
+    assert "; set aside as step-4.damaged\n" in played.log
+    assert note.read_text() == "step-2 step-4.damaged"
+    assert list(checkpoints(run)) == [8]
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    expected = "found when it is read back; set aside; the one before is kept"
+    tell("a checkpoint harmed between writing and reading back", expected, "as expected")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_last_checkpoint_that_is_harmed_at_once(
+    mode: str, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    run, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
+    trap = harm_when_named(4, "rank-0.safetensors")
+    played = play(recipe(run, checkpoint=saves), traps={0: trap})
+    assert played.status == 1, played.log
+    assert "the run's work since step 6 is lost\n" in played.log
+    assert list(checkpoints(run)) == [6]
+    assert play(recipe(run, checkpoint=saves)).status == 0
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    expected = "ends with status 1; the one before is kept, and goes on later"
+    tell("the last checkpoint harmed between writing and reading back", expected, "as expected")
+
+
+def test_checkpoints_of_a_run_that_went_further_are_left_alone(tmp_path: Path, tell: Tell) -> None:
+    run = tmp_path / "run"
+    assert play(recipe(run, checkpoint={"keep_latest_k": 0})).status == 0
+    assert list(checkpoints(run)) == [2, 4, 6, 8]
+    back = {"load_step": 4, "keep_latest_k": 2}
+    played = play(recipe(run, checkpoint=back, training={"steps": 5}))
+    assert played.status == 0, played.log
+    assert list(checkpoints(run)) == [4, 5, 6, 8]
+    shutil.rmtree(run)
+    tell("a run that goes back to an earlier step", "what it saves is not deleted", "as expected")

@@ -1,0 +1,146 @@
+"""`step-N` holds the weights of step N, to the bit, whatever the run does while it is written.
+
+What a checkpoint should hold is noted when a save begins, by this test itself: every tensor whole,
+and the digest computed from its bits with NumPy. Weights change by a lot in each step, and are
+copied as late as a save in the background allows; a copy of later weights would be found, as is
+shown by leaving out what makes the update of the next step wait.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from tests.reliability.conftest import Tell
+from tests.reliability.trials import Played, Trap, at_call, checkpoints, play, ranks_of, recipe
+from tests.runs import whole
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.storage import SavedTensors
+
+Noted = dict[str, Tensor]
+
+
+def digest(tensors: Noted) -> str:
+    """As docs/checkpoint.md says: the exclusive or of all elements' bits, in 64 bits each."""
+    lines = []
+    for name in sorted(tensors):
+        elements = tensors[name].numpy()
+        wide = elements.astype(np.float64 if elements.dtype.kind == "f" else np.int64)
+        bits = int(np.bitwise_xor.reduce(wide.reshape(-1).view(np.uint64)))
+        lines.append(f"{name} {bits:016x}\n")
+    return xxhash.xxh3_64_hexdigest("".join(lines).encode())
+
+
+def note_every_save(rank: int, folder: Path) -> Trap:
+    def note(
+        save: Callable[..., None], checkpointer: Checkpointer, *rest: Any, **named: Any
+    ) -> None:
+        tensors = {name: whole(t) for name, t in checkpointer.contents.tensors().items()}
+        torch.save(tensors, folder / f"{checkpointer.state.step}.{rank}.pt")
+        save(checkpointer, *rest, **named)
+
+    return at_call("torchtitan.checkpoint.manager:Checkpointer.save", 0, note)
+
+
+def copy_late() -> None:
+    """Copies weights only when they have changed, unless that waits for the copy."""
+    changed = threading.Event()
+
+    def late(copy: Callable[..., Any], *arguments: Any) -> Any:
+        changed.clear()
+        changed.wait(0.2)
+        return copy(*arguments)
+
+    def update(step: Callable[..., None], *arguments: Any) -> None:
+        step(*arguments)
+        changed.set()
+
+    at_call("torchtitan.checkpoint.staging:Staging._copy", 0, late)()
+    at_call("torchtitan.optim.group:Optimizers.step", 0, update)()
+
+
+def no_wait() -> None:
+    at_call(
+        "torchtitan.checkpoint.manager:Checkpointer.wait_staging",
+        0,
+        lambda wait, checkpointer: None,
+    )()
+
+
+def train(folder: Path, layout: str, mode: str, *more: Trap) -> tuple[Played, dict[int, Noted]]:
+    """A run in which every step is saved; what each save should hold."""
+    notes = folder / "notes"
+    notes.mkdir()
+
+    def traps(rank: int) -> Trap:
+        def set_all() -> None:
+            for trap in (note_every_save(rank, notes), copy_late, *more):
+                trap()
+
+        return set_all
+
+    job = recipe(
+        folder / "run",
+        layout,
+        by="SGD",
+        checkpoint={"interval": 1, "keep_latest_k": 0, "async_mode": mode},
+    )
+    ranks = range(ranks_of(layout))
+    played = play(job, len(ranks), {rank: traps(rank) for rank in ranks})
+    found: dict[int, Noted] = {}
+    for path in notes.iterdir():
+        found.setdefault(int(path.name.split(".")[0]), {}).update(torch.load(path))
+    return played, found
+
+
+def wrong_steps(folder: Path, noted: dict[int, Noted]) -> list[int]:
+    """Steps whose checkpoint is not what was noted."""
+    found = checkpoints(folder / "run")
+    assert list(found) == sorted(noted) == list(range(1, 9))
+    wrong = []
+    for step, path in found.items():
+        saved = SavedTensors(path)
+        assert saved.shapes().keys() == noted[step].keys()
+        is_same = all(torch.equal(saved.read(name), t) for name, t in noted[step].items())
+        assert (read_manifest(path).digest == digest(noted[step])) == is_same
+        if not is_same:
+            wrong.append(step)
+    return wrong
+
+
+DAILY = [("one rank", "async"), ("FSDP 2", "async")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.slow)
+        for layout in ("one rank", "DDP 2", "FSDP 2", "PP 2", "FSDP 2 x TP 2")
+        for mode in ("disabled", "async", "async_with_pinned_mem")
+        if (pair := (layout, mode))
+    ],
+)
+def test_a_checkpoint_holds_the_step_it_is_named_after(
+    layout: str, mode: str, tmp_path: Path, tell: Tell
+) -> None:
+    played, noted = train(tmp_path, layout, mode)
+    assert played.status == 0, played.log
+    assert wrong_steps(tmp_path, noted) == []
+    assert len({digest(tensors) for tensors in noted.values()}) == len(noted), "weights change"
+    expected = "content and digest are those noted when the step ended, to the bit"
+    tell(f"8 checkpoints, async_mode = {mode}", expected, "as expected", len(noted))
+
+
+@pytest.mark.parametrize("layout", ["one rank", pytest.param("FSDP 2", marks=pytest.mark.slow)])
+def test_without_the_wait_it_would_be_found(layout: str, tmp_path: Path, tell: Tell) -> None:
+    played, noted = train(tmp_path, layout, "async", no_wait)
+    assert played.status == 0, played.log
+    assert wrong_steps(tmp_path, noted) == list(range(1, 8))  # after the last there is no update
+    tell("the same without waiting for the copy", "the trial finds 7 of 8 wrong", "as expected")

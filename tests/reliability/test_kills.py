@@ -1,0 +1,255 @@
+"""Processes killed at any moment, and at every stage of a save: nothing is lost but the last steps.
+
+After each kill, what is on disk is looked at before anything else runs: every checkpoint that has
+its name is whole, and the newest one that the run told of is there. Then the run goes on, on the
+same layout or another, to be killed again. In the end it is the run that nothing happened to.
+"""
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reliability.conftest import Tell, Undisturbed
+from tests.reliability.trials import (
+    NAMES,
+    STEPS,
+    End,
+    Played,
+    Trap,
+    after_seconds,
+    at_call,
+    checkpoints,
+    damage,
+    die,
+    leftovers,
+    play,
+    ranks_of,
+    recipe,
+)
+
+MODES = ("disabled", "async")
+
+
+def look(folder: Path, played: Played) -> int:
+    """Check what a killed run left; returns the newest step that is complete."""
+    found = checkpoints(folder)
+    for path in found.values():
+        assert damage(path) == []
+    told = [int(step) for step in re.findall(r"saved \S+/step-(\d+):", played.log)]
+    newest = max(found, default=0)
+    assert newest >= max(told, default=0), "a checkpoint that was told of is gone"
+    assert not [name for name in leftovers(folder) if "damaged" in name]
+    return newest
+
+
+def finish(folder: Path, layout: str, newest: int, **checkpoint: Any) -> None:
+    """Go on from what is on disk to the end."""
+    played = play(recipe(folder, layout, checkpoint=checkpoint), ranks_of(layout))
+    assert played.status == 0, played.log
+    assert ("resumed from" in played.log) == (newest > 0)
+    assert not newest or f"/step-{newest} at step {newest}\n" in played.log
+    assert leftovers(folder) == []
+
+
+# --- at every stage ---
+
+
+def half_written(write: Callable[..., Any], path: Path, pieces: list[Any]) -> None:
+    def torn(write: Callable[..., Any], descriptor: int, data: memoryview) -> None:
+        write(descriptor, data[: len(data) // 2])
+        die()
+
+    at_call(f"{CHECKPOINT}.storage:_write_all", len(pieces) // 2, torn)()
+    write(path, pieces)
+
+
+def half_a_json(write: Callable[..., Any], path: Path, value: Any) -> None:
+    file = write(path, value)
+    os.truncate(path, file.bytes // 2)
+    die()
+
+
+def half_deleted(rmtree: Callable[..., Any], path: Path, *rest: Any, **named: Any) -> None:
+    (path / "manifest.json").unlink()
+    die()
+
+
+def done_and_dead(function: Callable[..., Any], *arguments: Any) -> None:
+    function(*arguments)
+    die()
+
+
+CHECKPOINT = "torchtitan.checkpoint"
+STAGES: dict[str, tuple[Trap, str, int]] = {
+    "while weights are copied": (at_call(f"{CHECKPOINT}.staging:Staging._copy", 2), "any", 2),
+    "before its folder is made": (at_call(f"{CHECKPOINT}.folder:begin", 2), "first", 2),
+    "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
+    "halfway in the bytes": (
+        at_call(f"{CHECKPOINT}.saver:write_file", 2, half_written),
+        "any",
+        2,
+    ),
+    "before the bytes are on the disk": (at_call("os:fsync", 7), "first", 2),
+    "before the index is on the disk": (at_call("os:fsync", 8), "first", 2),
+    "before the counters are on the disk": (at_call("os:fsync", 9), "first", 2),
+    "before the manifest": (at_call(f"{CHECKPOINT}.storage:write_manifest", 2), "first", 2),
+    "halfway in the manifest": (
+        at_call(f"{CHECKPOINT}.manifest:write_json", 2, half_a_json),
+        "first",
+        2,
+    ),
+    "before it gets its name": (at_call(f"{CHECKPOINT}.folder:commit", 2), "first", 2),
+    "after it got its name": (at_call("os:fsync", 12), "first", 4),
+    "while it is read back": (
+        at_call(f"{CHECKPOINT}.saver:problems_of_files", 1),
+        "any",
+        4,
+    ),
+    "before an old one is deleted": (at_call(f"{CHECKPOINT}.folder:delete", 1), "first", 4),
+    "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
+    "when weights have changed since": (
+        at_call("torchtitan.optim.group:Optimizers.step", 6, done_and_dead),
+        "any",
+        4,
+    ),
+}
+"""Of the save of step 4: the trap; which rank is trapped; the newest checkpoint that is there then.
+
+A rank flushes one file a save, and the first rank five more things."""
+
+
+def stages() -> list[Any]:
+    """Every stage, layout, mode and rank to which it applies; a few for every day."""
+    found = []
+    for layout in ("one rank", "FSDP 2", "PP 2"):
+        for mode in MODES:
+            for stage, (_, who, _) in STAGES.items():
+                if stage == "while weights are copied" and mode == "disabled":
+                    continue
+                ranks = ranks_of(layout)
+                for rank in sorted({0, ranks - 1}) if who == "any" else [0]:
+                    daily = (layout, mode) == ("one rank", "async") and stage in DAILY
+                    marks = () if daily else pytest.mark.slow
+                    found.append(pytest.param(layout, mode, stage, rank, marks=marks))
+    return found
+
+
+DAILY = ("halfway in the bytes", "halfway in the manifest", "after it got its name")
+
+
+@pytest.mark.parametrize(("layout", "mode", "stage", "rank"), stages())
+def test_a_kill_at_a_stage_of_a_save(
+    layout: str,
+    mode: str,
+    stage: str,
+    rank: int,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    tell: Tell,
+) -> None:
+    trap, _, expected = STAGES[stage]
+    folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
+    played = play(recipe(folder, layout, checkpoint=saves), ranks_of(layout), {rank: trap})
+    assert played.was_killed, played.log
+    newest = look(folder, played)
+    assert newest == expected, played.log
+    finish(folder, layout, newest, **saves)
+    End.of(folder).assert_same(undisturbed(layout)[0], to_the_bit=True)
+    tell(f"SIGKILL of a rank {stage}", EXPECTED, "as expected")
+
+
+EXPECTED = "each checkpoint whole; goes on from the newest; the numbers of a run never stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "trap"),
+    {
+        "while what was unfinished is deleted": at_call("shutil:rmtree", 1, half_deleted),
+        "while it is read before it is loaded": at_call(f"{CHECKPOINT}.manifest:hash_file", 2),
+        "while it is loaded": at_call(f"{CHECKPOINT}.contents:load_into"),
+    }.items(),
+)
+@pytest.mark.parametrize("layout", ["one rank", "FSDP 2"])
+def test_a_kill_while_resuming(
+    layout: str, what: str, trap: Trap, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": "async"}
+    stages = (STAGES["before it gets its name"][0], trap)
+    for stage in stages:
+        played = play(recipe(folder, layout, checkpoint=saves), ranks_of(layout), {0: stage})
+        assert played.was_killed, played.log
+        assert look(folder, played) == 2
+    finish(folder, layout, 2, **saves)
+    End.of(folder).assert_same(undisturbed(layout)[0], to_the_bit=True)
+    tell(f"SIGKILL {what}", EXPECTED, "as expected")
+
+
+# --- at random moments ---
+
+
+def chains() -> list[Any]:
+    """Layout, mode, seed, kills."""
+    found = [pytest.param("one rank", "async", 0, 2)]
+    for layout in NAMES:
+        seeds = range(1, 2 if ranks_of(layout) > 2 else 5)
+        found += [
+            pytest.param(layout, mode, seed, 3, marks=pytest.mark.slow)
+            for mode in MODES
+            for seed in seeds
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "mode", "seed", "kills"), chains())
+def test_kills_at_random_moments(
+    layout: str,
+    mode: str,
+    seed: int,
+    kills: int,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    tell: Tell,
+) -> None:
+    """Run, be killed, go on, be killed; sometimes on another layout."""
+    draw = random.Random(f"{layout} {mode} {seed}")
+    end, seconds = undisturbed(layout)
+    folder, saves = tmp_path / "run", {"interval": 1, "keep_latest_k": 2, "async_mode": mode}
+    used, newest = [layout], 0
+    while kills:
+        now = used[-1]
+        ranks = ranks_of(now)
+        victims = [draw.randrange(ranks)] if draw.random() < 0.7 else list(range(ranks))
+        moment = draw.uniform(0.2, 1 - newest / STEPS / 2) * seconds
+        traps = dict.fromkeys(victims, after_seconds(moment))
+        played = play(recipe(folder, now, checkpoint=saves), ranks, traps)
+        if not played.was_killed:  # it was done before that: another one, killed earlier
+            seconds *= 0.8
+            assert played.status == 0, played.log
+            End.of(folder).assert_same(end, to_the_bit=set(used) == {layout})
+            shutil.rmtree(folder)
+            used, newest = [layout], 0
+            continue
+        kills -= 1
+        newest = look(folder, played)
+        tell(f"SIGKILL at a random moment, {phase(folder)}", EXPECTED, "as expected")
+        others = [name for name in ("one rank", "DDP 2", "FSDP 2") if name != now]
+        used.append(draw.choice(others) if draw.random() < 0.2 else now)
+    finish(folder, used[-1], newest, **saves)
+    End.of(folder).assert_same(end, to_the_bit=set(used) == {layout})
+
+
+def phase(folder: Path) -> str:
+    """What the run was doing when it was killed, by what it left."""
+    names = leftovers(folder)
+    if any(name.endswith(".saving") for name in names):
+        return "while a checkpoint was written"
+    if any(name.endswith(".deleting") for name in names):
+        return "while one was deleted"
+    return "between saves"

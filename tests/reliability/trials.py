@@ -1,0 +1,255 @@
+"""Runs that are harmed, and what is found afterwards: the ground that all reliability trials share.
+
+A run is the entry point of training itself, `torchtitan.train.main`, in forked processes: a fork of
+a warm parent starts in a quarter of a second, so that hundreds of runs fit into minutes. Before it
+starts, each process may have a *trap* set: a place in the code, or a moment, at which it kills
+itself with SIGKILL, which no process can answer to. When one is gone the others are killed, as a
+launcher would. Nothing else is patched, and what is on disk afterwards is all that is known.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layouts, runs
+from tests.layouts import LAYOUTS
+from torchtitan import train
+from torchtitan.checkpoint import saved_steps
+from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import RanksFailed, run_ranks
+from torchtitan.provenance import to_toml
+
+# A fork has what its parent imported, so runs need not import it each.
+for module in ("tensor", "fsdp", "pipelining", "checkpoint"):
+    importlib.import_module(f"torch.distributed.{module}")
+
+STEPS = 8
+NAMES = {
+    "one rank": "one rank, accumulating 8",
+    "DDP 2": "DDP 2",
+    "FSDP 2": "FSDP 2",
+    "PP 2": "PP 2, 1F1B",
+    "FSDP 2 x TP 2": "FSDP 2 x TP 2",
+}
+"""Layouts by what the trials call them: their names in tests/layouts.py."""
+LOSS = WEIGHT = 1e-5
+"""How far another layout may be off: losses relative, weights absolute."""
+
+Trap = Callable[[], None]
+Tensors = dict[str, torch.Tensor]
+
+
+def recipe(
+    folder: Path, layout: str = "one rank", by: str = "AdamW", **sections: dict[str, Any]
+) -> JobConfig:
+    """Eight steps of the tiny model, saved at every second one; `sections` win."""
+    defaults: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder)},
+        "model": {"flavor": "flat"},
+        "data": {"report_unigram_loss": False},
+        "training": {"steps": STEPS},
+        "lr_scheduler": {"total_steps": STEPS},
+        "checkpoint": {"enable": True, "interval": 2, "keep_latest_k": 3},
+    }
+    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
+    return layouts.job(LAYOUTS[NAMES[layout]], by, **merged)
+
+
+def ranks_of(layout: str) -> int:
+    """How many processes a layout has."""
+    return LAYOUTS[NAMES[layout]].ranks
+
+
+# --- running ---
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of a run."""
+
+    statuses: tuple[int | None, ...]
+    """Of each rank; minus a signal; None: it was killed since another one was gone."""
+    log: str
+    seconds: float
+
+    @property
+    def was_killed(self) -> bool:
+        return -signal.SIGKILL in self.statuses
+
+    @property
+    def status(self) -> int | None:
+        """Of all ranks, which agree."""
+        (one,) = set(self.statuses)
+        return one
+
+
+def play(job: JobConfig, ranks: int = 1, traps: Mapping[int, Trap] | None = None) -> Played:
+    """Train as from the command line, on forked ranks.
+
+    Args:
+        traps: called by the ranks before they start, by their number.
+    """
+    return play_each([job], ranks, traps)[0]
+
+
+def play_each(
+    jobs: Sequence[JobConfig], ranks: int = 1, traps: Mapping[int, Trap] | None = None
+) -> list[Played]:
+    """Train one after the other in the same processes."""
+    folder = Path(jobs[0].job.dump_folder)
+    scratch = Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    scratch.chmod(0o755)
+    for number, job in enumerate(jobs):
+        (scratch / f"{number}.toml").write_text(to_toml(job), encoding="utf-8")
+    began = time.perf_counter()
+    failed = ""
+    try:
+        found = run_ranks(_enter, ranks, scratch, len(jobs), dict(traps or {}))
+        statuses: list[tuple[int | None, ...]] = list(zip(*found, strict=True))
+    except RanksFailed as error:
+        statuses, failed = [error.codes] * len(jobs), str(error)
+    seconds = time.perf_counter() - began
+    logs = [
+        "".join(path.read_text() for path in sorted(scratch.glob(f"{number}.*.log")))
+        for number in range(len(jobs))
+    ]
+    return [
+        Played(status, log + failed, seconds) for status, log in zip(statuses, logs, strict=True)
+    ]
+
+
+def _enter(scratch: Path, count: int, traps: Mapping[int, Trap]) -> list[int]:
+    rank = int(os.environ["RANK"])
+    if rank in traps:
+        traps[rank]()
+    statuses = []
+    for number in range(count):
+        with (scratch / f"{number}.{rank}.log").open("w", buffering=1) as sys.stderr:
+            try:
+                words = ["--job.config_file", str(scratch / f"{number}.toml")]
+                statuses.append(train.main(words))
+            except BaseException:
+                traceback.print_exc()
+                raise
+    return statuses
+
+
+# --- traps ---
+
+
+def die() -> None:
+    """End this process at once, whatever its threads are doing."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # a thread that is not the main one may run on for a moment
+
+
+def after_seconds(seconds: float) -> Trap:
+    """Dies at a moment."""
+    return lambda: threading.Timer(seconds, die).start()
+
+
+def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = None) -> Trap:
+    """Dies when a function is called for the `number`-th time, or has `action` done instead.
+
+    Args:
+        place: module and name, as in `torchtitan.checkpoint.folder:commit`.
+        number: 0 stands for every time.
+        action: called with the function and its arguments.
+    """
+
+    def set_trap() -> None:
+        module, _, path = place.partition(":")
+        owner: Any = importlib.import_module(module)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        function, calls = getattr(owner, name), 0
+
+        def trapped(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if number not in (0, calls):
+                return function(*arguments, **named)
+            return (action or _dead)(function, *arguments, **named)
+
+        setattr(owner, name, trapped)
+
+    return set_trap
+
+
+def _dead(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    die()
+
+
+# --- what is on disk ---
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Complete checkpoints of a run by step."""
+    return saved_steps(folder / "checkpoint")
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What else is among the checkpoints."""
+    complete = {path.name for path in checkpoints(folder).values()}
+    return sorted({path.name for path in (folder / "checkpoint").glob("*")} - complete)
+
+
+def damage(checkpoint: Path) -> list[str]:
+    """What is wrong with a checkpoint, read from its first byte to its last."""
+    return list(problems_of_files(checkpoint, read_manifest(checkpoint)))
+
+
+def tensors(checkpoint: Path) -> Tensors:
+    """All of a checkpoint, whatever layout wrote it, without what is of single ranks."""
+    saved = SavedTensors(checkpoint)
+    return {n: saved.read(n).clone() for n in saved.shapes() if not n.startswith("rng.")}
+
+
+@dataclass(frozen=True)
+class End:
+    """The numbers that a run came to."""
+
+    losses: Mapping[int, float]
+    tensors: Tensors
+    data: Mapping[str, Any]
+    """Where the data stands."""
+
+    @classmethod
+    def of(cls, folder: Path, step: int = STEPS) -> "End":
+        """Of a run that was finished."""
+        path = checkpoints(folder)[step]
+        state = json.loads((path / "train_state.json").read_text())
+        counters = state["train_state"] | {"history": None}  # it holds losses, which may be off
+        return cls(runs.losses(folder), tensors(path), {"data": state["data"], **counters})
+
+    def assert_same(self, other: "End", *, to_the_bit: bool) -> None:
+        """`other` is how the undisturbed run ended."""
+        assert self.data == other.data
+        assert self.losses.keys() == other.losses.keys()
+        assert self.tensors.keys() == other.tensors.keys()
+        if to_the_bit:
+            assert self.losses == other.losses
+            different = [n for n, t in self.tensors.items() if not torch.equal(t, other.tensors[n])]
+            assert not different
+        else:
+            assert self.losses == pytest.approx(other.losses, rel=LOSS)
+            for name, tensor in self.tensors.items():
+                if name.startswith("model."):
+                    off = (tensor - other.tensors[name]).abs().max().item()
+                    assert off <= WEIGHT, name

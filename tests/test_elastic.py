@@ -1,0 +1,301 @@
+"""Runs that heal themselves: a rank or a node that dies, signals, Slurm, exit statuses."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runs import losses, rows, train
+from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
+from torchtitan import launch
+from torchtitan import train as entry
+from torchtitan.checkpoint import saved_steps
+from torchtitan.checks import load_job
+from torchtitan.elastic import DIVERGED
+from torchtitan.trainer import Trainer
+
+TINY = ["--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"]
+BATCH = ["--training.global_batch_size=4", "--checkpoint.interval=2"]
+FLAGS = [*SMALL, *TINY, *BATCH]
+NEVER = "raise 9 9"
+
+
+def command(folder: Path, *flags: str, **options: str) -> list[str]:
+    """The launcher's command line; options are its own."""
+    own = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    recipe = ["--job.config_file", RECIPE, *FLAGS, f"--job.dump_folder={folder}", *flags]
+    return [sys.executable, "-m", "torchtitan.launch", *own, *recipe]
+
+
+@contextmanager
+def started(words: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, of which nothing is left afterwards."""
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment(**{"FAULT": NEVER} | variables),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """As a machine does that loses its power: the launcher and its ranks, which have groups."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    for pid in (process.pid, *map(int, found.stdout.split())):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def undisturbed(folder: Path, *flags: str) -> dict[int, float]:
+    """Losses of the same recipe on one rank that nobody disturbs."""
+    words = [*FLAGS, f"--job.dump_folder={folder}", *flags]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT", NEVER)
+        job = load_job(ROOT / RECIPE, words, 1, "cpu").config
+        run_ranks(train, 1, job)
+    return losses(folder)
+
+
+def notes(folder: Path) -> list[dict[str, int]]:
+    """What the ranks note of themselves at each step: pid, step."""
+    texts = [path.read_text() for path in (folder / "comm_traces").glob("*.step")]
+    return [json.loads(text) for text in texts if text]
+
+
+def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", "--training.steps=5", processes="2")
+    with started(words, tmp_path / "log", FAULT="kill 1 4") as process:
+        status = process.wait(timeout=300)
+    output = (tmp_path / "log").read_text()
+    assert status == 0, output
+    assert "rank 1 died, killed from outside, at step 4" in output
+    assert "rank 1 was ended by SIGKILL; restart 1 of 3" in output
+    assert f"restart 1 of 3: 2 ranks, from {tmp_path}/run/checkpoint/step-2" in output
+    (event,) = [row for row in rows(tmp_path / "run") if "event" in row]
+    assert event | {"time": 0} == {
+        "step": 2,
+        "time": 0,
+        "event": "restart",
+        "restart": 1,
+        "ranks": 2,
+    }
+    assert losses(tmp_path / "run") == pytest.approx(
+        undisturbed(tmp_path / "whole", "--training.steps=5"), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "status", "told"),
+    [
+        (signal.SIGUSR1, [], 75, "SIGUSR1: finishing this step"),
+        (signal.SIGTERM, [], 75, "SIGTERM: finishing this step"),
+        (signal.SIGINT, [], 0, "SIGINT: finishing this step"),
+        (signal.SIGUSR1, ["--training.steps=3"], 0, "finished at step 3"),
+        (signal.SIGTERM, ["--no-checkpoint.enable"], 1, "stopped at step 3 of 100, and nothing is"),
+    ],
+)
+def test_status_of_one_process_that_is_stopped(
+    number: int, flags: list[str], status: int, told: str, tmp_path: Path
+) -> None:
+    words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}", *flags]
+    run_ranks(stop_at_step_3, 1, words, number, status, tmp_path / "log")
+    assert told in (tmp_path / "log").read_text()
+
+
+def test_status_of_one_process_that_diverges(tmp_path: Path) -> None:
+    words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}"]
+    words += ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0"]
+    run_ranks(ends_with, 1, [*words, "--training.max_skipped_steps=1"], DIVERGED)
+
+
+def ends_with(words: list[str], status: int) -> None:
+    os.environ["FAULT"] = NEVER
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert entry.main(words) == status
+
+
+def stop_at_step_3(words: list[str], number: int, status: int, log: Path) -> None:
+    step = Trainer.step
+
+    def interrupted(trainer: Trainer) -> bool:
+        if trainer.run.state.step + 1 == 3:
+            os.kill(os.getpid(), number)
+        return step(trainer)
+
+    Trainer.step = interrupted  # type: ignore[method-assign]
+    with log.open("w") as sys.stderr:
+        ends_with(words, status)
+
+
+SLURM = {
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$FOLDER/requeued"; fi',
+    "srun": 'echo $$ > "$FOLDER/pid"; exec "$@"',
+}
+
+
+def slurm(tmp_path: Path, *flags: str, gpus: int) -> list[str]:
+    """The words that Slurm would run the script by, with its commands played in `tmp_path`."""
+    for name, body in SLURM.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "FOLDER": tmp_path,
+        "PATH": f"{tmp_path}:{environment()['PATH']}",
+        "CONFIG_FILE": RECIPE,
+        "SLURM_SUBMIT_DIR": ROOT,
+        "SLURM_JOB_ID": random.randrange(10_000),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": 1,
+        "SLURM_GPUS_PER_TASK": gpus,
+    }
+    given = [f"{name}={value}" for name, value in variables.items()]
+    run = [*FLAGS, f"--job.dump_folder={tmp_path / 'run'}", *flags]
+    return ["env", *given, "bash", "multinode_trainer.slurm", *run]
+
+
+def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path: Path) -> None:
+    with started(slurm(tmp_path, "--training.steps=9999", gpus=2), tmp_path / "log") as job:
+        wait_for_step(tmp_path / "run", 3, job)
+        # Slurm may signal every process of a job step, and the launcher passes it on as well.
+        ranks = [note["pid"] for note in notes(tmp_path / "run")]
+        for pid in (int((tmp_path / "pid").read_text()), *ranks):
+            os.kill(pid, signal.SIGUSR1)
+        assert job.wait(timeout=300) == 75, (tmp_path / "log").read_text()
+    saved = max(saved_steps(tmp_path / "run/checkpoint"))
+    assert saved == max(losses(tmp_path / "run"))
+    (asked,) = (tmp_path / "requeued").read_text().splitlines()
+    assert asked.startswith("requeue ")
+
+    again = slurm(tmp_path, f"--training.steps={saved + 1}", gpus=1)
+    with started(again, tmp_path / "log") as job:
+        assert job.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    assert max(losses(tmp_path / "run")) == saved + 1
+    assert len((tmp_path / "requeued").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", "--training.steps=300"
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = command(
+        folder,
+        steps,
+        processes="1",
+        nnodes="1:2",
+        rdzv_endpoint=f"localhost:{port}",
+        rdzv_conf="last_call_timeout=3,keep_alive_interval=1",
+    )
+
+    def wait_for_ranks(count: int, process: subprocess.Popen[str]) -> None:
+        """Until so many ranks have done three more steps."""
+        last = max((note["step"] for note in notes(folder)), default=0)
+        while [note["step"] > last + 3 for note in notes(folder)] != [True] * count:
+            assert process.poll() is None
+            time.sleep(0.05)
+
+    with started(words, tmp_path / "a", FAULT="slow 0 0") as first:
+        wait_for_ranks(1, first)
+        with started(words, tmp_path / "b", FAULT="slow 0 0") as second:
+            wait_for_ranks(2, first)
+            kill(second)
+        wait_for_ranks(1, first)
+        with started(words, tmp_path / "c", FAULT="slow 0 0") as third:
+            wait_for_ranks(2, first)
+            third.send_signal(signal.SIGTERM)
+            assert third.wait(timeout=100) == 75
+        (folder / "hurry").touch()
+        assert first.wait(timeout=300) == 0
+    told = (tmp_path / "a").read_text()
+    assert told.count("another node has come: the ranks save, and start again with it") == 2
+    assert told.count("another node ended the ranks before the last step; going on") == 1
+    assert told.count("restart 1 of 3") >= 1
+    found, expected = losses(folder), undisturbed(tmp_path / "whole", steps)
+    assert list(found) == list(range(1, 301))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str) -> list[str]:
+    """What the launcher says of a recipe before it starts anything."""
+    assert launch.main(words.split()) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    several = "--rdzv-endpoint=localhost:1 --nnodes"
+    enabled = "--checkpoint.enable --training.local_batch_size=2"
+    assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
+        "defaults: checkpoint.enable: got false; a restart goes on from the newest checkpoint; "
+        "write true",
+        "defaults: training.global_batch_size: got -1; it would change with the number of ranks; "
+        "24 fits all from 2 to 6",
+    ]
+    batch = f"{enabled} --training.global_batch_size=8"
+    assert refused(capsys, f"--processes=1 {several}=1:3 {batch} --training.seq_len=0") == [
+        "--training.seq_len: training.seq_len: got 0; wanted an integer >= 1",
+        "--training.global_batch_size: training.global_batch_size: got 8; it does not fit 3 "
+        "ranks; 12 fits all from 1 to 3",
+    ]
+    layout = "--parallelism.tensor_parallel_degree=2"
+    assert refused(capsys, f"--processes=1 {several}=1:4 {batch} {layout}") == [
+        "defaults: parallelism.data_parallel_shard_degree: got -1; on 1 rank: the other degrees "
+        "multiply to 2 (tensor_parallel_degree 2), which does not divide the 1 rank of this run",
+        "defaults: parallelism.data_parallel_shard_degree: got -1; on 3 ranks: the other degrees "
+        "multiply to 2 (tensor_parallel_degree 2), which does not divide the 3 ranks of this run",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}; write true"),
+        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}; write "auto"'),
+        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}; write false"),
+        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}; write -1"),
+    ],
+)
+def test_restarts_that_could_not_go_on_are_refused(
+    flag: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--processes=2 --max-restarts=1 {ROOT / RECIPE} --job.dump_folder={tmp_path} {flag}"
+    (line,) = refused(capsys, words)
+    assert line.endswith(told.format("a restart goes on from the newest checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nnodes=2", "several nodes need --rdzv-endpoint HOST:PORT"),
+        ("--nnodes=2:1", "got 2:1; wanted 2, or 1:2 for one or two"),
+        ("--nnodes=two", "got two; wanted 2, or 1:2 for one or two"),
+        ("--max-restarts=-1", "got -1; wanted an integer >= 0"),
+        ("--processes=0", "got 0; wanted an integer >= 1"),
+    ],
+)
+def test_launcher_says_what_it_wants(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--processes=1", words])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

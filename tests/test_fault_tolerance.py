@@ -1,0 +1,187 @@
+"""Replica groups by torchft: they train one run, lose a group, go on, and take it in again.
+
+Real processes and a real lighthouse; skipped where torchft is not installed. What can be told
+without it is in tests/training/test_replicas.py.
+"""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.layouts import OPTIMIZERS
+from tests.ranks import run_ranks
+from tests.runs import rows, trace
+from tests.test_launch import RECIPE, ROOT, environment
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checks import load_job
+from torchtitan.data import build_stream, load_tokenizer
+
+pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
+RECIPE_OF_ALL = [
+    "--model.name=tiny",
+    "--model.flavor=tiny",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=8",
+    "--training.seq_len=32",
+    "--training.mixed_precision_param=float32",
+    "--training.gc_freq=2",
+    "--activation_checkpoint.mode=none",
+    "--lr_scheduler.warmup_steps=2",
+    "--no-data.report_unigram_loss",
+    "--no-validation.enable",
+    "--metrics.log_freq=1",
+    "--checkpoint.enable",
+    "--checkpoint.interval=1000",
+]
+FLAGS = [
+    "--job.imports=tests.tiny,tests.meeting",
+    *RECIPE_OF_ALL,
+    "--fault_tolerance.enable",
+    "--fault_tolerance.group_size=2",
+]
+
+
+@pytest.fixture
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A lighthouse on a free port, to which a group is gone after a second of silence."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = [f"--bind=[::]:{port}", "--min_replicas=1", "--heartbeat_timeout_ms=1000"]
+    script = Path(sys.executable).parent / "torchft_lighthouse"
+    process = subprocess.Popen([script, *words], env=environment(RUST_LOG="warn"))
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://localhost:{port}")
+    yield
+    process.terminate()
+    process.wait()
+
+
+def groups(folder: Path, ranks: int, *flags: str, **variables: str) -> list[str]:
+    """Train with two groups of so many ranks, started again once if they die; their output."""
+    (folder / "meeting").mkdir(parents=True)
+    launcher = [sys.executable, "-m", "torchtitan.launch", f"--processes={ranks}"]
+    started = [
+        subprocess.Popen(
+            [
+                *launcher,
+                "--max-restarts=1",
+                f"--job.config_file={RECIPE}",
+                *FLAGS,
+                *flags,
+                f"--fault_tolerance.replica_id={group}",
+                f"--job.dump_folder={folder / str(group)}",
+            ],
+            cwd=ROOT,
+            env=environment(MEETING=str(folder / "meeting"), **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for group in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], "\n\n".join(outputs)
+    finally:
+        for process in started:
+            process.terminate()
+            process.communicate()
+    return outputs
+
+
+def saved(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint, and what else it says."""
+    path = folder / f"checkpoint/step-{step}"
+    source = SavedTensors(path)
+    tensors = {name: source.read(name) for name in source.shapes() if name[:4] != "rng."}
+    return tensors, json.loads((path / "train_state.json").read_text())
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.usefixtures("lighthouse")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_groups_train_the_run_of_ddp(name: str, tmp_path: Path) -> None:
+    optimizer = {"name": name, **OPTIMIZERS[name]}
+    words = [f"--optimizer.{key}={value}" for key, value in optimizer.items()]
+    words.append("--training.steps=5")
+    outputs = groups(tmp_path, 1, *words, "--fault_tolerance.min_replica_size=2")
+    assert not any("is dropped" in output for output in outputs)
+    first, second = (saved(tmp_path / str(group), 5) for group in range(2))
+    assert_equal(first[0], second[0])
+    assert first[1]["train_state"] == second[1]["train_state"]
+    assert first[1]["data"] == second[1]["data"]
+
+    words.append("--parallelism.data_parallel_replicate_degree=2")
+    job = load_job(ROOT / RECIPE, [*RECIPE_OF_ALL, *words], 2, "cpu").config
+    expected = run_ranks(trace, 2, job, True)[0]
+    found = {row["step"]: row for row in rows(tmp_path / "0") if "loss" in row}
+    assert [found[n]["loss"] for n in range(1, 6)] == pytest.approx(expected.losses, rel=1e-5)
+    norms = [found[n]["grad_norm"] for n in range(1, 6)]
+    assert norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    for weight, part in expected.weights[-1].items():
+        off = (first[0][f"model.{weight}"] - part.local).abs().max().item()
+        assert off <= 1e-5, f"{weight} is off by {off}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lighthouse")
+@pytest.mark.parametrize(("ranks", "dies"), [(1, 0), (2, 1)])
+def test_a_group_dies_and_comes_back(ranks: int, dies: int, tmp_path: Path) -> None:
+    steps, stays = 40, 1 - dies
+    outputs = groups(tmp_path, ranks, f"--training.steps={steps}", FAULT=f"kill {dies} 3")
+    assert "a step of 2 replica groups is dropped and done again" in outputs[stays]
+    assert "restart 1 of 1" in outputs[dies]
+    back = re.search(r"took over the state .* group: step (\d+), was 0", outputs[dies])
+    assert back
+    first, second = (saved(tmp_path / str(group), steps) for group in range(2))
+    assert_equal(first[0], second[0])
+    assert first[1]["train_state"] == second[1]["train_state"]
+    assert first[1]["data"] == second[1]["data"]
+
+    events = [row for row in rows(tmp_path / str(stays)) if row.get("event") == "groups"]
+    assert [row["groups"] for row in events] == [2, 1, 2]
+    assert [row["step"] for row in events][:2] == [0, 2]
+    returned = events[2]["step"]
+    assert 6 <= returned < steps
+    assert int(back[1]) == returned
+
+    # The lanes of the group that was away stood still; nothing was left out or read twice.
+    times = {stays: steps, dies: 2 + steps - returned}
+    served = {lane: times[lane // 4] for lane in range(8)}
+    assert dict(enumerate(first[1]["data"]["lanes"])) == standing(served)
+
+
+def standing(samples: dict[int, int]) -> dict[int, list[int]]:
+    """Where each lane stands after so many samples of it."""
+    job = load_job(ROOT / RECIPE, ["--training.seq_len=32"], 1, "cpu").config
+    stream = build_stream(
+        job.data,
+        load_tokenizer(None),
+        seed=job.debug.seed,
+        seq_len=32,
+        local_batch_size=8,
+        accumulation=1,
+        rank=0,
+        ranks=1,
+    )
+    found = {}
+    for number in range(1, max(samples.values()) + 1):
+        next(stream)
+        lanes = stream.state_dict()["lanes"]
+        found |= {lane: lanes[str(lane)] for lane, count in samples.items() if count == number}
+    stream.close()
+    return found

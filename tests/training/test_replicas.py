@@ -1,0 +1,277 @@
+"""Replica groups, as far as it can be told without torchft: a stand-in says what they agree on."""
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import Recorder, losses, rows, train, weights
+from torchtitan import torch_private
+from torchtitan.build import build
+from torchtitan.config import ConfigError
+from torchtitan.device import Device
+from torchtitan.fault_tolerance import FaultToleranceConfig, ReplicaGroup
+from torchtitan.job import JobConfig
+from torchtitan.parallel import open_world
+from torchtitan.trainer import Trainer
+
+Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
+
+
+def nobody(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+    """No other group takes part."""
+
+
+class Manager:
+    """Stands in for torchft's; it agrees to the steps that it is told to."""
+
+    def __init__(self, agrees: list[bool], peer: Peer = nobody, groups: int = 1) -> None:
+        self.agrees, self.peer, self.groups = iter(agrees), peer, groups
+        self.step, self.error = 0, None
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+    def start_quorum(self) -> None:
+        self.error = None
+
+    def num_participants(self) -> int:
+        return self.groups
+
+    def allreduce(self, tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Any:
+        if self.error is None:
+            self.peer(tensor, reduce_op)
+        return SimpleNamespace(wait=lambda: None)
+
+    def report_error(self, error: Exception) -> None:
+        self.error = SimpleNamespace(original_exception=error)
+
+    def errored(self) -> Any:
+        return self.error
+
+    def should_commit(self) -> bool:
+        agrees = self.error is None and next(self.agrees)
+        self.step += agrees
+        return agrees
+
+    def current_step(self) -> int:
+        return self.step
+
+    def shutdown(self, wait: bool) -> None: ...
+
+
+def job(folder: Path, groups: int = 1, **sections: dict[str, Any]) -> JobConfig:
+    ours = {"enable": groups > 0, "group_size": groups, "replica_id": max(groups - 1, 0)}
+    return tiny.job(folder, fault_tolerance=ours, **sections)
+
+
+def test_a_step_that_is_dropped_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agrees = [False, True, True, False, False, True, True, True]
+    monkeypatch.setattr(ReplicaGroup, "_manager", lambda self: Manager(agrees))
+    checkpoint = {"enable": True, "interval": 2}
+    validation = {"enable": True, "freq": 2, "steps": 1}
+    sections = {"checkpoint": checkpoint, "validation": validation, "data": {"num_workers": 2}}
+    (found,) = run_ranks(train, 1, job(tmp_path / "dropped", **sections))
+    (expected,) = run_ranks(train, 1, job(tmp_path / "plain", groups=0, **sections))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert losses(tmp_path / "dropped") == losses(tmp_path / "plain")
+    for key in ("tokens", "validation_loss"):
+        dropped, plain = (
+            [row[key] for row in rows(tmp_path / name) if key in row]
+            for name in ("dropped", "plain")
+        )
+        assert dropped == plain
+    assert [row["groups"] for row in rows(tmp_path / "dropped") if "groups" in row] == [1]
+
+
+def test_a_group_reads_its_share_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaGroup, "_manager", lambda self: Manager([True] * 5))
+    run_ranks(train, 1, job(tmp_path, groups=2))
+    last = [row for row in rows(tmp_path) if "loss" in row][-1]
+    assert last["tokens"] == 5 * 8 * 32 // 2
+
+
+def group(manager: Manager, **settings: Any) -> ReplicaGroup:
+    """A group that has met others, on one rank without a model."""
+    world: Any = SimpleNamespace(
+        rank=0,
+        size=1,
+        comm=SimpleNamespace(train_timeout_seconds=100, init_timeout_seconds=300),
+        max=lambda values: values,
+    )
+    data: Any = SimpleNamespace(
+        state_dict=dict,
+        load_peer_state=lambda state: None,
+        standing=lambda: torch.ones(2, 3, dtype=torch.int64),
+        learn=lambda standing: None,
+    )
+    made = ReplicaGroup(
+        FaultToleranceConfig(**{"enable": True, "group_size": 2} | settings),
+        world,
+        data,
+        get=dict,
+        put=lambda state: None,
+        history=lambda: {"step": 3},
+        recipe={"[model]": 1, "[data]": 2},
+    )
+    made.manager = manager  # type: ignore[assignment]
+    made.meet(3)
+    return made
+
+
+def other_digest(place: int) -> Peer:
+    """A group whose digest of one thing is smaller."""
+
+    def peer(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+        if how == dist.ReduceOp.MAX and len(tensor) == 6:
+            tensor[3 + place] += 1
+
+    return peer
+
+
+def same_number(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+    """A group that says it is group 0 too."""
+    if how == dist.ReduceOp.SUM:
+        tensor[1] += 1
+
+
+UNLIKE = [
+    (other_digest(1), ConfigError, r"replica groups have unlike recipes, in \[data\]"),
+    (other_digest(2), RuntimeError, "replica groups are at the same step but were trained apart"),
+    (same_number, ConfigError, "replica_id: got 0: another replica group has the same number"),
+]
+
+
+@pytest.mark.parametrize(("peer", "kind", "message"), UNLIKE)
+def test_a_group_that_does_not_fit_ends_when_it_comes(
+    peer: Peer, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        group(Manager([True], peer, groups=2)).count(torch.tensor(5))
+
+
+@pytest.mark.parametrize(("peer", "kind", "message"), UNLIKE)
+def test_the_groups_that_were_there_go_on_without_it(
+    peer: Peer, kind: type[Exception], message: str
+) -> None:
+    manager = Manager([True] * 5)
+    there = group(manager)
+    assert there.count(torch.tensor(5)) == 5
+    assert there.agree()
+    manager.peer = peer
+    there.meet(4)
+    there.count(torch.tensor(5))
+    assert not there.agree()
+    manager.peer = nobody
+    there.meet(4)
+    there.count(torch.tensor(5))
+    assert there.agree()
+
+
+def test_too_few_groups_wait_but_one_that_cannot_join_gives_up() -> None:
+    waiting = group(Manager([False] * 9, groups=1), min_replica_size=2)
+    assert not any(waiting.agree() for _ in range(9))
+    failing = group(Manager([False] * 9, groups=2), min_replica_size=2)
+    assert not failing.agree()
+    assert not failing.agree()
+    with pytest.raises(RuntimeError, match="no step was made with the other replica groups"):
+        failing.agree()
+
+
+def test_a_group_whose_ranks_are_at_different_steps_ends() -> None:
+    torn = group(Manager([False]))
+    torn.world.max = lambda values: values + 1  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not all ranks of this replica group could fetch"):
+        torn.agree()
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+def test_a_state_that_is_fetched_cannot_run_code() -> None:
+    from torch.distributed._serialization import _streaming_save
+
+    plain = {"user": {"default": {"tensors": {"a": torch.arange(5)}, "data": {"lanes": [1, None]}}}}
+    stream = io.BytesIO()
+    _streaming_save(plain, stream)
+    stream.seek(0)
+    read = torch_private.read_stream(stream)["user"]["default"]
+    assert torch.equal(read["tensors"]["a"], torch.arange(5))
+    assert read["data"] == {"lanes": [1, None]}
+
+    stream = io.BytesIO()
+    _streaming_save({"user": Evil()}, stream)
+    stream.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="abort"):
+        torch_private.read_stream(stream)
+
+
+def taken_over(folder: Path) -> dict[str, list[float]]:
+    """Losses of a run, and of another that took over its state after three steps."""
+    found: dict[str, list[float]] = {}
+    made = job(folder, groups=0, training={"steps": 6})
+    with open_world(made.degrees(1), made.comm, Device("cpu")) as world:
+        runs = [build(made, world) for _ in range(2)]
+        state: dict[str, Any] = {}
+        for run, name in zip(runs, ("first", "second"), strict=True):
+            recorder = Recorder()
+            run.meter.sinks = [recorder]
+            trainer = Trainer(run)
+            with closing(run.data), run.meter:
+                if name == "second":
+                    run.live.put(state)
+                    assert run.state.step == 3
+                for _ in range(6 - run.state.step):
+                    trainer.step()
+                    if run.state.step == 3:
+                        state = copied(run.live.get())
+            found[name] = [row["loss"] for row in recorder.rows if "loss" in row]
+        first, second = map(weights, runs)
+        assert all(torch.equal(first[name], weight) for name, weight in second.items())
+    return found
+
+
+def copied(value: Any) -> Any:
+    """As it would arrive."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def test_a_state_is_taken_over_from_memory(tmp_path: Path) -> None:
+    (found,) = run_ranks(taken_over, 1, tmp_path)
+    assert found["second"] == found["first"][3:]
+
+
+def put_into(folder: Path, flavor: str) -> str:
+    made = [job(folder, groups=0), job(folder, groups=0, model={"flavor": flavor})]
+    with open_world(made[0].degrees(1), made[0].comm, Device("cpu")) as world:
+        first, second = (build(one, world) for one in made)
+        try:
+            second.live.put(first.live.get())
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    (message,) = run_ranks(put_into, 1, tmp_path, "wide")
+    assert message.startswith("another replica group's model.")
+    assert "this one's" in message

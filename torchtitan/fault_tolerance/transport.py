@@ -1,0 +1,30 @@
+"""How a group fetches the state of another: torchft's server, and a reader that runs no code.
+
+Torchft serves what `torch.save` would write, pickles among it, over plain HTTP to whoever asks, and
+reads it with an unpickler that runs what it is told to. This reader takes tensors and plain values
+only; anything else is an error.
+"""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+from torchtitan import torch_private
+
+if TYPE_CHECKING:
+    from torchft.checkpointing import HTTPTransport
+
+
+def transport(timeout: timedelta) -> "HTTPTransport[dict[str, Any]]":
+    """What a manager sends and receives states with; neither may take longer than `timeout`."""
+    from torchft.checkpointing import HTTPTransport
+
+    class Transport(HTTPTransport):  # type: ignore[misc]
+        def recv_checkpoint(
+            self, src_rank: int, metadata: str, step: int, timeout: timedelta
+        ) -> dict[str, Any]:
+            with urlopen(f"{metadata}{step}/full", timeout=timeout.total_seconds()) as stream:
+                state: dict[str, Any] = torch_private.read_stream(stream)
+                return state
+
+    return Transport(timeout=timeout, num_chunks=0)

@@ -1,0 +1,101 @@
+"""Steps that would do harm: which are skipped, and what follows too many of them in a row.
+
+A loss or gradient norm that is not finite, or far above what it was lately, is a spike. An update
+made of it may throw a run off for good, so none is made: the step is skipped. *Lately* is the last
+`window` steps that were not skipped, *far above* is more than `sigma` of their standard deviations
+above their mean. The judgement needs nothing but numbers that every rank has, and those of the
+window are saved with the run, so all ranks judge alike, and a resumed run like one that never
+stopped.
+
+A run that spikes again and again cannot be helped by skipping. After `training.max_skipped_steps`
+in a row it returns to the weights of an earlier checkpoint, but not to their data, which goes on
+after the spike. So did PaLM, by hand: the same data caused no spike with other weights
+(arXiv:2204.02311, section 5.1).
+"""
+
+import math
+from typing import NamedTuple
+
+from pydantic import Field
+
+from torchtitan.config import Config
+
+History = dict[str, list[float]]
+"""Values of the last good steps by name, oldest first."""
+
+
+class SpikesConfig(Config):
+    """`[spikes]`: which steps are skipped, and what follows many of them in a row."""
+
+    sigma: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Skip a step whose loss or gradient norm is more than this many standard "
+        "deviations above its mean over the window; 0: only where it is not finite.",
+    )
+    window: int = Field(
+        128,
+        ge=2,
+        description="How many of the last good steps the mean is of; until there are as many, "
+        "only what is not finite is skipped.",
+    )
+    max_rollbacks: int = Field(
+        0,
+        ge=0,
+        description="After training.max_skipped_steps in a row, go back to the checkpoint before "
+        "them and on with the data after them, at most this often in a run; then it ends.",
+    )
+
+
+class Usual(NamedTuple):
+    """What a value was lately."""
+
+    mean: float
+    std: float
+
+
+class Skip(NamedTuple):
+    """Why a step is skipped."""
+
+    why: str
+    """In words."""
+    row: dict[str, str | float]
+    """For metrics: which values it is for, and what they were lately, if the window is full."""
+
+
+def judge(config: SpikesConfig, history: History, **values: float) -> Skip | None:
+    """Whether to skip a step with these values; if not, they enter the history."""
+    reasons: dict[str, str] = {}
+    row: dict[str, str | float] = {}
+    for name, value in values.items():
+        past = history.setdefault(name, [])[-config.window :]
+        usual = usual_of(past) if len(past) == config.window else None
+        if why := spike(value, usual, config.sigma):
+            reasons[name] = f"the {name.replace('grad_norm', 'gradient norm')} {why}"
+        if usual:
+            row |= {f"{name}_mean": usual.mean, f"{name}_std": usual.std}
+    if reasons:
+        row["skipped_because"] = " and ".join(reasons)
+        return Skip(" and ".join(reasons.values()), row)
+    for name, value in values.items():
+        history[name] = [*history[name], value][-config.window :]
+    return None
+
+
+def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
+    """Why a value is a spike, if it is one."""
+    if not math.isfinite(value):
+        return "is not finite"
+    if usual and sigma and value > usual.mean + sigma * usual.std:
+        return (
+            f"is more than {sigma:g} standard deviations ({usual.std:.4g}) above its mean of late "
+            f"({usual.mean:.4g})"
+        )
+    return None
+
+
+def usual_of(past: list[float]) -> Usual:
+    """Mean and standard deviation, added up without rounding."""
+    mean = math.fsum(past) / len(past)
+    return Usual(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)))

@@ -1,0 +1,130 @@
+"""Trains a recipe on forked ranks of this machine, on the CPU, and says what that takes."""
+
+import importlib
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, TypeVar
+
+from torchtitan.checks import problems, problems_of_machine
+from torchtitan.config import Problem
+from torchtitan.device import GIB, Device
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import RanksFailed, run_ranks
+from torchtitan.logging import on_terminal
+from torchtitan.models import MODELS
+from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
+from torchtitan.train import problems_of_tokenizer
+
+Result = TypeVar("Result")
+
+# What need not be there for a recipe to be verified.
+SPARED = (
+    "model.tokenizer_path",
+    "data.dataset_path",
+    "checkpoint.initial_load_path",
+    "validation.dataset_path",
+    "metrics.enable_tensorboard",
+    "metrics.enable_wandb",
+)
+RANK_GIB = 0.3
+"""What a process takes before it has a model."""
+PATIENCE = timedelta(minutes=10)
+
+
+@contextmanager
+def known(spec: ModelSpec[Any]) -> Iterator[None]:
+    """Meanwhile, and to the processes forked meanwhile, a model is what `spec` says."""
+    before = MODELS[spec.name]
+    MODELS[spec.name] = spec
+    try:
+        yield
+    finally:
+        MODELS[spec.name] = before
+
+
+def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Problem]:
+    """What is wrong with a recipe as it is verified, if only for this machine.
+
+    Args:
+        disk_bytes: what is written for each parameter.
+    """
+    yield from problems(job, ranks, "cpu")
+    yield from problems_of_machine(job, "cpu")
+    yield from problems_of_tokenizer(job)
+    spec = MODELS[job.model.name]
+    args = spec.flavors[job.model.flavor]
+    parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
+    # Weight, gradient and Adam's two moments of 4 bytes each.
+    copies = max(2, job.parallelism.data_parallel_replicate_degree)
+    memory = parameters * 16 * copies / GIB + ranks * RANK_GIB
+    folder = tempfile.gettempdir()
+    for needed, there, what in (
+        (memory, Device("cpu").memory_capacity(), "of memory"),
+        (parameters * disk_bytes / GIB, shutil.disk_usage(folder).free / GIB, f"in {folder}"),
+    ):
+        if needed > there:
+            message = (
+                f"checking its {parameters:,} parameters on {ranks} ranks takes "
+                f"{math.ceil(needed)} GiB {what}, and there are {there:.0f}; use --shrink"
+            )
+            yield Problem("model.flavor", message)
+
+
+def on_ranks(count: int) -> str:
+    """A number of ranks in words."""
+    return "one rank" if count == 1 else f"{count} ranks"
+
+
+def run(
+    function: Callable[..., Result], ranks: int, job: JobConfig, *arguments: Any, what: str
+) -> list[Result]:
+    """`function(job, *arguments, at_step)` on forked ranks, with a progress bar on a terminal.
+
+    Args:
+        function: tells `at_step` the number of each step.
+        what: what is done, for the bar and for errors.
+    """
+    for module in ("tensor", "fsdp", "pipelining", "checkpoint"):
+        # A fork has what its parent imported, so the ranks need not import it each.
+        importlib.import_module(f"torch.distributed.{module}")
+    done = RawValue("q", 0)
+
+    def at_step(number: int) -> None:
+        done.value = number
+
+    try:
+        with _bar(what, job.training.steps, lambda: done.value) as meanwhile:
+            every = (function, ranks, job, *arguments, at_step)
+            return run_ranks(*every, timeout=PATIENCE, meanwhile=meanwhile)
+    except RanksFailed as error:
+        raise RanksFailed(f"{what}: {error}", error.codes) from None
+
+
+@contextmanager
+def _bar(what: str, steps: int, done: Callable[[], int]) -> Iterator[Callable[[], None]]:
+    """On a terminal, a bar that the yielded function brings up to date."""
+    if not on_terminal():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # It draws only when told: a thread, or a stream of its own, would not survive the fork.
+    with Progress(
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        task = progress.add_task(what, total=steps)
+
+        def show() -> None:
+            progress.update(task, completed=done(), refresh=True)
+
+        yield show
