@@ -7,6 +7,7 @@ block may have a marker above it, an HTML comment that readers do not see:
     not run: WHY     the block is left out; `NOT_RUN` lists all of these
     refused          the recipe has mistakes
     answer of: NAME  the block is what `torchtitan check NAME` says
+    ends with: 1     the exit status of the commands
 
 How each kind of block is played:
 
@@ -16,7 +17,8 @@ How each kind of block is played:
   process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
   where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). Of torchrun
   the words are parsed by torch and the recipe is checked for that many ranks; of our own launcher,
-  for every number of ranks that it allows. Of `scripts/test` the tests it names are collected.
+  for every number of ranks that it allows. Of `scripts/test` and of the reliability trials the
+  tests are collected.
 
 Other blocks are for reading only.
 """
@@ -119,7 +121,8 @@ def test_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
         if "not run" not in block.marks:
             for played in plays(block, tmp_path):
                 status, output = in_child(played.action, tmp_path)
-                assert status == 0, f"{block}: {played.what}\n{output}"
+                expected = int(block.marks.get("ends with", 0))
+                assert status == expected, f"{block}: {played.what}\n{output}"
 
 
 class Play(NamedTuple):
@@ -219,6 +222,9 @@ def run(command: str) -> int:
             return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
         case ["./scripts/test", *arguments]:
             collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+            return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
+        case ["python", "-m", "tests.reliability"]:
+            collect = [sys.executable, "-m", "tests.reliability", "--collect-only"]
             return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
         case ["python", "-m", "torchtitan.train", *flags]:
             return train.main(small(flags))

@@ -5,11 +5,14 @@ without it is in tests/training/test_replicas.py.
 """
 
 import json
+import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import build_stream, load_tokenizer
+from torchtitan.fault_tolerance.transport import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
 RECIPE_OF_ALL = [
@@ -185,3 +189,28 @@ def standing(samples: dict[int, int]) -> dict[int, list[int]]:
         found |= {lane: lanes[str(lane)] for lane, count in samples.items() if count == number}
     stream.close()
     return found
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+def fetch() -> None:
+    from torchft.checkpointing import HTTPTransport
+
+    patience = timedelta(seconds=10)
+    server, ours = HTTPTransport(timeout=patience, num_chunks=0), transport(patience)
+    server.send_checkpoint([1], 3, {"a": torch.arange(5), "b": [1, None]}, patience)
+    found = ours.recv_checkpoint(0, server.metadata(), 3, patience)
+    assert torch.equal(found["a"], torch.arange(5))
+    assert found["b"] == [1, None]
+    server.send_checkpoint([1], 3, {"a": Evil()}, patience)
+    with pytest.raises(pickle.UnpicklingError, match="abort"):
+        ours.recv_checkpoint(0, server.metadata(), 3, patience)
+
+
+def test_what_a_group_fetches_is_tensors_and_plain_values() -> None:
+    run_ranks(fetch, 1)  # a process of its own, as torchft leaves its sockets open

@@ -82,13 +82,7 @@ def build(job: JobConfig, world: World) -> Run:
     contents = Contents(model.parts, optimizers, state, data, world)
     about = about_run(job) if world.rank == 0 else {}
     checkpoint = Checkpointer(choice(job), contents, world, about)
-    live = Live(
-        model.parts,
-        optimizers,
-        state,
-        data,
-        wait_until_writable=checkpoint.wait_staging,
-    )
+    live = Live(contents, checkpoint.wait_staging)
     # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
     alone = accumulation * groups.groups
     validation_data = partial(

@@ -291,6 +291,30 @@ def test_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = f"job.dump_folder: cannot write into {tmp_path}/file/run: "
+    with pytest.raises(ConfigError, match=message), lock(tmp_path / "file" / "run"):
+        pass
+
+
+def test_what_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("step-2", "step-4", "step-6.saving"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    assert disk.sweep(tmp_path) == []
+    disk.forget_old(tmp_path, newest=4, keep=1, every=0)
+    assert len(caplog.messages) == 2
+    assert "could not delete" in caplog.messages[0]
+    assert "could not delete" in caplog.messages[1]
+    assert list(saved_steps(tmp_path)) == [4]
+
+
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_asynchronous_saves_hold_the_step_they_are_named_after(mode: str, tmp_path: Path) -> None:
     every = {"interval": 1, "keep_latest_k": 0}

@@ -9,6 +9,9 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,9 @@ from tests.reliability.trials import (
     ranks_of,
     recipe,
 )
+from torchtitan.provenance import to_toml
 
+ROOT = Path(__file__).parents[2]
 MODES = ("disabled", "async")
 
 
@@ -107,7 +112,7 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
     "before it gets its name": (at_call(f"{CHECKPOINT}.folder:commit", 2), "first", 2),
     "after it got its name": (at_call("os:fsync", 12), "first", 4),
     "while it is read back": (
-        at_call(f"{CHECKPOINT}.saver:problems_of_files", 1),
+        at_call(f"{CHECKPOINT}.saver:_read_back", 2),
         "any",
         4,
     ),
@@ -253,3 +258,32 @@ def phase(folder: Path) -> str:
     if any(name.endswith(".deleting") for name in names):
         return "while one was deleted"
     return "between saves"
+
+
+# --- from outside ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_killed_from_outside(
+    seed: int, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    """Not forked and not trapped: a process as from a shell, and `kill -9`, two times."""
+    draw, run, recipe_file = random.Random(seed), tmp_path / "run", tmp_path / "recipe.toml"
+    recipe_file.write_text(to_toml(recipe(run, checkpoint={"interval": 1, "async_mode": "async"})))
+    words = ["--job.config_file", recipe_file, "--job.imports=tests.tiny"]
+    command = [sys.executable, "-m", "torchtitan.train", *words]
+    with (tmp_path / "log").open("w") as log:
+        for _ in range(2):
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            steps = draw.randrange(1, 4)
+            before = max(checkpoints(run), default=0)
+            while process.poll() is None and max(checkpoints(run), default=0) < before + steps:
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.05))
+            process.kill()
+            assert process.wait() == -9, (tmp_path / "log").read_text()
+            assert all(damage(path) == [] for path in checkpoints(run).values())
+            tell("kill -9 of a process from outside", EXPECTED, "as expected")
+        assert subprocess.call(command, cwd=ROOT, stdout=log, stderr=log) == 0
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)

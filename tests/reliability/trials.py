@@ -93,8 +93,8 @@ class Played:
 
     @property
     def status(self) -> int | None:
-        """Of all ranks, which agree."""
-        (one,) = set(self.statuses)
+        """Of all ranks that ended by themselves, which agree."""
+        (one,) = set(self.statuses) - {None}
         return one
 
 
@@ -110,7 +110,9 @@ def play(job: JobConfig, ranks: int = 1, traps: Mapping[int, Trap] | None = None
 def play_each(
     jobs: Sequence[JobConfig], ranks: int = 1, traps: Mapping[int, Trap] | None = None
 ) -> list[Played]:
-    """Train one after the other in the same processes."""
+    """Train one after the other; a single rank does so in the same process."""
+    if ranks > 1 and len(jobs) > 1:
+        return [play(job, ranks, traps) for job in jobs]
     folder = Path(jobs[0].job.dump_folder)
     scratch = Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     scratch.chmod(0o755)
@@ -143,6 +145,8 @@ def _enter(scratch: Path, count: int, traps: Mapping[int, Trap]) -> list[int]:
             try:
                 words = ["--job.config_file", str(scratch / f"{number}.toml")]
                 statuses.append(train.main(words))
+                if statuses[-1] and os.environ["WORLD_SIZE"] != "1":
+                    os._exit(statuses[-1])  # others may wait for this rank: a launcher ends them
             except BaseException:
                 traceback.print_exc()
                 raise

@@ -45,7 +45,7 @@ class Contents:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a full checkpoint holds of this rank."""
-        return self.weights() | self._of_optimizer() | self._of_generators()
+        return self.weights() | self.of_optimizer() | self._of_generators()
 
     def position(self) -> dict[str, Any]:
         """The counters, and what of the data was consumed, by all ranks together."""
@@ -70,7 +70,7 @@ class Contents:
         saved = read_state(path, manifest)
         has_rng = "rng" not in skip and manifest.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
-        optimizer = {} if "optimizer" in skip else self._of_optimizer()
+        optimizer = {} if "optimizer" in skip else self.of_optimizer()
         self._read(path, self.weights() | optimizer | rng, SavedTensors(path))
         if has_rng:
             prefix = f"rng.{self.world.rank}."
@@ -92,7 +92,8 @@ class Contents:
             raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
         load_into(tensors, source)
 
-    def _of_optimizer(self) -> dict[str, Tensor]:
+    def of_optimizer(self) -> dict[str, Tensor]:
+        """Its state; made first where there is none, by a step that moves nothing."""
         return {f"optimizer.{name}": t for name, t in self.optimizers.state_dict().items()}
 
     def _of_generators(self) -> dict[str, Tensor]:

@@ -53,11 +53,11 @@ def look_at(checkpoint: Path) -> Manifest:
         Damaged: where they are not.
     """
     manifest = read_manifest(checkpoint)
-    if problem := next(problems_of_sizes(checkpoint, manifest), None):
-        raise Damaged(problem)
     name = re.fullmatch(r"step-(\d+)", checkpoint.name)
     if name and not manifest.model_only and int(name[1]) != manifest.step:
         raise Damaged(f"{checkpoint}: damaged: it is of step {manifest.step}, by its {MANIFEST}")
+    if problem := next(problems_of_sizes(checkpoint, manifest), None):
+        raise Damaged(problem)
     read_state(checkpoint, manifest)
     return manifest
 

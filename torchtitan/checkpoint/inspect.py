@@ -127,7 +127,7 @@ def difference(first: Path, second: Path) -> Difference:
             equal += 1
             continue
         off = (x.double() - y.double()).abs().max().item()
-        largest = x.double().abs().max().item()
+        largest = max(tensor.double().abs().max().item() for tensor in (x, y))
         tensors.append((off / largest if largest else off, f"{name}: off by {off:.3g} at most"))
     return Difference(
         recipe=tuple(_changes(a["recipe"], b["recipe"], "")),

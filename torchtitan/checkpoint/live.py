@@ -1,34 +1,24 @@
 """The state of a run as it is in memory, to be handed to another run that has the same ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchtitan.checkpoint.state import TrainState
+from torchtitan.checkpoint.contents import Contents
 from torchtitan.config import ConfigError
-from torchtitan.data import DataStream
 from torchtitan.logging import logger
-from torchtitan.optim import Optimizers
 from torchtitan.optim.group import local
 
 
 class Live:
     """What this rank holds of everything that training changes; nothing here communicates."""
 
-    def __init__(
-        self,
-        model: Sequence[nn.Module],
-        optimizers: Optimizers,
-        state: TrainState,
-        data: DataStream,
-        *,
-        wait_until_writable: Callable[[], None],
-    ) -> None:
+    def __init__(self, contents: Contents, wait_until_writable: Callable[[], None]) -> None:
         """`wait_until_writable` returns when weights may change."""
-        self.model, self.optimizers, self.state, self.data = model, optimizers, state, data
+        self.contents, self.state, self.data = contents, contents.state, contents.data
         self.wait_until_writable = wait_until_writable
 
     def get(self) -> dict[str, Any]:
@@ -64,7 +54,6 @@ class Live:
             logger.info("took over the state of another replica group: step %d, was %d", step, was)
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        weights = {name: p for part in self.model for name, p in part.state_dict().items()}
-        tensors = {f"model.{name}": local(p).detach() for name, p in weights.items()}
-        states = self.optimizers.state_dict() if with_optimizer else {}
-        return tensors | {f"optimizer.{name}": local(t) for name, t in states.items()}
+        states = self.contents.of_optimizer() if with_optimizer else {}
+        tensors = self.contents.weights() | states
+        return {name: local(tensor).detach() for name, tensor in tensors.items()}

@@ -66,17 +66,25 @@ class Saver:
         self.config, self.folder, self.world = config, folder, world
         self.writers = Writers(world)
         self.is_async = config.async_mode != "disabled"
-        self.staging = Staging(config.async_mode == "async_with_pinned_mem", world.device)
+        pinned = config.async_mode == "async_with_pinned_mem"
+        self.staging = Staging(pinned, world.device)
+        if pinned and not self.staging.pinned:
+            told = (
+                "checkpoint.async_mode: a %s has no memory to pin; a thread copies, as with async"
+            )
+            logger.info(told, world.device.type)
         self.saved_step: int | None = None
         """The newest step on disk."""
         self.failed_step: int | None = None
         """The newest step, if it could not be saved."""
         self._stage: Save | Check | None = None
+        self._waits: Callable[[], float] = lambda: 0.0
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
     ) -> None:
         """Save a step; unless it is asynchronous, every byte is then on disk."""
+        began, waited = time.perf_counter(), self.staging.waited
         self.settle()
         path = self.folder / f"step-{step}.saving"
         if problem := self.world.share(self._begin(step)):
@@ -90,6 +98,8 @@ class Saver:
         self._stage = Save(step, path, model_only, state, writing)
         if not self.is_async:
             self.advance()
+        called = time.perf_counter() - began
+        self._waits = lambda: called + self.staging.waited - waited
 
     @property
     def is_busy(self) -> bool:
@@ -154,8 +164,9 @@ class Saver:
             return
         path = save.path.with_suffix("")
         self.saved_step, self.failed_step = save.step, None
-        told = "saved %s: %s MB, written in %.2f s"
-        logger.info(told, path, f"{size / 1e6:,.1f}", save.writing.seconds)
+        waits = f"; training waited {self._waits():.2f} s" if self.is_async else ""
+        told = "saved %s: %s MB, written in %.2f s%s"
+        logger.info(told, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
         names = [mine.name] if isinstance(mine, Written) else []
         if self.world.rank == 0:
             names += [INDEX, STATE_FILE]

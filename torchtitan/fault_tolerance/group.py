@@ -141,7 +141,8 @@ class ReplicaGroup:
         if was == self.groups:
             return None
         tell = logger.info if self.groups == self.config.groups else logger.warning
-        tell("after step %d: %d of %d replica groups", step, self.groups, self.config.groups)
+        told = self.manager.current_step(), self.groups, self.config.groups
+        tell("after step %d: %d of %d replica groups", *told)
         return self.groups
 
     def count(self, tokens: Tensor) -> Tensor:

@@ -93,6 +93,11 @@ class Optimizers:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.zero_grad()
+        # Where nothing is loaded into it, the first update must find what it would have found.
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
