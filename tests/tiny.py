@@ -30,6 +30,7 @@ FLAVORS = {
     "tiny": ARGS,
     "tied": dataclasses.replace(ARGS, tied=True),
     "wide": dataclasses.replace(ARGS, dim=64),
+    "short": dataclasses.replace(ARGS, n_layers=1),
     # Enough of everything for four ranks of any axis, and a vocabulary that nothing divides.
     "deep": dataclasses.replace(ARGS, n_layers=6, n_heads=8, n_kv_heads=4, vocab_size=301),
     "flat": dataclasses.replace(ARGS, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=301),

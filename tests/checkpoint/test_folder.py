@@ -207,6 +207,14 @@ def test_parts_left_out_of_loading_start_afresh(tmp_path: Path) -> None:
             r"optimizer\.\S+momentum_buffer is not in the checkpoint",
         ),
         ({"model": {"flavor": "wide"}}, r"is \(300, 32\) there and \(300, 64\) here"),
+        (
+            {"optimizer": {"name": "SGD", "momentum": 0.0}},
+            r"exp_avg is in the checkpoint, but not in this run",
+        ),
+        (
+            {"model": {"flavor": "short"}},
+            r"model.layers.1.\S+ is in the checkpoint, but not in this run",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_named(

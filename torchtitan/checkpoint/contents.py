@@ -4,7 +4,7 @@ Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<para
 `rng.<rank>.<device>`. They are the live ones, to save as they are and to load in place.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Contents:
         Raises:
             ConfigError: where they do not fit; `path` says where they are.
         """
-        self._read(path, self.weights(), source)
+        self._read(path, self.weights(), source, {"model"})
 
     def restore(self, path: Path, skip: Collection[str] = ()) -> None:
         """Be where a checkpoint stands, in everything but `skip`.
@@ -71,7 +71,8 @@ class Contents:
         has_rng = "rng" not in skip and manifest.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
-        self._read(path, self.weights() | optimizer | rng, SavedTensors(path))
+        tensors = self.weights() | optimizer | rng
+        self._read(path, tensors, SavedTensors(path), {"model", "optimizer"} - set(skip))
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
@@ -83,10 +84,20 @@ class Contents:
         if "lr_scheduler" in skip:
             self.state.schedule_start = self.state.step
 
-    def _read(self, path: Path, tensors: Mapping[str, Tensor], source: TensorSource) -> None:
+    def _read(
+        self, path: Path, tensors: Mapping[str, Tensor], source: TensorSource, parts: Set[str]
+    ) -> None:
+        """Take over `tensors`; of these `parts` the source has to have no others."""
         # A pipeline's ranks hold different names, and all must end if one does.
-        everyones = self.world.gather(differences(tensors, source))
-        if mistakes := list(dict.fromkeys(mistake for own in everyones for mistake in own)):
+        everyones = self.world.gather((differences(tensors, source), list(tensors)))
+        mistakes = list(dict.fromkeys(mistake for own, _ in everyones for mistake in own))
+        known = {name for _, names in everyones for name in names}
+        mistakes += [
+            f"{name} is in the checkpoint, but not in this run"
+            for name in source.shapes()
+            if name not in known and name.partition(".")[0] in parts
+        ]
+        if mistakes:
             more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
             told = "; ".join(mistakes[:SHOWN])
             raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
