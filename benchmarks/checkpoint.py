@@ -190,11 +190,11 @@ def saves_and_loads(run: Run, folder: Path, rounds: int) -> tuple[Times, Times, 
         for name in list(saving)[::turn]:
             saved[name].append(timed(saving[name]))
             run.checkpoint.finish()  # reads back what was written, outside of the clock
-        for path, _ in loading.values():
-            for file in files_of(path()):
-                raw_read(file)
         for name in list(loading)[::turn]:
             path, action = loading[name]
+            # A virtual disk may have in its host's memory what was read lately: give all the same.
+            for file in files_of(path()):
+                raw_read(file)
             forget(path())
             loaded[name].append(timed(action))
         for step, path in list(saved_steps(folder / "checkpoint").items())[:-1]:
@@ -280,8 +280,8 @@ PAGE = """\
 
 {megabytes:,.0f} MB: weights and Adam's moments, float32, one process, one thread. *MB/s* and
 *ratio* to a plain write or read of as many bytes, round by round: median (quartiles) of {rounds}
-rounds. All saves end with an fsync; before each load the kernel dropped the files from memory,
-after all had been read once.
+rounds. All saves end with an fsync. Before each load its files were read once, and then dropped
+from the kernel's memory.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 
