@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -290,13 +291,27 @@ def test_damaged_initial_weights_are_refused(tmp_path: Path) -> None:
         run(recipe(tmp_path / "b", checkpoint=initial))
 
 
-def test_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_into_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
     with lock(tmp_path):
         message = f"another run writes into {tmp_path} \\(process {os.getpid()} on"
         with pytest.raises(ConfigError, match=message), lock(tmp_path):
             pass
     with lock(tmp_path):
         pass
+
+
+def test_a_lock_that_is_about_to_be_let_go_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a process that a killed run has forked, and that is not yet another program."""
+    with ExitStack() as killed:
+        killed.enter_context(lock(tmp_path))
+        monkeypatch.setattr("time.sleep", lambda seconds: killed.close())
+        with lock(tmp_path):
+            assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path: Path) -> None:

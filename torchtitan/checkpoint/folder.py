@@ -16,11 +16,12 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
@@ -36,6 +37,9 @@ from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 
 LOCK_FILE = "lock"
+LOCK_SECONDS = 2.0
+"""How long to try. What a run was about to start (git, a compiler) when it was killed has its lock
+until it is another program, for a moment after the run is gone."""
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -162,19 +166,29 @@ def lock(dump_folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"job.dump_folder: cannot write into {dump_folder}: {error}") from None
     with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _take(file):
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ConfigError(
                 f"job.dump_folder: another run writes into {dump_folder} ({holder}); wait for its "
                 "end, or choose another folder"
-            ) from None
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _take(file: TextIO) -> bool:
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(0.05)
 
 
 def _sync(folder: Path) -> None:
