@@ -107,7 +107,7 @@ def harms() -> list[Any]:
     for number, harm in enumerate(HARMS):
         for layout, files in FILES.items():
             for name in files:
-                every = 10 if harm in ("a bit flipped", "cut short") else 4
+                every = 25 if harm in ("a bit flipped", "cut short") else 4
                 for seed in range(every if layout == "one rank" else 1):
                     daily = number < 4 and (layout, name, seed) == ("one rank", files[number], 0)
                     marks = () if daily else pytest.mark.slow
