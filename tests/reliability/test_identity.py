@@ -142,5 +142,8 @@ def test_a_checkpoint_holds_the_step_it_is_named_after(
 def test_without_the_wait_it_would_be_found(layout: str, tmp_path: Path, tell: Tell) -> None:
     played, noted = train(tmp_path, layout, "async", no_wait)
     assert played.status == 0, played.log
-    assert wrong_steps(tmp_path, noted) == list(range(1, 8))  # after the last there is no update
-    tell("the same without waiting for the copy", "the trial finds 7 of 8 wrong", "as expected")
+    # After the last there is no update; and sometimes a copy is faster than the next one.
+    found = wrong_steps(tmp_path, noted)
+    assert found
+    assert set(found) <= set(range(1, 8))
+    tell("the same without waiting for the copy", "the trial finds some of 8 wrong", "as expected")
