@@ -293,6 +293,10 @@ from the kernel's memory.
 |---|---:|---:|
 {loads}
 
+Of the loads only those of ours can be compared with each other, as they read the same files: on a
+virtual disk one file may be read twice as fast as another of as many bytes, and a ratio above 1 is
+a sign of that.
+
 An asynchronous save, in steps of {step:.2f} s, median (quartiles) of {blocks} blocks of {steps}
 steps:
 
