@@ -83,9 +83,9 @@ def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
         number += 1
     files = {n: file for n, file in manifest.files.items() if n != _state_file(manifest)}
     files[name] = write_json(checkpoint / name, state)
-    _sync(checkpoint)
+    sync(checkpoint)
     write_manifest(checkpoint, replace(manifest, files=files))
-    _sync(checkpoint)
+    sync(checkpoint)
 
 
 def _state_file(manifest: Manifest) -> str:
@@ -103,10 +103,10 @@ def begin(folder: Path, step: int) -> Path:
 
 def commit(path: Path) -> Path:
     """Turn a finished `.saving` folder into a checkpoint, down to the disk."""
-    _sync(path)
+    sync(path)
     done = path.with_suffix("")
     path.rename(done)
-    _sync(done.parent)
+    sync(done.parent)
     return done
 
 
@@ -191,8 +191,9 @@ def _take(file: TextIO) -> bool:
         time.sleep(0.05)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

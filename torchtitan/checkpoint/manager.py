@@ -12,7 +12,7 @@ from torchtitan.checkpoint.contents import Contents
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.start import Choice, Start, open_weights
-from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.convert import Wishes, convert
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
@@ -54,13 +54,12 @@ class Checkpointer:
         if start.path is None:
             return
         if start.model_only:
-            is_ours = start.format == "ours"
-            self.contents.load_weights(
-                start.path,
+            source: TensorSource = (
                 SavedTensors(start.path)
-                if is_ours
-                else open_weights(start.path, start.format, self.choice.recipe),
+                if start.format == "ours"
+                else open_weights(start.path, start.format, self.choice.recipe)
             )
+            self.contents.load_weights(start.path, source)
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
             return
         self._restore(start.path, self.config.exclude_from_loading)
@@ -106,9 +105,10 @@ class Checkpointer:
                 logger.error("%s; set aside as %s", why, disk.set_aside(path).name)
         return start
 
-    def _choose_again(self, damaged: Mapping[Path, str]) -> "Start | ConfigError":
+    def _choose_again(self, damaged: Mapping[Path, str]) -> "Start | ConfigError | None":
+        """On rank 0 what to start from instead, or why there is nothing."""
         try:
-            return self.choice.start(damaged)
+            return self.choice.start(damaged) if self.world.rank == 0 else None
         except ConfigError as error:
             return error
 

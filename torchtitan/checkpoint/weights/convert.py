@@ -5,7 +5,6 @@ Each format has one way to open a folder and one to write it, and all of them me
 never more in memory than one file of it. What is written has its name once it is complete.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.folder import commit
+from torchtitan.checkpoint.folder import commit, sync
 from torchtitan.checkpoint.storage import write_weights
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face import write_hugging_face
@@ -107,18 +106,10 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
     try:
         yield saving
         for path in saving.iterdir():
-            _sync(path)
+            sync(path)
         commit(saving)
     finally:
         shutil.rmtree(saving, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def parse_size(text: str) -> int:
