@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan.config import show
 from torchtitan.config.help import Section, sections
 from torchtitan.data import DATASETS
-from torchtitan.dialect import TABLE, Kept, Moved
+from torchtitan.dialect import TABLE, Converted, Kept, Moved
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 
@@ -34,11 +34,14 @@ lr = 3e-4
 ```
 
 **Precedence.** Defaults < the extended recipe < the recipe < flags. A recipe that changes
-`optimizer.name` does not inherit the settings that the new optimizer does not have.
+`optimizer.name` does not inherit the settings that the new optimizer does not have. A recipe with
+`[[convert]]` sections of its own inherits none; `convert = []` is a list without any.
 
 **Flags.** `--section.key value` or `--section.key=value`. Booleans: `--section.key`,
 `--no-section.key`, `--section.no-key`, `--section.key false`. Lists: `--section.key a b` or `a,b`.
-What may be absent: `--section.key none`. A hyphen may stand for an underscore.
+What may be absent: `--section.key none`. A hyphen may stand for an underscore. A section in a list
+has a number: `--convert.0.recipe rowwise` changes the first one, or with `--convert.0.name float8`
+makes it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
 recipe without starting anything, says all its mistakes at once, and prints it with every key
@@ -64,12 +67,12 @@ def section(section: Section) -> str:
     """One section as a table."""
     choice = f' with `name = "{section.choice}"`' if section.choice else ""
     rows = [
-        f"| `{entry.path.split('.')[1]}` | {cell(entry.allowed)} | `{cell(entry.default)}` "
+        f"| `{entry.path.split('.')[-1]}` | {cell(entry.allowed)} | `{cell(entry.default)}` "
         f"| {cell(entry.help)} |"
         for entry in section.entries
     ]
     head = ["| key | value | default | |", "|---|---|---|---|"]
-    return "\n".join([f"## [{section.name}]{choice}", "", section.about, "", *head, *rows, ""])
+    return "\n".join([f"## {section.header}{choice}", "", section.about, "", *head, *rows, ""])
 
 
 def lists() -> Iterator[str]:
@@ -92,6 +95,8 @@ def old_keys() -> Iterator[str]:
         if isinstance(row, Moved):
             changed = " (written otherwise)" if row.convert else ""
             yield f"| `{key}` | `{row.to}`{changed} |"
+        elif isinstance(row, Converted):
+            yield f"| `{key}` | `{row.to}` of a `[[convert]]` section |"
         elif isinstance(row, Kept):
             missing = "; ".join(f"not {show(value)}: {why}" for value, why in row.missing.items())
             yield f"| `{key}` | {cell(missing)} |"

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
+from torchtitan import torch_private
+from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.job import JobConfig
+
+with torch_private.quiet_torchao():
+    import torchao.float8  # noqa: F401  (4 s, which each of the forked ranks would take)
 
 OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 0.5, "momentum": 0.9}}
 
@@ -20,6 +25,7 @@ class Case:
     cp: int = 1
     tp: int = 1
     sections: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    convert: tuple[ConverterConfig, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -35,7 +41,8 @@ class Case:
             "tensor_parallel_degree": self.tp,
         }
         # Stages need layers; other layouts take less time with few.
-        model = {"flavor": "deep" if self.pp > 1 else "flat"}
+        flavor = "even" if self.convert else "deep" if self.pp > 1 else "flat"
+        model = {"flavor": flavor}
         merged: dict[str, dict[str, Any]] = {"model": model, "parallelism": degrees}
         for changes in (self.sections, sections):
             for name, keys in changes.items():
@@ -54,6 +61,8 @@ def case(
     training: dict[str, Any] | None = None,
     recompute: dict[str, Any] | None = None,
     documents: bool = False,
+    chunk: int = 0,
+    convert: tuple[ConverterConfig, ...] = (),
     **parallelism: Any,
 ) -> Case:
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
@@ -61,9 +70,11 @@ def case(
         "training": {"local_batch_size": batch, **(training or {})},
         "activation_checkpoint": recompute or {},
         "model": {"attn_mask_type": "block_causal"} if documents else {},
+        "loss": {"vocabulary_chunk": chunk} if chunk else {},
         "parallelism": parallelism,
     }
-    return Case(pp, replicate, shard, cp, tp, {name: s for name, s in sections.items() if s})
+    sections = {name: section for name, section in sections.items() if section}
+    return Case(pp, replicate, shard, cp, tp, sections, convert)
 
 
 def schedule(name: str, pp: int = 2, **rest: Any) -> Case:
@@ -78,6 +89,7 @@ RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
+SIMPLE = {"data_parallel_impl": "simple_fsdp"}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
@@ -85,6 +97,12 @@ BY_HAND = (
     ("tok_embeddings", *(f"layers.{number}" for number in range(4))),
     ("layers.4", "layers.5", "norm", "output"),
 )
+ROWWISE = (Float8(recipe="rowwise", emulate=True),)
+ROWWISE_HIGH = (Float8(recipe="rowwise_with_gw_hp", emulate=True),)
+TENSORWISE = (Float8(emulate=True),)
+GATHERED = (Float8(emulate=True, enable_fsdp_float8_all_gather=True),)
+SCALED_BEFORE = (GATHERED[0].model_copy(update={"precompute_float8_dynamic_scale_for_fsdp": True}),)
+MICROSCALED = (MXFP8(emulate=True),)
 
 LAYOUTS: dict[str, Case] = {
     # Data parallelism.
@@ -151,6 +169,43 @@ LAYOUTS: dict[str, Case] = {
     "TP 2 x PP 2": case(2, tp=2),
     "TP 2 x PP 2, ZBVZeroBubble": case(2, tp=2, **ZBV),
     "CP 2 x PP 2": case(2, cp=2, **RING),
+    # The loss a chunk of the vocabulary at a time.
+    "one rank, loss in chunks": case(batch=8, chunk=100),
+    "TP 2, loss in chunks": case(tp=2, chunk=64),
+    "TP 2, neither, loss in chunks": case(tp=2, chunk=64, **NO_SEQUENCE, **NO_LOSS),
+    "FSDP 2 x CP 2, loss in chunks": case(shard=2, cp=2, batch=1, chunk=100),
+    "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, **SIMPLE),
+    "PP 2, loss in chunks": case(2, chunk=100),
+    # Converted linears: the reference is converted alike, and has microbatches of the same size.
+    "FSDP 2, Float8 rowwise": case(shard=2, convert=ROWWISE),
+    "FSDP 2 x TP 2, Float8 rowwise": case(shard=2, tp=2, convert=ROWWISE),
+    "CP 2, Float8 rowwise": case(cp=2, convert=ROWWISE),
+    "TP 2 x PP 2, Float8 rowwise": case(2, tp=2, convert=ROWWISE),
+    "FSDP 2, Float8 rowwise_with_gw_hp": case(shard=2, convert=ROWWISE_HIGH),
+    "DDP 2, Float8 tensorwise": case(replicate=2, convert=TENSORWISE),
+    "FSDP 2, Float8 tensorwise, gathered so": case(shard=2, convert=GATHERED),
+    "HSDP 2 x 2, Float8 tensorwise, gathered so, scaled before": case(
+        replicate=2, shard=2, convert=SCALED_BEFORE
+    ),
+    "FSDP 2, Float8 tensorwise, gathered so, CPU offload": case(
+        shard=2, convert=GATHERED, training={"enable_cpu_offload": True}
+    ),
+    "FSDP 2, MXFP8": case(shard=2, convert=MICROSCALED),
+    "FSDP 2 x TP 2, MXFP8": case(shard=2, tp=2, convert=MICROSCALED),
+    "PP 2, MXFP8": case(2, convert=MICROSCALED),
+    "PP 2, ZBVZeroBubble, Float8 rowwise": schedule("ZBVZeroBubble", convert=ROWWISE),
+    "PP 2, ZBVZeroBubble, MXFP8": schedule("ZBVZeroBubble", convert=MICROSCALED),
+    # SimpleFSDP.
+    "SimpleFSDP, copies 2": case(replicate=2, **SIMPLE),
+    "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, **SIMPLE),
+    "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, **SIMPLE),
+    "SimpleFSDP, HSDP 2 x 2, full recomputation": case(
+        replicate=2, shard=2, recompute=FULL, **SIMPLE
+    ),
+    "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, **SIMPLE),
+    "SimpleFSDP 2 x PP 2": case(2, shard=2, **SIMPLE),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, **SIMPLE),
+    "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, **SIMPLE),
     # All together.
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(
@@ -159,6 +214,8 @@ LAYOUTS: dict[str, Case] = {
     "HSDP 2 x 2 x PP 2": case(2, replicate=2, shard=2),
     "CP 2 x TP 2 x PP 2, documents": case(2, cp=2, tp=2, documents=True),
 }
+if torch_private.keeps_nodes_of_functions():  # else the recipe is refused
+    LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
 ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 
@@ -168,4 +225,16 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     training = {"max_norm": 0.3} | sections.pop("training", {})
     optimizers = {"name": optimizer, **OPTIMIZERS[optimizer]}
     folder = sections.pop("job", {}).get("dump_folder", "unused")
-    return tiny.job(folder, **layout.recipe(optimizer=optimizers, training=training, **sections))
+    recipe = tiny.job(folder, **layout.recipe(optimizer=optimizers, training=training, **sections))
+    return recipe.model_copy(update={"convert": layout.convert})
+
+
+def alone(layout: Case) -> Case:
+    """What a layout is compared with: one rank, the whole batch at once, nothing wrapped.
+
+    The scale of a converted tensor follows from all it holds of a microbatch, so there both have
+    microbatches of one size.
+    """
+    batch = layout.sections["training"]["local_batch_size"] if layout.convert else 8
+    documents = "attn_mask_type" in layout.sections.get("model", {})
+    return case(batch=batch, documents=documents, convert=layout.convert)

@@ -1,5 +1,6 @@
 """The benchmarks run, and report what their page says; how fast is not a test's business."""
 
+import importlib
 import json
 import os
 import re
@@ -70,6 +71,50 @@ def test_two_ranks_against_one(tmp_path: Path) -> None:
             assert re.fullmatch(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)", speed)
         assert float(memory) > 0
         assert name != "one rank" or float(memory_ratio) == 1
+
+
+@pytest.mark.slow
+def test_simple_fsdp_beside_fsdp2(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = ["benchmarks/simple_fsdp.py", "--blocks", "2", "--steps", "1", "--output", output]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    found = {name: int(gathers) for name, gathers, *_ in rows(output.read_text())[1:]}
+    assert found["SimpleFSDP"] > found["SimpleFSDP, merged by block"] > 1
+
+
+def test_precision(tmp_path: Path) -> None:
+    output, traces = tmp_path / "page.md", tmp_path / "traces"
+    chosen = ["bf16", "Float8 tensorwise, loss in chunks", "SimpleFSDP, loss in chunks"]
+    command = ["benchmarks/precision.py", "--quick", "--profile", traces, "--output", output]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, *command, "--rows", *chosen],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    page = output.read_text()
+    found = [row for row in rows(page) if len(row) == 6 and row[5] == "-"]  # no MFU of a CPU
+    assert [name for name, *_ in found] == ["bf16", "Float8 tensorwise, loss in chunks, emulated"]
+    for _, speed, ratio, memory, memory_ratio, _ in found:
+        assert all(re.fullmatch(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)", x) for x in (speed, ratio))
+        assert float(memory) > 0
+        assert float(memory_ratio) > 0
+    assert "SimpleFSDP, loss in chunks: left out: compile.backend: " in page
+    assert len(list(traces.iterdir())) == 2
+
+
+def test_longest_times_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gaps = importlib.import_module("precision").gaps
+    kernels = [(30.0, 40.0, "c"), (0.0, 10.0, "a"), (5.0, 22.0, "b"), (41.0, 50.0, "d")]
+    assert gaps(kernels) == ["8 us after b, before c", "1 us after c, before d"]
+    assert gaps(kernels, count=1) == ["8 us after b, before c"]
+    assert gaps([]) == []
 
 
 def test_collectives_of_a_layout(tmp_path: Path) -> None:

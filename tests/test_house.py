@@ -21,15 +21,17 @@ LAYERS = [
     ["job", "migrate"],
     [
         *("checkpoint", "metrics", "profiling", "flight", "elastic", "spikes", "validate"),
-        *("fault_tolerance", "dialect"),
+        *("fault_tolerance", "dialect", "precision"),
     ],
     ["parallel"],
-    ["models", "data", "optim", "losses", "agent"],
+    ["models", "data", "optim", "convert", "losses", "agent"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-HEAVY = ["datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich"]
+HEAVY = [
+    *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
+]
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 

@@ -30,9 +30,17 @@ FLAVORS = {
     "tiny": ARGS,
     "tied": dataclasses.replace(ARGS, tied=True),
     "wide": dataclasses.replace(ARGS, dim=64),
+    # Matrices large enough for optimizer states in few bits, also in four parts.
+    "square": dataclasses.replace(
+        ARGS, dim=128, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=320
+    ),
     "short": dataclasses.replace(ARGS, n_layers=1),
     # Enough of everything for four ranks of any axis, and a vocabulary that nothing divides.
     "deep": dataclasses.replace(ARGS, n_layers=6, n_heads=8, n_kv_heads=4, vocab_size=301),
+    # Matrices whose halves are in multiples of 32, as converters need them.
+    "even": dataclasses.replace(
+        ARGS, n_layers=2, dim=64, n_kv_heads=4, ffn_dim=128, vocab_size=301
+    ),
     "flat": dataclasses.replace(ARGS, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=301),
 }
 # Known by name in every process that imports this, as a model outside the tree would be.

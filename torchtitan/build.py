@@ -18,8 +18,10 @@ from torchtitan.metrics import Meter, SinkContext, build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.optim import Optimizers, learning_rate_factor
+from torchtitan.optim import Optimizers, learning_rate_factor, open_optimizers
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
+from torchtitan.parallel.tensor import settle
+from torchtitan.precision import PrecisionWatch
 from torchtitan.profiling import Profiler
 from torchtitan.provenance import about_run
 from torchtitan.validate import Validator
@@ -47,6 +49,7 @@ class Run:
     live: Live
     replicas: Replicas
     validator: Validator
+    precision: PrecisionWatch
     meter: Meter
     profiler: Profiler
     stop: StopSignal
@@ -62,7 +65,9 @@ def build(job: JobConfig, world: World) -> Run:
     folder = Path(job.job.dump_folder).expanduser()
     tokenizer = open_tokenizer(job)
     model = build_model(job, world)
-    optimizers = Optimizers(model.parts, job.optimizer, world.groups["pp"])
+    optimizers = open_optimizers(
+        model.parts, job.optimizer, world.groups["pp"], world.device, settle
+    )
     open_stream = partial(
         build_stream,
         tokenizer=tokenizer,
@@ -106,6 +111,7 @@ def build(job: JobConfig, world: World) -> Run:
         live=live,
         replicas=open_replicas(job, world, data, live),
         validator=Validator(job.validation, validation_data, alone, model, world),
+        precision=PrecisionWatch(job.metrics.precision_freq, job.convert, model, world),
         meter=build_meter(job, world, folder),
         profiler=Profiler(job.profiling, folder, world.rank, world.device),
         stop=StopSignal(),
@@ -186,9 +192,11 @@ def layout_of(job: JobConfig) -> Layout:
         cpu_offload=job.training.enable_cpu_offload,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
+        loss=job.loss,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
         document_mask=job.model.attn_mask_type == "block_causal",
+        convert=job.convert,
     )
 
 

@@ -9,15 +9,26 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from torchtitan import dialect, fault_tolerance
+from torch import nn
+
+from torchtitan import convert, dialect, fault_tolerance, optim
 from torchtitan.config import KeyPath, Problem, Recipe, Setting, allowed_names, load, show
 from torchtitan.data import check_data
+from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics import check_metrics
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
+from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import activation_checkpoint, async_tensor, pipeline_checks
+from torchtitan.parallel import (
+    activation_checkpoint,
+    async_tensor,
+    convert_checks,
+    cuda_graphs,
+    pipeline_checks,
+    simple_fsdp,
+)
 from torchtitan.profiling import check_profiling
 
 
@@ -78,9 +89,14 @@ def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterat
     yield from _problems_of_degrees(job, world_size)
     yield from _problems_of_model(job, world_size)
     yield from _problems_of_compiler(job, None)
+    yield from _problems_of_cuda_graphs(job, world_size)
+    yield from _problems_of_data_parallelism(job, world_size)
     yield from _problems_of_sequences(job)
     yield from _problems_of_batches(job, world_size)
     yield from _problems_of_precision(job)
+    yield from _problems_of_converters(job)
+    yield from _problems_of_loss(job)
+    yield from _problems_of_optimizer(job, world_size)
     yield from _problems_of_files(job)
     yield from _problems_of_checkpoints(job)
     yield from _problems_of_groups(job)
@@ -219,6 +235,7 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
             microbatches=p.microbatches(batch),
             recompute=job.activation_checkpoint,
             compile=job.compile,
+            loss=job.loss,
         ):
             rests_on = ("model", "training.local_batch_size", "parallelism")
             yield Problem(key, message, rests_on)
@@ -307,9 +324,72 @@ def _problems_of_precision(job: JobConfig) -> Iterator[Problem]:
         yield Problem("debug.deterministic_warn_only", message, ("debug.deterministic",))
     if getattr(job.optimizer, "nesterov", False) and not getattr(job.optimizer, "momentum", 0):
         yield Problem("optimizer.nesterov", "it needs optimizer.momentum > 0", ("optimizer",))
-    if job.compile.enable and not job.compile.components:
+    c = job.compile
+    if c.enable and not c.components:
         message = "with compile.enable = true, wanted at least one of model, loss"
         yield Problem("compile.components", message, ("compile",))
+    if c.cache_folder is not None and c.backend != "inductor":
+        message = f'compile.backend = "{c.backend}" keeps no graphs; use "inductor"'
+        yield Problem("compile.cache_folder", message, ("compile.backend",))
+
+
+def _problems_of_data_parallelism(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+    degrees, t = job.degrees(world_size or smallest_world(job)), job.training
+    casts = t.dtype != t.mixed_precision_param
+    for key, message in simple_fsdp.problems(
+        job.parallelism,
+        job.compile,
+        hooks=degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload,
+        cpu_offload=t.enable_cpu_offload,
+    ):
+        yield Problem(key, message, ("compile", "training", "parallelism"))
+
+
+def _problems_of_cuda_graphs(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+    degrees, t = job.degrees(world_size or smallest_world(job)), job.training
+    for key, message in cuda_graphs.problems(
+        job.compile,
+        job.parallelism,
+        accumulation=job.accumulation(degrees) if job.data_ranks(degrees) > 0 else 1,
+        moves_parameters=degrees.data > 1 or t.dtype != t.mixed_precision_param,
+        cpu_offload=t.enable_cpu_offload,
+    ):
+        yield Problem(key, message, ("compile", "training", "parallelism"))
+
+
+def _problems_of_converters(job: JobConfig) -> Iterator[Problem]:
+    spec, p = MODELS.get(job.model.name), job.parallelism
+    if not job.convert or spec is None or job.model.flavor not in spec.flavors:
+        return
+    model = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+    in_pipeline = p.pipeline_parallel_degree > 1
+    sequences = (
+        p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
+    )
+    tokens = sequences * job.training.seq_len // p.context_parallel_degree
+    for key, message in convert_checks.problems(job.convert, p, model, spec.tensor_plan, tokens):
+        yield Problem(key, message, ("convert", "model", "training", "parallelism"))
+
+
+def _problems_of_loss(job: JobConfig) -> Iterator[Problem]:
+    """What cannot be where the model computes its loss itself."""
+    spec, key = MODELS.get(job.model.name), "loss.vocabulary_chunk"
+    if not job.loss.vocabulary_chunk or spec is None or job.model.flavor not in spec.flavors:
+        return
+    model = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+    if not has_linear_loss(model):
+        message = f"{job.model.name} does not end in LinearLoss, which makes the chunks; use 0"
+        yield Problem(key, message, ("model",))
+    outputs = [name for name in spec.after_blocks if type(model.get_submodule(name)) is nn.Linear]
+    for number, converter in enumerate(job.convert):
+        for name in outputs:
+            if not any(part in name for part in converter.filter_fqns):
+                message = (
+                    f"the loss multiplies with the weight of {name} itself, so {converter.name} "
+                    f'would not act there; add "{name}" to its filter_fqns (convert.{number}), or '
+                    "use 0"
+                )
+                yield Problem(key, message, ("model", "convert"))
 
 
 def _problems_of_compiler(job: JobConfig, device_type: str | None) -> Iterator[Problem]:
@@ -320,6 +400,13 @@ def _problems_of_compiler(job: JobConfig, device_type: str | None) -> Iterator[P
         *async_tensor.problems(p, job.compile, device_type),
     ):
         yield Problem(key, message, ("compile", "parallelism", "activation_checkpoint"))
+
+
+def _problems_of_optimizer(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
+    degrees = job.degrees(world_size or smallest_world(job))
+    accumulation = job.accumulation(degrees) if job.data_ranks(degrees) > 0 else 1
+    for key, message in optim.problems(job.optimizer, job.flat(), accumulation):
+        yield Problem(key, message, ("optimizer", "training", *DEGREES))
 
 
 FOLDERS = (
@@ -347,6 +434,9 @@ def _problems_of_files(job: JobConfig) -> Iterator[Problem]:
         message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
         yield Problem("job.config_file", message)
     dump = Path(job.job.dump_folder).expanduser()
+    cache = job.compile.cache_folder
+    if cache is not None and Path(cache).expanduser().is_file():
+        yield Problem("compile.cache_folder", "it is a file; wanted a folder")
     existing = next((folder for folder in (dump, *dump.parents) if folder.exists()), None)
     if existing and not existing.is_dir():
         yield Problem("job.dump_folder", f"{existing} is a file; wanted a folder")
@@ -410,6 +500,16 @@ def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
     yield from (p for p in _problems_of_compiler(job, device_type) if p not in anywhere)
     for key, message in fault_tolerance.problems_of_machine(job.fault_tolerance):
         yield Problem(key, message)
+    if job.convert:
+        capability = Device("cuda").capability if device_type == "cuda" else None
+        for number, message in convert.lacking(job.convert, capability):
+            yield Problem(f"convert.{number}.emulate", message, ("convert",))
+    for key, message in optim.problems_of_machine(job.optimizer, device_type):
+        yield Problem(key, message, ("optimizer",))
+    for key, message in cuda_graphs.problems_of_machine(job.compile, device_type):
+        yield Problem(key, message)
+    for key, message in simple_fsdp.problems_of_machine(job.parallelism, device_type):
+        yield Problem(key, message)
     on_cpu = job.compile.backend == "inductor" and device_type == "cpu"
     if job.compile.enable and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
         message = (
@@ -421,6 +521,7 @@ def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
 
 def remarks(job: JobConfig) -> Iterator[str]:
     """What works, but perhaps not as its writer thinks."""
+    yield from simple_fsdp.remarks(job.parallelism, job.compile)
     schedule, steps = job.lr_scheduler, job.schedule_steps()
     if schedule.warmup_steps > steps:
         yield (
@@ -437,6 +538,11 @@ def remarks(job: JobConfig) -> Iterator[str]:
         yield (
             f"lr_scheduler.total_steps: after {steps} steps the learning rate is 0, but there are "
             f"{job.training.steps} steps"
+        )
+    if job.loss.vocabulary_chunk and job.parallelism.disable_loss_parallel:
+        yield (
+            "parallelism.disable_loss_parallel: with loss.vocabulary_chunk no logits are gathered; "
+            "each tensor rank makes those of its part of the vocabulary, with or without it"
         )
     if job.spikes.sigma and job.spikes.window >= job.training.steps:
         yield (

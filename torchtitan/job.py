@@ -1,13 +1,16 @@
 """The whole recipe as one tree, each section imported from its owner."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
-from torchtitan.config import Config, OneOf
+from torchtitan.config import Config, ListOf, OneOf
+from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
 from torchtitan.fault_tolerance import FaultToleranceConfig
+from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models.attention import AttentionMask
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
@@ -45,7 +48,9 @@ class JobSection(Config):
     description: str = Field("", description="A line for humans.")
     print_config: bool = Field(False, description="Print the resolved recipe at the start.")
     imports: tuple[str, ...] = Field(
-        (), description="Modules to import first; they may add to MODELS, OPTIMIZERS, DATASETS."
+        (),
+        description="Modules to import first; they may add to MODELS, CONVERTERS, "
+        "OPTIMIZERS, DATASETS.",
     )
 
 
@@ -117,9 +122,11 @@ class JobConfig(Config):
 
     job: JobSection = JobSection()
     model: ModelSection = ModelSection()
+    convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
     data: DataConfig = DataConfig()
     training: TrainingSection = TrainingSection()
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
+    loss: LossConfig = LossConfig()
     lr_scheduler: ScheduleConfig = ScheduleConfig()
     spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
@@ -157,9 +164,18 @@ class JobConfig(Config):
         return self.lr_scheduler.total_steps or self.training.steps
 
     def flat(self) -> dict[str, Any]:
-        """Dotted keys to values, as TOML could hold them."""
+        """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""
         return {
             f"{section}.{key}": value
-            for section, values in self.model_dump(mode="json").items()
-            for key, value in values.items()
+            for name, values in self.model_dump(mode="json").items()
+            for section, items in _numbered(name, values)
+            for key, value in items.items()
         }
+
+
+def _numbered(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A section by its name, or those of a list each by name and number."""
+    if isinstance(values, list):
+        yield from ((f"{name}.{number}", item) for number, item in enumerate(values))
+    else:
+        yield name, values

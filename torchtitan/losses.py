@@ -1,13 +1,40 @@
-"""The training loss."""
+"""The training loss: cross entropy, summed over the targets that count.
 
+Of each token it takes two numbers, the log-sum-exp l of its logits and the logit t of its target:
+the loss is l - t. Both can be had in parts. Parts of the vocabulary on several ranks give one l and
+t each, which three numbers a token merge (Shoeybi et al., 2019, arXiv:1909.08053, section 3):
+
+    m = max of l,  l = m + log(sum of exp(l - m)),  t = sum of t, 0 where the target is not
+
+And a rank need not have all logits of its part at once. Llama 3's 128,256 of each token take far
+more memory than its hidden state. `linear_cross_entropy` makes them of a chunk of the vocabulary,
+adds them to l (Milakov and Gimelshein, 2018, arXiv:1805.02867) and drops them; the backward makes
+them again, since exp(logit - l) is all it takes. That costs one more matrix product beside three.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from torchtitan.config import Config
+
 IGNORED = -100  # the default of torch: a target that does not count
+
+
+class LossConfig(Config):
+    """How the loss is computed."""
+
+    vocabulary_chunk: int = Field(
+        0,
+        ge=0,
+        description="Vocabulary entries whose logits are in memory at a time; 0: all at once.",
+    )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -24,6 +51,70 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets.flatten(),
         reduction="sum",
     )
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocabulary: int
+) -> Tensor:
+    """`cross_entropy` of logits that are split on the vocabulary over the ranks of `group`.
+
+    Args:
+        logits: (batch, sequence, this rank's part of the vocabulary): equal parts but the last.
+        targets: (batch, sequence) int64, as for `cross_entropy`.
+        vocabulary: size of the whole vocabulary.
+    """
+    x = logits.float()
+    is_mine, place = _find(targets - _first(group, vocabulary), x.shape[-1])
+    of_target = torch.where(is_mine, x.gather(-1, place[..., None])[..., 0], 0.0)
+    return _summed(x.logsumexp(-1), of_target, targets, group)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    group: dist.ProcessGroup | None,
+    vocabulary: int,
+    backend: str = "",
+) -> Tensor:
+    """`cross_entropy` of `F.linear(hidden, weight)`, of which `chunk` columns exist at a time.
+
+    Args:
+        hidden: (batch, sequence, dim).
+        weight: (vocabulary, dim), or this rank's rows of it: equal parts but the last.
+        targets: (batch, sequence) int64, as for `cross_entropy`.
+        group: the ranks that have the other rows, if there are any.
+        vocabulary: size of the whole vocabulary.
+        backend: of torch.compile, for what is done with each chunk of logits; "": not compiled.
+    """
+    local = targets - (0 if group is None else _first(group, vocabulary))
+    parts = chunked_statistics(hidden.flatten(0, 1), weight, local.flatten(), chunk, backend)
+    lse, of_target = (part.view_as(targets) for part in parts)
+    return _summed(lse, of_target, targets, group)
+
+
+def _first(group: dist.ProcessGroup, vocabulary: int) -> int:
+    """Where this rank's part of the vocabulary begins."""
+    return dist.get_rank(group) * -(-vocabulary // dist.get_world_size(group))
+
+
+def _find(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Which targets, counted from the begin of a part, stand in it, and where; elsewhere: 0."""
+    is_mine = (local >= 0) & (local < size)
+    return is_mine, torch.where(is_mine, local, 0)
+
+
+def _summed(
+    lse: Tensor, of_target: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The sum of the losses, from what each rank found in its part of the vocabulary."""
+    if group is not None:
+        largest = lse.detach().clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        lse = largest + _sum_over_ranks((lse - largest).exp(), group).log()
+        of_target = _sum_over_ranks(of_target, group)
+    return torch.where(targets == IGNORED, 0.0, lse - of_target).sum()
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -47,28 +138,126 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return replaced
 
 
-def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocabulary: int
-) -> Tensor:
-    """`cross_entropy` of logits that are split on the vocabulary over the ranks of `group`.
+@torch.library.custom_op("torchtitan::chunked_statistics", mutates_args=())
+def chunked_statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Of each token, the log-sum-exp of its logits, and that of its target or 0.
 
-    Three numbers a token cross the ranks instead of its logits: the largest logit, the sum of the
-    exponentials and the logit of the target (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+    It is an operator because a compiler that saw into it would find the logits of the forward in
+    the backward again, and keep them.
 
     Args:
-        logits: (batch, sequence, this rank's part of the vocabulary): equal parts but the last.
-        targets: (batch, sequence) int64, as for `cross_entropy`.
-        vocabulary: size of the whole vocabulary.
+        hidden: (N, D).
+        weight: (V, D).
+        targets: (N,) int64; below 0 or from V on: it stands elsewhere, or does not count.
+        chunk: rows of `weight` to work with at a time.
+        backend: as for `linear_cross_entropy`.
+
+    Returns:
+        Two tensors (N,) in float32 at least.
     """
-    first = dist.get_rank(group) * -(-vocabulary // dist.get_world_size(group))
-    x = logits.float()
-    largest = x.detach().amax(-1)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    x = x - largest[..., None]
-    exponentials = _sum_over_ranks(x.exp().sum(-1), group)
-    local = targets - first
-    is_mine = (local >= 0) & (local < x.shape[-1])
-    picked = x.gather(-1, torch.where(is_mine, local, 0)[..., None])[..., 0]
-    of_target = _sum_over_ranks(torch.where(is_mine, picked, 0.0), group)
-    losses = exponentials.log() - of_target
-    return torch.where(targets == IGNORED, 0.0, losses).sum()
+    statistics = _compiled(_statistics, backend)
+    lse = hidden.new_full(targets.shape, -torch.inf, dtype=_precise(hidden))
+    of_target = torch.zeros_like(lse)
+    for start, rows in _chunks(weight, chunk):
+        part, of_part = statistics(F.linear(hidden, rows), targets - start)
+        lse = torch.logaddexp(lse, part)
+        of_target += of_part
+    return lse, of_target
+
+
+def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a chunk of the logits (N, C), which it may overwrite."""
+    x = logits.to(_precise(logits))
+    is_mine, place = _find(local, x.shape[-1])
+    of_target = torch.where(is_mine, x.gather(-1, place[:, None])[:, 0], 0.0)
+    largest = x.amax(-1)
+    return largest + x.sub_(largest[:, None]).exp_().sum(-1).log(), of_target
+
+
+@torch.library.custom_op("torchtitan::chunked_gradients", mutates_args=())
+def chunked_gradients(
+    grad_lse: Tensor,
+    grad_of_target: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    chunk: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `hidden`, which is summed in float32 at least, and of `weight`."""
+    gradient_of = _compiled(_gradient, backend)
+    grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
+    grad_weight = torch.empty_like(weight)
+    for start, rows in _chunks(weight, chunk):
+        local = targets - start
+        gradient = gradient_of(F.linear(hidden, rows), lse, grad_lse, local, grad_of_target)
+        grad_hidden += gradient @ rows
+        torch.mm(gradient.T, hidden, out=grad_weight[start : start + len(rows)])
+        del gradient  # before the next logits take its place
+    return grad_hidden.to(hidden.dtype), grad_weight
+
+
+def _gradient(
+    logits: Tensor, lse: Tensor, grad_lse: Tensor, local: Tensor, grad_of_target: Tensor
+) -> Tensor:
+    """The gradient of a chunk of the logits (N, C), which it may overwrite."""
+    dtype, x = logits.dtype, logits.to(lse.dtype)
+    del logits
+    x = x.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])
+    if torch.compiler.is_compiling():  # all in one kernel, which then keeps nothing of this size
+        columns = torch.arange(x.shape[-1], device=x.device)
+        x += torch.where(columns == local[:, None], grad_of_target[:, None], 0.0)
+    else:
+        is_mine, place = _find(local, x.shape[-1])
+        at_target = torch.where(is_mine, grad_of_target, 0.0)
+        x.scatter_add_(-1, place[:, None], at_target[:, None])
+    return x.to(dtype)
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _chunks(weight: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
+    """The rows of `weight`, `chunk` at a time, and where they begin."""
+    return ((start, weight[start : start + chunk]) for start in range(0, len(weight), chunk))
+
+
+@cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The last chunk may be smaller, so sizes are left open, and one compilation serves all."""
+    if not backend:
+        return function
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+
+
+@chunked_statistics.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = hidden.new_empty(targets.shape, dtype=_precise(hidden))
+    return lse, torch.empty_like(lse)
+
+
+@chunked_gradients.register_fake
+def _(
+    grad_lse: Tensor, grad_of_target: Tensor, hidden: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.chunk, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, output[0])
+
+
+def _differentiate(ctx: Any, grad_lse: Tensor, grad_of_target: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, lse = ctx.saved_tensors
+    gradients = chunked_gradients(
+        grad_lse, grad_of_target, *inputs, lse.detach(), ctx.chunk, ctx.backend
+    )
+    return *gradients, None, None, None
+
+
+chunked_statistics.register_autograd(_differentiate, setup_context=_keep)

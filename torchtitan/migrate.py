@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from tomlkit.items import Comment, InlineTable, Table, Whitespace
+from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.dialect import Moved, entry, translate
+from torchtitan.dialect import translate
 
 Body = list[tuple[Any, Any]]
 
@@ -29,7 +29,7 @@ def migrate(path: Path) -> tuple[str, list[str]]:
     """
     problems: list[str] = []
     settings = read_file(path, problems)
-    translated = translate(settings)
+    translated = translate(settings, {})
     if problems or translated.problems:
         raise RecipeError([*problems, *translated.problems])
     if not translated.notices:
@@ -37,13 +37,16 @@ def migrate(path: Path) -> tuple[str, list[str]]:
     document = tomlkit.parse(read_text(path).rstrip("\n") + "\n")
     _expand(document.body)
     for old, setting in settings.items():
-        row = entry(old)
-        target = tuple(row.to.split(".")) if isinstance(row, Moved) else old
+        target = translated.moved.get(old, old)
         new = translated.settings.get(target)
         if new is None and setting.value != {}:
             _cut(document.body, old)
         elif new and (target, new.value) != (old, setting.value):
             _rewrite(document.body, old, target, new.value)
+    for target in translated.settings.keys() - settings.keys() - set(translated.moved.values()):
+        if len(target) > 2:  # in a list of sections; the list and its sections are made with it
+            value = tomlkit.item(translated.settings[target].value)
+            _add(document.body, target, [(tomlkit.key(target[-1]), value)])
     _drop_empty(document.body)
     return _without_gaps(tomlkit.dumps(document)), translated.notices
 
@@ -71,9 +74,14 @@ def _rewrite(document: Body, old: KeyPath, target: KeyPath, value: Any) -> None:
         body[index] = (tomlkit.key(target[-1]), item)
         return
     comments = _cut(document, old, with_comments=True)[:-1]
+    _add(document, target, [*comments, (tomlkit.key(target[-1]), item)])
+
+
+def _add(document: Body, target: KeyPath, lines: Body) -> None:
+    """Write lines, of which the last is a key, into its section: the name of a section first."""
     home = _section(document, target[:-1])
-    at = _end_of_keys(home)
-    home[at:at] = [*comments, (tomlkit.key(target[-1]), item)]
+    at = 0 if target[-1] == "name" else _end_of_keys(home)
+    home[at:at] = lines
 
 
 def _cut(document: Body, path: KeyPath, *, with_comments: bool = False) -> Body:
@@ -99,6 +107,9 @@ def _tables(
         if isinstance(item, Table):
             has_keys = key.is_dotted() or not item.is_super_table()
             yield from _tables(item.value.body, (*path, key.key), has_keys=has_keys)
+        elif isinstance(item, AoT):
+            for number, table in enumerate(item.body):
+                yield from _tables(table.value.body, (*path, key.key, str(number)))
 
 
 def _find(document: Body, path: KeyPath) -> tuple[Body, int]:
@@ -116,16 +127,27 @@ def _section(document: Body, section: KeyPath) -> Body:
     for path, body, has_keys in _tables(document):
         if path == section and has_keys:
             return body
-    assert len(section) == 1, section
-    table = tomlkit.table()
-    document += [(None, Whitespace("\n")), (tomlkit.key(section[0]), table)]
-    made: Body = table.value.body
+    made: Body
+    if len(section) == 1:
+        table = tomlkit.table()
+        document += [(None, Whitespace("\n")), (tomlkit.key(section[0]), table)]
+        made = table.value.body
+        return made
+    name, number = section
+    sections = next((item for key, item in document if key and key.key == name), None)
+    if sections is None:
+        sections = tomlkit.aot()
+        document.append((tomlkit.key(name), sections))
+    while len(sections.body) <= int(number):
+        sections.append(tomlkit.table())
+        sections.body[-1].trivia.indent = "\n"
+    made = sections.body[int(number)].value.body
     return made
 
 
 def _end_of_keys(body: Body) -> int:
     """Where a further key belongs: after the last one, before blank lines and nested tables."""
-    keys = [i for i, (key, item) in enumerate(body) if key and not isinstance(item, Table)]
+    keys = [i for i, (key, item) in enumerate(body) if key and not isinstance(item, Table | AoT)]
     return keys[-1] + 1 if keys else 0
 
 

@@ -4,27 +4,48 @@ They are imported where they are used: DTensor alone takes a second, which a com
 reads a recipe should not pay.
 """
 
+import logging
 import math
+import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.fx import Graph
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, Node
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 GraphPass = Callable[[Graph], None]
 """What is done to a graph, in place."""
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Import torchao within; it warns of CUDA kernels that it can do without, and of its own ways.
+
+    The noise comes from two loggers: its own, and that of torch's pytree.
+    """
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [each.level for each in noisy]
+    for each in noisy:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(noisy, levels, strict=True):
+            each.setLevel(level)
 
 
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -45,6 +66,57 @@ def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
             assert placement.split_factor == split, f"scattered part: {placements}"
             assert tensor.shape[dim] % parts == 0, f"{tensor.shape} not evenly in {parts} parts"
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The plain tensor in one that FSDP2 gathers in another form, as torchao's in Float8."""
+    whole: Tensor = getattr(tensor, "_tensor", tensor)
+    return whole
+
+
+def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
+    """A tensor that is split over two meshes, as FSDP2 describes it.
+
+    Args:
+        whole: the tensor on the mesh of tensor parallelism.
+        part: this rank's part of it on the mesh of data parallelism.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    *copies, split = part.placements
+    assert isinstance(split, Shard)
+    sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
+    inner = math.prod(size for size, placement in sizes if placement.is_shard(split.dim))
+    # This rank's part is a part of its part on the other mesh, whose parts are the nearer ones.
+    strided = _StridedShard(split.dim, split_factor=inner) if inner > 1 else split
+    return DTensor.from_local(
+        part.to_local(),
+        DeviceMesh._concatenate([part.device_mesh, whole.device_mesh]),
+        (*copies, strided, *whole.placements),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def laid_out_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part` as this rank's part of a tensor that is laid out as `tensor` is, on part's device.
+
+    The public `DTensor.from_local` would move it to the device of the mesh.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def any_number_of_shapes() -> AbstractContextManager[None]:
+    """Within, torch.compile does not give up where a function is called with many shapes."""
+    from torch._dynamo.utils import disable_cache_limit
+
+    return disable_cache_limit()
 
 
 def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
@@ -279,12 +351,45 @@ def compiler_counts() -> Mapping[str, Counter[str]]:
     return counters
 
 
-def recompilations() -> list[str]:
-    """Why code that was compiled already was compiled again, in this process so far."""
+class Compilation(NamedTuple):
+    """A graph that was compiled, forward and backward."""
+
+    reason: str | None
+    """Why again, where the same code was compiled before."""
+    hits: int
+    misses: int
+    """How many of its parts inductor found in its cache, and how many not."""
+
+
+def compilations() -> dict[str, Compilation]:
+    """What this process has compiled, the latest at least, by the name that torch gives it.
+
+    But not torchao's Adam, which is compiled again for each shape: that is how it is meant.
+    """
     from torch._dynamo.utils import get_compilation_metrics
 
-    reasons = (metrics.recompile_reason for metrics in get_compilation_metrics())
-    return [reason for reason in reasons if reason]
+    found: dict[str, Compilation] = {}
+    for metrics in get_compilation_metrics():
+        if metrics.co_name == "single_param_adam":
+            continue
+        name = str(metrics.compile_id)
+        reason, hits, misses = found.get(name, Compilation(None, 0, 0))
+        found[name] = Compilation(
+            metrics.recompile_reason or reason,
+            hits + (metrics.inductor_fx_local_cache_hit_count or 0),
+            misses + (metrics.inductor_fx_local_cache_miss_count or 0),
+        )
+    return found
+
+
+def keep_compiled_graphs(folder: Path | None) -> None:
+    """Have inductor look for graphs on disk, and leave them there (None: where torch does)."""
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
+
+    autograd.enable_autograd_cache = inductor.fx_graph_cache = True
+    if folder is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # read whenever a graph is looked for
 
 
 def compiles_recomputed_attention(device_type: str) -> bool:
@@ -298,6 +403,24 @@ def compiles_recomputed_attention(device_type: str) -> bool:
     return device_type != "cpu" or not hasattr(device_mesh, "_register_distributed_opaque_types")
 
 
+def keeps_nodes_of_functions() -> bool:
+    """Whether a node of the autograd graph that stands for a function of our own lives as long as
+    it is referred to; before torch 2.13 it goes with the tensors that it led to."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+    y = Twice.apply(torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
+    node = y.grad_fn
+    del y
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
 def set_activation_memory_budget(budget: float) -> None:
     """The part of its activations that each graph compiled from now on may keep."""
     from torch._functorch import config
@@ -306,6 +429,85 @@ def set_activation_memory_budget(budget: float) -> None:
     # A DTensor's mesh is an input of the graph from torch 2.13 on, and of no size worth counting.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def graph_pass(function: GraphPass, source: str, settings: str = "") -> Any:
+    """`function` as inductor runs it.
+
+    Args:
+        source: path of the file it stands in; graphs cached with other versions of it are stale.
+        settings: what else decides on what it does.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((source, __file__), settings)
+
+    return Pass()
+
+
+def collective(node: Node) -> str:
+    """Which collective a node of a graph starts; "" if none. Its last argument names the group."""
+    _, _, name = str(node.target).partition("_c10d_functional.")
+    return "" if is_wait(node) else name.partition(".")[0]
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node of a graph is where a collective has ended."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def module_of(node: Node) -> str:
+    """The name of the module, within the one that was compiled, whose forward a node computes.
+
+    Of a node of the backward, that whose gradients it computes. What the forward has no node for,
+    such as the sum over copies of a parameter, belongs where its input does.
+    """
+    from torch._inductor.fx_passes.graph_view import _clean_stack_name, _get_module_stack
+
+    while not (stack := _get_module_stack(node)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return _clean_stack_name(stack[-1][0]) if stack else ""
+
+
+def merge_collectives(graph: Graph, is_wanted: Callable[[Node], bool], megabytes: float) -> None:
+    """Join collectives of a kind, group and dtype that follow each other, up to `megabytes`.
+
+    Args:
+        is_wanted: of a node that starts a collective; the others are passed over.
+    """
+    from torch._inductor.fx_passes import bucketing
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        buckets = getattr(bucketing, f"bucket_{kind}_by_mb")(
+            graph.owning_module, lambda _: megabytes, lambda wait: is_wanted(wait.args[0])
+        )
+        for bucket in buckets:
+            getattr(bucketing, f"merge_{kind}_bucket")(graph, bucket, mode="default")
+        stable_topological_sort(graph)
+
+
+def schedule_collectives(graph: Graph, modules: Sequence[Sequence[str]] | None) -> None:
+    """Join the collectives of each of `modules` (None: as estimated times suggest), and move them.
+
+    The estimates are those of a GPU, which has to be there.
+    """
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    assert graph.owning_module is not None
+    if modules is None:
+        schedule_overlap_bucketing(
+            graph.owning_module, collective_bucketing=True, insert_overlap_deps=True
+        )
+    else:
+        plans: list[list[str] | str] = [list(names) for names in modules]
+        manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
 
 
 def enable_symmetric_memory(group: ProcessGroup) -> None:
@@ -328,18 +530,7 @@ def fuse_tensor_parallelism(before: GraphPass, after: GraphPass, source: str) ->
         source: path of the file they stand in; graphs cached with other versions of it are stale.
     """
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class Pass(CustomGraphPass):
-        def __init__(self, function: GraphPass) -> None:
-            self.function = function
-
-        def __call__(self, graph: Graph) -> None:
-            self.function(graph)
-
-        def uuid(self) -> bytes:
-            return get_hash_for_files((source,), self.function.__name__)
 
     config._micro_pipeline_tp = True
-    config.post_grad_custom_pre_pass = Pass(before)
-    config.post_grad_custom_post_pass = Pass(after)
+    config.post_grad_custom_pre_pass = graph_pass(before, source, before.__name__)
+    config.post_grad_custom_post_pass = graph_pass(after, source, after.__name__)

@@ -48,7 +48,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: after `training.max_skipped_steps` skipped steps in a row; what was
-                trained before them is saved.
+                trained before them is saved. After the first, if the backward makes the updates.
         """
         run, state, training = self.run, self.run.state, self.run.job.training
         run.checkpoint.load(start)
@@ -64,6 +64,9 @@ class Trainer:
                 before, stopping = state.step, self.step()
                 if state.step == before and not (stopping and before):
                     continue  # a replica group was lost: once more, without it
+                if state.skipped_in_a_row and run.optimizers.in_backward:
+                    diverged = True
+                    break  # the weights are harmed already, and are not saved
                 if state.skipped_in_a_row >= training.max_skipped_steps:
                     if self.roll_back():
                         continue
@@ -83,6 +86,7 @@ class Trainer:
                     run.world.after_first_step()
                     run.model.confirm()
                     is_first = False
+                run.model.compiler.after_step(state.step, is_last)
             run.checkpoint.finish()
         if diverged:
             raise TrainingDiverged(self.why_diverged())
@@ -97,7 +101,6 @@ class Trainer:
         state.step += 1
         self.at_step(state.step)
         lr = run.optimizers.set_lr_factor(run.schedule(state.step - state.schedule_start))
-        run.optimizers.zero_grad()
 
         with run.meter.time("data"):
             batches = [next(run.data) for _ in range(run.accumulation)]
@@ -108,6 +111,13 @@ class Trainer:
         counts = torch.stack([batch.target_count() for batch in batches])
         tokens = run.replicas.count(world.sum(counts.sum(), over="data"))
 
+        if run.precision.is_due(state.step):
+            with run.meter.time("precision"):
+                found = run.precision.measure(state.step, batches[0], tokens)
+            run.meter.event(state.step, "precision", **found)
+        run.optimizers.zero_grad()
+        if run.optimizers.in_backward:
+            self.wait_for_weights()
         # Every rank's share of the global mean loss; they add up to it.
         loss = world.sum(run.model.forward_backward(batches, tokens), over="loss")
         run.replicas.sum([loss, *run.optimizers.gradients()])
@@ -124,9 +134,7 @@ class Trainer:
             return bool(stop)
         skip = judge(run.job.spikes, state.history, loss=highest_loss, grad_norm=highest_norm)
         if skip is None:
-            if run.checkpoint.is_staging:
-                with run.meter.time("checkpoint"):
-                    run.checkpoint.wait_staging()
+            self.wait_for_weights()
             run.optimizers.step()
         if not busy:
             run.checkpoint.advance()
@@ -139,10 +147,17 @@ class Trainer:
         run.meter.flush(state.step, **({} if skip is None else skip.row))
         if skip is not None:
             logger.warning(
-                "step %d: loss %g, gradient norm %g: %s; the update is skipped",
+                "step %d: loss %g, gradient norm %g: %s; the update is %s",
                 *(state.step, loss.item(), grad_norm.item(), skip.why),
+                "made already" if run.optimizers.in_backward else "skipped",
             )
         return bool(stop)
+
+    def wait_for_weights(self) -> None:
+        """Return when weights may change: nothing copies them for a checkpoint any more."""
+        if self.run.checkpoint.is_staging:
+            with self.run.meter.time("checkpoint"):
+                self.run.checkpoint.wait_staging()
 
     def meet(self) -> None:
         """Find out who takes part in the next step; catch up with replica groups that are ahead."""
@@ -179,6 +194,14 @@ class Trainer:
     def why_diverged(self) -> str:
         """What to tell of a run that cannot go on, and what may help."""
         state, allowed = self.run.state, self.run.job.spikes.max_rollbacks
+        if self.run.optimizers.in_backward:
+            saved = self.run.checkpoint.saver.saved_step
+            return (
+                f"step {state.step}: the loss or gradient norm is not finite, which with "
+                "optimizer.early_step_in_backward is known only after the update. These weights "
+                f"are not saved; the last checkpoint is {f'step-{saved}' if saved else 'none'}. "
+                "Go on from there without it, or with a lower optimizer.lr"
+            )
         way_out = ""
         if allowed and state.rollbacks >= allowed:
             way_out = f", after {state.rollbacks} rollbacks (spikes.max_rollbacks)"

@@ -43,6 +43,8 @@ PAIRS = [
     ("PP 4, Interleaved1F1B", "FSDP 2 x PP 2"),
     ("CP 2", "TP 2"),
     ("CP 2", "CP 4, ring, unbalanced"),
+    ("FSDP 2 x TP 2", "SimpleFSDP, HSDP 2 x 2, full recomputation"),
+    ("SimpleFSDP 2, accumulating 4", "FSDP 2 x TP 2"),
     ("FSDP 2 x TP 2 x PP 2", "FSDP 4"),
     ("FSDP 2 x TP 2 x PP 2", "CP 2 x PP 2"),
 ]

@@ -42,7 +42,9 @@ FROM_PARITY = (
     *("HSDP 2 x 2, accumulating 2", "TP 2", "TP 4", "TP 2, neither", "CP 2, ring", "CP 4"),
     *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
     *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
-    *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
+    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
+    *("SimpleFSDP 2 x PP 2",),
+    *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
 )
 CASES: dict[str, Case] = {
     **{name: LAYOUTS[name] for name in FROM_PARITY},
@@ -75,7 +77,10 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
     job = layouts.job(layout, "SGD", training={"steps": 2})
     for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
         # The formulas are those of the first tensor rank; the last has a row of the tables less.
-        if found.axes["tp"].index(rank) == 0:
+        # So has the last rank of parts that SimpleFSDP adds up over copies: FSDP2 fills them up.
+        is_filled_up = layout.sections.get("parallelism") != layouts.SIMPLE
+        is_first = found.axes["fsdp"].index(rank) == 0 or is_filled_up
+        if found.axes["tp"].index(rank) == 0 and is_first:
             assert not differences(found), f"rank {rank}"
         assert found.single_numbers <= 12
 

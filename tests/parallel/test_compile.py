@@ -1,7 +1,9 @@
 """A compiled run is the same run as an eager one on one rank, in as few graphs as there can be."""
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 from tests import layouts, tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace
+from tests.runs import Trace, trace, train
+from torchtitan import torch_private
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel import CompileConfig, compile
+from torchtitan.parallel import CompileConfig, compile, cuda_graphs
 
 # Of the compiler's own doings; a user does not see them.
 pytestmark = [
@@ -35,12 +38,16 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def reported(config: CompileConfig, blocks: int) -> list[str]:
+def logged(act: Callable[[], Any]) -> list[str]:
     handler = Lines()
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
-    compile.report(config, blocks, has_loss=True)
+    act()
     return handler.lines
+
+
+def reported(config: CompileConfig, blocks: int) -> list[str]:
+    return logged(partial(compile.report, config, blocks, has_loss=True))
 
 
 def forget() -> None:
@@ -92,6 +99,8 @@ CASES: dict[str, tuple[Case, int]] = {
     ),
     "FSDP 2 x TP 2": (case(shard=2, tp=2), 2),
     "CP 2, full recomputation": (case(cp=2, recompute=FULL), 2),
+    # Of the loss two: what is done with a chunk of logits, forward and backward.
+    "TP 2, loss in chunks": (case(tp=2, chunk=60), 3),
 }
 
 
@@ -116,13 +125,22 @@ def test_stages_share_no_loss() -> None:
     assert graphs == ["1 graph", "2 graphs"]
 
 
+@pytest.mark.skipif(not torch_private.keeps_nodes_of_functions(), reason="it is refused")
+def test_a_loss_in_chunks_is_compiled_where_backwards_are_split() -> None:
+    layout = layouts.schedule("ZBVZeroBubble", chunk=100)
+    job = recipe(layout, enable=True, components=["loss"], backend="aot_eager")
+    for found, _ in run_ranks(compiled, 2, job):
+        compare(found, reference())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [{}, OPERATORS])
 def test_inductor_is_the_same_run(recompute: dict[str, Any]) -> None:
     job = recipe(case(shard=2, tp=2, recompute=recompute), enable=True)
     for found, (line,) in run_ranks(compiled, 4, job):
         compare(found, reference())
-        assert line.startswith(f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 graph breaks")
+        assert line.startswith(f"compile: 2 graphs of {BLOCKS} blocks and the loss, ")
+        assert line.endswith(" from the cache, 0 graph breaks, 0 recompilations")
 
 
 class Broken(nn.Module):
@@ -174,6 +192,93 @@ def test_the_line_names_what_was_to_be_compiled() -> None:
     }
     (lines,) = run_ranks(lines_of, 1, [*named.values(), CompileConfig()])
     expected = [
-        [f"compile: 0 graphs of {words}, 0 graph breaks, 0 recompilations"] for words in named
+        [f"compile: 0 graphs of {words}, 0 from the cache, 0 graph breaks, 0 recompilations"]
+        for words in named
     ]
     assert lines == [*expected, []]
+
+
+def watched(steps: int, config: CompileConfig) -> list[list[str]]:
+    """What is said after each step of a block; in the fourth its input has another dtype."""
+    forget()
+    block = Broken()
+    compile.apply([block], config)
+    watch, said = compile.Watch(config, 1, has_loss=False), []
+    for step in range(1, steps + 1):
+        block(torch.ones(2, dtype=torch.float64 if step == 4 else torch.float32))
+        said.append(logged(partial(watch.after_step, step + 100, is_last=step == steps)))
+    return said
+
+
+def test_a_report_after_two_steps_and_a_warning_whenever_it_compiles_again() -> None:
+    config = CompileConfig(enable=True, backend="eager", fullgraph=False, components=("model",))
+    ((first, second, third, fourth, fifth),) = run_ranks(watched, 1, 5, config)
+    assert first == third == fifth == []
+    assert second[0] == "compile: 2 graphs of 1 block, 1 graph break, 0 recompilations"
+    assert len(fourth) == 2  # what is before the break, and after it
+    for line in fourth:
+        assert line.startswith("compile: step 104: recompiled, since a guard failed: ")
+        assert "dtype mismatch" in line
+    ((only,),) = run_ranks(watched, 1, 1, config)
+    assert only[0] == second[0]
+    assert run_ranks(watched, 1, 2, CompileConfig()) == [[[], []]]
+
+
+def graphs_for_lengths(config: CompileConfig) -> int:
+    forget()
+    function = compile.compiled(torch.sin, config)
+    for length in (4, 5, 6):
+        function(torch.ones(length))
+    return int(torch_private.compiler_counts()["stats"]["unique_graphs"])
+
+
+def test_shapes_are_never_dynamic() -> None:
+    config = CompileConfig(enable=True, backend="eager")
+    assert run_ranks(graphs_for_lengths, 1, config) == [3]
+
+
+def said_while_training(job: JobConfig) -> list[str]:
+    forget()
+    return [line for line in logged(partial(train, job)) if line.startswith("compile: ")]
+
+
+def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
+    job = tiny.job(
+        tmp_path,
+        training={"steps": 3, "global_batch_size": -1},
+        compile={"enable": True, "backend": "aot_eager"},
+        validation={"enable": True, "freq": 3, "steps": 1},
+    )
+    ((report, *again),) = run_ranks(said_while_training, 1, job)
+    assert report == (
+        "compile: 2 graphs of 2 blocks and the loss, 0 graph breaks, 0 recompilations"
+    )
+    assert len(again) == 2  # validation has no gradients: the block and the loss
+    for line in again:
+        assert line.startswith("compile: step 3: recompiled, since a guard failed: ")
+        assert "grad_mode" in line
+
+
+def test_graphs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    job = recipe(layouts.ONE, enable=True, cache_folder=str(tmp_path))
+    ((cold, (said,)),) = run_ranks(compiled, 1, job)
+    rest = "0 graph breaks, 0 recompilations"
+    assert said == f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 from the cache, {rest}"
+    ((warm, (said,)),) = run_ranks(compiled, 1, job)
+    assert said == f"compile: 2 graphs of {BLOCKS} blocks and the loss, 2 from the cache, {rest}"
+    assert warm.losses == cold.losses
+    assert warm.grad_norms == cold.grad_norms
+
+
+def test_cuda_graphs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: asked.append(settings))
+    marks: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    for config in (CompileConfig(enable=True), CompileConfig(enable=True, cuda_graphs=True)):
+        compile.compiled(torch.sin, config)
+        compile.compiled(torch.sin, config, {"epilogue_fusion": False})
+        cuda_graphs.begin_pass(config)
+    own, recorded = {"epilogue_fusion": False}, {"triton.cudagraphs": True}
+    assert [each["options"] for each in asked] == [None, own, recorded, recorded | own]
+    assert len(marks) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import layouts, tiny
-from tests.layouts import LAYOUTS, ONE, OPTIMIZERS
+from tests.layouts import LAYOUTS, ONE, OPTIMIZERS, Case, alone
 from tests.ranks import run_ranks
 from tests.runs import Part, Trace, trace
 from torchtitan.job import JobConfig
@@ -23,11 +23,15 @@ def traces(jobs: list[JobConfig], device: str) -> list[Trace]:
     return [trace(job, True, device) for job in jobs]
 
 
-@cache
-def reference(device: str, flavor: str, mask: str = "causal") -> list[Trace]:
+def reference(device: str, layout: Case, flavor: str) -> list[Trace]:
     """A run of each optimizer on one rank."""
-    model = {"flavor": flavor, "attn_mask_type": mask}
-    jobs = [layouts.job(ONE, name, model=model) for name in OPTIMIZERS]
+    jobs = [layouts.job(alone(layout), name, model={"flavor": flavor}) for name in OPTIMIZERS]
+    return _reference(device, *(job.model_dump_json() for job in jobs))
+
+
+@cache
+def _reference(device: str, *recipes: str) -> list[Trace]:
+    jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
     (result,) = run_ranks(traces, 1, jobs, device, device=device)
     return result
 
@@ -40,8 +44,7 @@ def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
         pytest.skip(f"needs {layout.ranks} GPUs")
     jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
     results = run_ranks(traces, layout.ranks, jobs, device, device=device)
-    model = jobs[0].model
-    for number, expected in enumerate(reference(device, model.flavor, model.attn_mask_type)):
+    for number, expected in enumerate(reference(device, layout, jobs[0].model.flavor)):
         found = [ranks[number] for ranks in results]
         assert_complete(found, expected)
         for rank, trace_of_rank in enumerate(found):
@@ -70,7 +73,7 @@ def compare(found: Trace, expected: Trace, where: str) -> None:
 
 def test_reference_learns_and_is_uneven() -> None:
     """The comparison means something: weights move, norms are clipped, counts differ by rank."""
-    expected = reference("cpu", "deep")[list(OPTIMIZERS).index("SGD")]
+    expected = reference("cpu", ONE, "deep")[list(OPTIMIZERS).index("SGD")]
     first, last = expected.weights[0], expected.weights[-1]
     assert all((first[name].local - last[name].local).abs().max() > 1e-4 for name in first)
     assert min(expected.grad_norms) > 0.3
@@ -88,7 +91,7 @@ def test_bf16_stays_close() -> None:
     """In bf16 sums round in another order on each layout; the run is the same but for that."""
     layout = LAYOUTS["FSDP 2 x TP 2 x PP 2"]
     job = layouts.job(layout, "AdamW", training={"mixed_precision_param": "bfloat16"})
-    expected = reference("cpu", "deep")[list(OPTIMIZERS).index("AdamW")]
+    expected = reference("cpu", ONE, "deep")[list(OPTIMIZERS).index("AdamW")]
     for found in run_ranks(trace, layout.ranks, job, True):
         assert found.losses == pytest.approx(expected.losses, rel=3e-3)
         assert found.losses != expected.losses

@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import pytest
 
+from torchtitan import optim
 from torchtitan.checks import load_job, problems_of_machine, problems_of_restarts
 from torchtitan.cli import main
 from torchtitan.config import RecipeError
+from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.parallel import cuda_graphs
 
 TABLE = Path(__file__).with_name("bad_recipes.txt")
 DEFAULTS = JobConfig()
@@ -26,6 +29,9 @@ ALLOWED = {
     "{ADAMW}": OPTIMIZERS["AdamW"].model_fields,
     "{SGD}": OPTIMIZERS["SGD"].model_fields,
     "{MODELS}": MODELS,
+    "{CONVERTERS}": CONVERTERS,
+    "{FLOAT8}": CONVERTERS["float8"].model_fields,
+    "{MXFP8}": CONVERTERS["mxfp8"].model_fields,
 }
 MANY = """
 [trainng]
@@ -254,3 +260,28 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     assert problem.path == "parallelism.enable_async_tensor_parallel"
     assert problem.message.startswith("SymmetricMemory does not support CPU")
     assert list(problems_of_machine(job, "cuda")) == []
+
+
+def test_cuda_graphs_need_cuda() -> None:
+    words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
+    words += ["--parallelism.data_parallel_impl", "simple_fsdp"]
+    job = load_job(None, words, 2, "cuda").config
+    problem = next(p for p in problems_of_machine(job, "cpu") if p.path == "compile.cuda_graphs")
+    assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
+    assert list(cuda_graphs.problems_of_machine(job.compile, "cuda")) == []
+
+
+def test_states_that_a_cpu_cannot_offload_or_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(None, ["--optimizer.offload_states"], 1, "cpu").config
+    message = "on a CPU, states are in host memory already; use false"
+    found = [problem[:2] for problem in problems_of_machine(job, "cpu")]
+    assert found == [("optimizer.offload_states", message)]
+    assert list(optim.problems_of_machine(job.optimizer, "cuda")) == []
+    job = load_job(None, ["--optimizer.state_dtype", "4bit"], 1, "cpu").config
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert list(problems_of_machine(job, "cpu")) == []
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert list(optim.problems_of_machine(job.optimizer, "cuda")) == []
+    (problem,) = problems_of_machine(job, "cpu")
+    assert problem.path == "optimizer.state_dtype"
+    assert problem.message.startswith("its update is compiled, which on a CPU needs g++")

@@ -9,11 +9,13 @@ import pytest
 
 from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
-from torchtitan.dialect import TABLE, Gone, Kept, Moved, entry
+from torchtitan.convert import CONVERTERS, MXFP8, Float8
+from torchtitan.dialect import TABLE, Converted, Gone, Kept, Moved, entry
 from torchtitan.job import JobConfig
 from torchtitan.migrate import migrate
 
-OLD = sorted((Path(__file__).parent / "old").glob("*.toml"))
+FOLDER = Path(__file__).parent / "old"
+OLD = sorted(FOLDER.glob("*.toml"))
 DEFAULTS = JobConfig().flat()
 every_old_recipe = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
 
@@ -37,7 +39,8 @@ def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def test_old_recipes_are_there() -> None:
-    assert [path.stem for path in OLD] == ["dec_2024", "v0_1", "v0_2"]
+    names = ["converters_v0_1", "converters_v0_2", "dec_2024", "v0_1", "v0_2"]
+    assert [path.stem for path in OLD] == names
 
 
 @every_old_recipe
@@ -56,7 +59,7 @@ def test_every_key_has_its_notice(path: Path) -> None:
 
 
 def test_values_of_v0_1() -> None:
-    job = read(OLD[1]).config
+    job = read(FOLDER / "v0_1.toml").config
     assert job.job.print_config
     assert job.job.imports == ("json",)
     assert job.data.dataset == "c4"
@@ -73,7 +76,7 @@ def test_values_of_v0_1() -> None:
 
 
 def test_values_of_v0_2() -> None:
-    job = read(OLD[2]).config
+    job = read(FOLDER / "v0_2.toml").config
     assert (job.data.dataset, job.data.num_workers, job.data.prefetch_factor) == ("c4", 2, 4)
     assert (job.optimizer.name, job.lr_scheduler.total_steps) == ("Adam", 500)
     assert job.validation.enable
@@ -81,7 +84,7 @@ def test_values_of_v0_2() -> None:
 
 
 def test_values_of_december_2024() -> None:
-    job = read(OLD[0]).config
+    job = read(FOLDER / "dec_2024.toml").config
     assert job.training.local_batch_size == 4
     assert job.lr_scheduler.warmup_steps == 2
     assert job.flat()["optimizer.implementation"] == "fused"
@@ -89,6 +92,94 @@ def test_values_of_december_2024() -> None:
     assert not job.metrics.disable_color_printing
     assert not job.metrics.save_for_all_ranks
     assert job.parallelism.pipeline_parallel_schedule == "GPipe"
+
+
+def test_converters_of_v0_1() -> None:
+    float8 = Float8(
+        emulate=True,
+        enable_fsdp_float8_all_gather=True,
+        precompute_float8_dynamic_scale_for_fsdp=True,
+        filter_fqns=("output", "attention"),
+    )
+    rest = MXFP8(filter_fqns=("output", "feed_forward"))
+    assert read(FOLDER / "converters_v0_1.toml").config.convert == (float8, rest)
+
+
+def test_converters_of_v0_2() -> None:
+    (float8,) = read(FOLDER / "converters_v0_2.toml").config.convert
+    # There, nothing was left out unless the recipe said so.
+    assert float8 == Float8(recipe="rowwise", emulate=True, filter_fqns=())
+
+
+FLOAT8_KEYS = "[float8]\nfilter_fqns = ['output', 'wk']\nrecipe_name = 'rowwise'\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "flags", "expected"),
+    [
+        (FLOAT8_KEYS, "", ()),
+        # A flag names the converter of the recipe's keys, or changes one of them.
+        (
+            FLOAT8_KEYS,
+            "--model.converters float8",
+            (Float8(recipe="rowwise", filter_fqns=("output", "wk")),),
+        ),
+        (
+            "[model]\nconverters = ['mx', 'float8']\n" + FLOAT8_KEYS,
+            "--mx.filter_fqns attention,output --float8.filter_fqns feed,output --float8.emulate",
+            (
+                MXFP8(filter_fqns=("attention", "output")),
+                Float8(recipe="rowwise", filter_fqns=("feed", "output"), emulate=True),
+            ),
+        ),
+        (
+            "[model]\nconverters = ['mx']\n",
+            "--model.converters float8,mx --float8.filter_fqns att,out --mx.filter_fqns feed",
+            (Float8(filter_fqns=("att", "out")), MXFP8(filter_fqns=("feed",))),
+        ),
+        ("[model]\nconverters = ['mx']\n", "--model.converters=", ()),
+        ("[[convert]]\nname = 'mxfp8'\n", "--convert.0.name float8", (Float8(),)),
+        ("[[convert]]\nname = 'mxfp8'\n", "--model.converters float8", (Float8(filter_fqns=()),)),
+        ("[[convert]]\nname = 'mxfp8'\n", "--model.converters=", ()),
+        # Of 2024: the output was left out, and a switch was the name.
+        ("[float8]\nenable_float8_linear = true\n", "", (Float8(),)),
+        ("[float8]\nenable_float8_linear = false\nemulate = true\n", "", ()),
+    ],
+)
+def test_converters(old: str, flags: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    path = written(tmp_path / "old.toml", old)
+    assert load_job(path, flags.split(), 1, "cpu").config.convert == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            "[mx]\nrecipe_name = 'mxfp4_cutlass'",
+            '4: mx.recipe_name: got "mxfp4_cutlass"; MXFP8 with scales that are rounded up is ',
+        ),
+        (
+            "[float8]\nemulat = true",
+            "4: float8.emulat: unknown key; allowed: enable_fsdp_float8_all_gather, ",
+        ),
+        (
+            "[float8]\nrecipe_name = 'colwise'",
+            '4: convert.0.recipe: got "colwise"; allowed: tensorwise, ',
+        ),
+        ("[float8]\nmoe_fqns = ['experts']", '4: float8.moe_fqns: got ["experts"]; there are no '),
+        ("[float8]\nscaling_type_input = 'delayed'", "4: float8.scaling_type_input: got "),
+    ],
+)
+def test_keys_of_converters_that_are_refused(
+    keys: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = keys[1 : keys.index("]")]
+    written(tmp_path / "old.toml", f"[model]\nconverters = ['{name}']\n{keys}\n")
+    with pytest.raises(RecipeError) as error:
+        load_job("old.toml", [], 1, "cpu")
+    (found,) = error.value.lines
+    assert found.startswith(f"old.toml:{line}")
 
 
 @every_old_recipe
@@ -193,6 +284,9 @@ disable_loss_parallel = false  # turned round
         "[training]\nbatch_size = 4",
         '["training"]\n"batch_size" = 4\n',
         "[checkpoint]\nexclude_from_loading = [\n  'dataloader', # why\n  'optimizer',\n]\n",
+        "[mx]\nfilter_fqns = ['attention', 'output']\n[float8]\nfilter_fqns = ['feed_forward']\n"
+        "[model]\nconverters='float8,mx'",
+        "[quantize]\nlinear.float8.emulate = true\n[model]\nconverters='quantize.linear.float8'",
     ],
 )
 def test_migrating_other_ways_to_write_it(old: str, tmp_path: Path) -> None:
@@ -209,9 +303,7 @@ def test_nothing_to_migrate(tmp_path: Path) -> None:
 
 
 def test_keys_without_a_counterpart_are_refused_together(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "old.toml", '[model]\nconverters = ["mx"]\n[mx]\n[comm]\nmode = "x"\n'
-    )
+    path = written(tmp_path / "old.toml", '[model]\nconverters = ["m"]\n[mx]\n[comm]\nmode = "x"\n')
     with pytest.raises(RecipeError) as error:
         migrate(path)
     assert [line.split(": ")[1] for line in error.value.lines] == ["model.converters", "comm.mode"]
@@ -232,6 +324,8 @@ def test_table_leads_to_settings_that_exist() -> None:
         if isinstance(row, Gone):
             assert name not in DEFAULTS
             assert row.instead
+        if isinstance(row, Converted):
+            assert any(row.to in settings.model_fields for settings in CONVERTERS.values())
 
 
 def test_own_settings_are_not_translated() -> None:

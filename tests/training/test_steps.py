@@ -214,7 +214,7 @@ def check_groups(job: JobConfig) -> None:
         run = build(job, world)
         decay = {
             run.optimizers.names[p]: group["weight_decay"]
-            for group in run.optimizers.optimizer.param_groups
+            for group in run.optimizers.optimizers[0].param_groups
             for p in group["params"]
         }
         run.data.close()

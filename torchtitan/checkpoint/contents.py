@@ -1,7 +1,8 @@
 """What a checkpoint is of: weights, optimizer state, random generators, data position, counters.
 
 Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<parameter>.<state>` and
-`rng.<rank>.<device>`. They are the live ones, to save as they are and to load in place.
+`rng.<rank>.<device>`. They are the live ones, to save as they are and to load in place; but states
+in few bits give what they stand for, and take it back by `take_optimizer` after loading.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -73,6 +74,7 @@ class Contents:
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
         tensors = self.weights() | optimizer | rng
         self._read(path, tensors, SavedTensors(path), {"model", "optimizer"} - set(skip))
+        self.take_optimizer(optimizer)
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
@@ -106,6 +108,11 @@ class Contents:
     def of_optimizer(self) -> dict[str, Tensor]:
         """Its state; made first where there is none, by a step that moves nothing."""
         return {f"optimizer.{name}": t for name, t in self.optimizers.state_dict().items()}
+
+    def take_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `of_optimizer` gave, after it was loaded into; weights may be others."""
+        prefix = "optimizer."
+        self.optimizers.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()})
 
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()

@@ -22,7 +22,7 @@ class Live:
         self.wait_until_writable = wait_until_writable
 
     def get(self) -> dict[str, Any]:
-        """All of it, as tensors, which are the live ones, and plain values."""
+        """All of it, as tensors, which are the live ones where they can be, and plain values."""
         return {
             "tensors": self._tensors(with_optimizer=self.state.step > 0),
             "train_state": asdict(self.state),
@@ -46,6 +46,7 @@ class Live:
                 raise ConfigError(f"another replica group's {name} is {there}, this one's {here}")
         for name, tensor in own.items():
             tensor.copy_(found[name])
+        self.contents.take_optimizer(own)
         self.data.load_peer_state(given["data"])
         was = self.state.step
         for name, value in given["train_state"].items():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Piece, TensorSource
 from torchtitan.parallel import World
+from torchtitan.torch_private import stored
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
@@ -52,7 +53,7 @@ def _piece(item: "WriteItem") -> Piece:
 
 def _tensor(value: object) -> Tensor:
     assert isinstance(value, Tensor), type(value)
-    return value.detach()
+    return stored(value).detach()
 
 
 def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:

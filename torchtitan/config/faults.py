@@ -1,6 +1,7 @@
 """What is wrong with a setting taken by itself, and what could be written instead."""
 
 from collections.abc import Mapping
+from itertools import count, takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,14 +11,15 @@ from torchtitan.config.schema import (
     classes,
     describe,
     field_schema,
-    find_field,
+    find_choice,
+    find_list,
     is_section,
+    list_of,
     names,
-    one_of,
     section_class,
     validate,
 )
-from torchtitan.config.settings import Config, ConfigError, KeyPath, OneOf, Setting
+from torchtitan.config.settings import Config, ConfigError, KeyPath, ListOf, Setting
 from torchtitan.config.words import allowed_names, nearest, show
 
 
@@ -44,9 +46,12 @@ def _validate_into(
     settings: Mapping[KeyPath, Setting],
 ) -> None:
     value = settings[path].value
-    choice = _choice(schema, path[:-1], settings)
+    choice = find_choice(schema, path[:-1], settings)
     if choice and path[-1] == "name" and not choice.choice(value):
         raise ConfigError(f"got {show(value)}; {allowed_names(value, choice.registry)}")
+    if several := find_list(schema, path[:-1], settings):
+        _check_item(several, path, settings)
+        return
     section = section_class(schema, path[:-1], settings)
     if section is None:
         return  # its name is wrong, so nobody knows what belongs into it
@@ -60,6 +65,10 @@ def _validate_into(
         raise ConfigError(
             f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
         )
+    if list_of(info):
+        if not isinstance(value, list) or any(item != {} for item in value):
+            raise ConfigError(f"got {show(value)}; wanted sections, each under [[{path[-1]}]]")
+        return
     if is_section(info):
         if value != {}:
             raise ConfigError(f"got {show(value)}; wanted a section")
@@ -68,6 +77,19 @@ def _validate_into(
         values[path] = validate(info, value)
     except ValidationError:
         raise ConfigError(f"got {show(value)}; {wanted(info, value)}") from None
+
+
+def _check_item(several: ListOf, path: KeyPath, settings: Mapping[KeyPath, Setting]) -> None:
+    """Refuse what is no section of a list, or has no name, or stands after a gap."""
+    section, value = path[:-1], settings[path].value
+    numbers = list(takewhile(lambda n: (*section, n) in settings, map(str, count())))
+    if path[-1] not in numbers:
+        allowed = [".".join((*section, n)) for n in (*numbers, str(len(numbers)))][-2:]
+        raise ConfigError(f"they are numbered from 0 without a gap; wanted {' or '.join(allowed)}")
+    if value != {}:
+        raise ConfigError(f"got {show(value)}; wanted a section")
+    if (*path, "name") not in settings:
+        raise ConfigError(f"it has no name; allowed: {', '.join(several.registry)}")
 
 
 def wanted(info: FieldInfo, value: Any) -> str:
@@ -83,7 +105,8 @@ def wanted(info: FieldInfo, value: Any) -> str:
 def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
     """Where the key is known, or else the nearest name among `known`, those beside it."""
     homes = [home for home in classes(schema) if path[-1] in home[2].model_fields]
-    owners = [choice for section, choice, _ in homes if path[:-1] == (section,) and choice]
+    here = ".".join("0" if part.isdecimal() else part for part in path[:-1])
+    owners = [choice for section, choice, _ in homes if section == here and choice]
     if owners:
         return f"; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
     elsewhere = list(dict.fromkeys(f"{section}.{path[-1]}" for section, _, _ in homes))
@@ -91,10 +114,3 @@ def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
     if len(elsewhere) == 1 or (elsewhere and not near):
         return f"; did you mean {' or '.join(elsewhere)}?"
     return near
-
-
-def _choice(
-    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> OneOf | None:
-    info = find_field(schema, section, settings) if section else None
-    return one_of(info) if info else None

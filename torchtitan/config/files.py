@@ -70,11 +70,15 @@ def read_text(path: Path) -> str:
 
 def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in table.items():
+        path = (*prefix, key)
         if isinstance(value, dict):
-            yield (*prefix, key), {}
-            yield from _flatten(value, (*prefix, key))
+            yield path, {}
+            yield from _flatten(value, path)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield path, [{} for _ in value]
+            yield from _flatten({str(number): item for number, item in enumerate(value)}, path)
         else:
-            yield (*prefix, key), value
+            yield path, value
 
 
 def _syntax_problem(path: Path, text: str, error: str) -> str:

@@ -1,7 +1,8 @@
 """Settings from the command line: `--section.key value`.
 
 Also `--a.b=v`, `--a.b v w` or `v,w` for lists, `none` for what may be absent, and for booleans
-`--a.b`, `--no-a.b`, `--a.no-b`. A hyphen may stand for an underscore. Words get the type of their
+`--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first section of a list. A hyphen may stand for
+an underscore. Words get the type of their
 field: TOML has types, a command line has not.
 """
 
@@ -48,7 +49,8 @@ def read_flags(
             problems.append(f"{origin}: {name}: {error}")
             continue
         for depth in range(1, len(path)):
-            settings[path[:depth]] = Setting({}, origin)
+            if not path[depth].isdecimal():  # a list as a whole is not what a flag is about
+                settings[path[:depth]] = Setting({}, origin)
         settings[path] = Setting(value, origin)
     return settings, problems
 

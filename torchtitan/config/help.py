@@ -22,7 +22,8 @@ class Entry(NamedTuple):
 class Section(NamedTuple):
     """One section, or one choice of a section that has several."""
 
-    name: str
+    header: str
+    """As in TOML: `[optimizer]`, `[[convert]]`."""
     choice: str | None
     about: str
     entries: list[Entry]
@@ -32,7 +33,9 @@ def sections(schema: type[Config]) -> Iterator[Section]:
     """Every section of a recipe, in order."""
     for name, choice, settings in classes(schema):
         entries = [_entry(f"{name}.{key}", info) for key, info in settings.model_fields.items()]
-        yield Section(name, choice, (settings.__doc__ or "").strip().splitlines()[0], entries)
+        first = name.removesuffix(".0")
+        header = f"[{name}]" if name == first else f"[[{first}]]"
+        yield Section(header, choice, (settings.__doc__ or "").strip().splitlines()[0], entries)
 
 
 def help_text(schema: type[Config]) -> str:
@@ -40,7 +43,7 @@ def help_text(schema: type[Config]) -> str:
     lines = []
     for section in sections(schema):
         choice = f' with name = "{section.choice}"' if section.choice else ""
-        lines += ["", f"[{section.name}]{choice}: {section.about}"]
+        lines += ["", f"{section.header}{choice}: {section.about}"]
         for entry in section.entries:
             lines += [
                 f"  --{entry.path}  ({entry.allowed}; default: {entry.default})",

@@ -14,7 +14,10 @@ BARE_VALUE = r"\d{4}-\d\d-\d\d \d\d:[^\s,\]}#]*|[^\s,\]}#]+"
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The first line, counted from 1, of every table and key of `text`, which is valid TOML."""
+    """The first line, counted from 1, of every table and key of `text`, which is valid TOML.
+
+    The path of a table in a list of tables has its number after the name of the list.
+    """
     lines: dict[KeyPath, int] = {}
     line, counted = 1, 0
     for path, position in _Walk(text):
@@ -29,17 +32,29 @@ class _Walk:
 
     def __init__(self, text: str) -> None:
         self.text, self.position = text, 0
+        self.sizes: dict[KeyPath, int] = {}
 
     def __iter__(self) -> Iterator[tuple[KeyPath, int]]:
         section: KeyPath = ()
         while self._next():
             start = self.position
-            if self._take(r"\[\[?"):
-                section = self._key()
+            if opening := self._take(r"\[\[?"):
+                section = self._numbered(self._key(), is_new=opening == "[[")
                 self._take(r"\]\]?")
                 yield section, start
             else:
                 yield from self._pair(section)
+
+    def _numbered(self, names: KeyPath, *, is_new: bool) -> KeyPath:
+        """The path of a header, which goes through the last table of each list of tables."""
+        path: KeyPath = ()
+        for depth, name in enumerate(names, 1):
+            path = (*path, name)
+            if is_new and depth == len(names):
+                self.sizes[path] = self.sizes.get(path, 0) + 1
+            if size := self.sizes.get(path):
+                path = (*path, str(size - 1))
+        return path
 
     def _pair(self, section: KeyPath) -> Iterator[tuple[KeyPath, int]]:
         start = self.position
@@ -54,8 +69,16 @@ class _Walk:
             assert self._take(STRING) or self._take(BARE_VALUE)
             return
         self.position += 1
-        while self._next() not in "]}":
-            yield from self._value(path) if opening == "[" else self._pair(path)
+        number = 0
+        while (following := self._next()) not in "]}":
+            if opening == "{":
+                yield from self._pair(path)
+            elif following == "{":
+                yield (*path, str(number)), self.position
+                yield from self._value((*path, str(number)))
+            else:
+                yield from self._value(path)
+            number += 1
             self._next()
             self._take(",")
         self.position += 1

@@ -15,11 +15,10 @@ from typing import Any, Generic, TypeVar
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_recipe
 from torchtitan.config.flags import read_flags
-from torchtitan.config.schema import one_of
+from torchtitan.config.schema import find_choice, list_of
 from torchtitan.config.settings import (
     Config,
     KeyPath,
-    OneOf,
     Problem,
     RecipeError,
     Setting,
@@ -50,8 +49,12 @@ class Recipe(Generic[ConfigT]):
         path = tuple(problem.path.split("."))
         value: Any = self.config
         for key in path:
-            value = getattr(value, key)
-        origin = self.origins.get(path, self.place)
+            value = value[int(key)] if isinstance(value, tuple) else getattr(value, key)
+        if isinstance(value, tuple):
+            value = [getattr(item, "name", item) for item in value]
+        # What an entry of a list does not say stands, as it were, under its header.
+        place = self.origins.get(path[:2], self.place) if len(path) > 2 else self.place
+        origin = self.origins.get(path, place)
         return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
 
 
@@ -60,7 +63,7 @@ def load(
     recipe: str | Path | None = None,
     flags: Sequence[str] = (),
     *,
-    translate: Callable[[Settings], Translation],
+    translate: Callable[[Settings, Settings], Translation],
     new_name: Callable[[KeyPath], KeyPath],
     prepare: Callable[[Settings], Iterable[str]],
     check: Callable[[ConfigT], Iterable[Problem]],
@@ -71,7 +74,8 @@ def load(
         schema: the tree of settings.
         recipe: a TOML file.
         flags: words of the command line.
-        translate: reads the settings of one source that has names of an older version.
+        translate: reads the settings of one source that has names of an older version; for flags
+            it is also given those of the recipe, as written.
         new_name: the present path of an old key.
         prepare: called with all settings before any is validated; returns problems.
         check: what is wrong with settings that are each valid.
@@ -82,31 +86,36 @@ def load(
     problems: list[str] = []
     notices: list[str] = []
 
-    def translated(source: Settings) -> Settings:
-        result = translate(source)
+    def translated(source: Settings, below: Settings) -> Settings:
+        result = translate(source, below)
         notices.extend(result.notices)
         problems.extend(result.problems)
         return result.settings
 
     files = read_recipe(Path(recipe), problems) if recipe else []
-    sources = [translated(source) for source in files]
+    sources = [translated(source, {}) for source in files]
     # What is prepared may add names to choose from, and the type of a flag follows from a choice:
     # so flags are read to learn what to prepare, and once more after it.
+    written = {path: setting for source in files for path, setting in source.items()}
     below = {path: setting for source in sources for path, setting in source.items()}
     early, _ = read_flags(flags, schema, below, new_name)
-    problems += prepare(below | translate(early).settings)
+    problems += prepare(below | translate(early, written).settings)
 
     settings: Settings = {}
     for source in sources:
         settings = _merged(schema, settings, source, notices)
     from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
     problems += wrong_flags
-    settings = _merged(schema, settings, translated(from_flags), notices)
+    settings = _merged(schema, settings, translated(from_flags, written), notices)
 
     values, faults = validate_all(schema, settings)
     for path, message in faults.items():
         problems.append(f"{settings[path].origin}: {'.'.join(path)}: {message}")
-    origins = {path: setting.origin for path, setting in settings.items() if path in values}
+    origins = {
+        path: setting.origin
+        for path, setting in settings.items()
+        if path in values or path[-1].isdigit()
+    }
     place = str(recipe) if recipe else "defaults"
     loaded = Recipe(schema.model_validate(_nest(values)), notices, place, origins)
     for problem in check(loaded.config):
@@ -127,30 +136,30 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
 def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:
     """The settings of two sources; where `above` chooses anew, what it does not have is left out.
 
-    A recipe that changes the optimizer of what it extends need not undo the settings of that one.
+    A recipe that changes the optimizer of what it extends need not undo the settings of that one. A
+    list of sections takes the place of the one below it: nobody could tell which correspond.
     """
+    lists = {name for name, info in schema.model_fields.items() if list_of(info)}
+    replaced = {path[0] for path in above if len(path) == 1} & lists
+    below = {path: setting for path, setting in below.items() if path[0] not in replaced}
     merged = below | above
-    for section, info in schema.model_fields.items():
-        choice, name = one_of(info), above.get((section, "name"))
-        if choice is None or name is None:
+    for (*section, last), name in above.items():
+        choice = find_choice(schema, tuple(section), merged) if last == "name" else None
+        if choice is None:
             continue
-        now, before = choice.choice(name.value), _chosen(choice, section, below)
+        was = below.get((*section, "name"))
+        now, before = choice.choice(name.value), choice.choice(was.value if was else choice.default)
         if now is None or before is None or now is before:
             continue
         for key in before.model_fields:
-            path = (section, key)
+            path = (*section, key)
             if path in below and path not in above and key not in now.model_fields:
                 del merged[path]
                 notices.append(
-                    f"{name.origin}: {section}.name: {name.value} has no {key}; "
+                    f"{name.origin}: {'.'.join(section)}.name: {name.value} has no {key}; "
                     f"{show(below[path].value)} of {below[path].origin} is left out"
                 )
     return merged
-
-
-def _chosen(choice: OneOf, section: str, settings: Settings) -> type[Config] | None:
-    name = settings.get((section, "name"))
-    return choice.choice(name.value if name else choice.default)
 
 
 def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:

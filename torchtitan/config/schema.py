@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.settings import Config, KeyPath, OneOf, Setting
+from torchtitan.config.settings import Config, KeyPath, ListOf, OneOf, Setting
 
 NOUNS = {
     "integer": ("an integer", "integers"),
@@ -23,6 +23,11 @@ def one_of(info: FieldInfo) -> OneOf | None:
     return next((item for item in info.metadata if isinstance(item, OneOf)), None)
 
 
+def list_of(info: FieldInfo) -> ListOf | None:
+    """The registry that a list of sections is chosen from, if it is."""
+    return next((item for item in info.metadata if isinstance(item, ListOf)), None)
+
+
 def subsection(info: FieldInfo) -> type[Config] | None:
     """The settings class of a field that is a section."""
     kind = info.annotation
@@ -35,11 +40,15 @@ def is_section(info: FieldInfo) -> bool:
 
 
 def classes(schema: type[Config]) -> Iterator[tuple[str, str | None, type[Config]]]:
-    """(section, choice, settings class) for every section and every choice of it."""
+    """(section, choice, settings class) for every section and every choice of it.
+
+    Of a list of sections it is the first one: `convert.0`.
+    """
     for name, info in schema.model_fields.items():
         if choice := one_of(info):
-            for key, settings in choice.registry.items():
-                yield name, key, settings
+            yield from ((name, key, settings) for key, settings in choice.registry.items())
+        elif several := list_of(info):
+            yield from ((f"{name}.0", key, settings) for key, settings in several.registry.items())
         elif one := subsection(info):
             yield name, None, one
 
@@ -50,20 +59,37 @@ def section_class(
     """The settings class of a section, following the choice that `settings` make by `name`."""
     if not section:
         return schema
-    above = section_class(schema, section[:-1], settings)
-    info = above.model_fields.get(section[-1]) if above else None
-    if info is None:
-        return None
-    if choice := one_of(info):
+    if choice := find_choice(schema, section, settings):
         name = settings.get((*section, "name"))
         return choice.choice(name.value if name else choice.default)
-    return subsection(info)
+    info = find_field(schema, section, settings)
+    return subsection(info) if info else None
+
+
+def find_choice(
+    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
+) -> OneOf | None:
+    """The registry that the section at a path is chosen from, if it is."""
+    if info := find_field(schema, section, settings):
+        return one_of(info)
+    several = find_list(schema, section[:-1], settings)
+    return several.item if several and section[-1].isdecimal() else None
+
+
+def find_list(
+    schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
+) -> ListOf | None:
+    """The registry that the sections in the list at a path are chosen from, if it is a list."""
+    info = find_field(schema, path, settings)
+    return list_of(info) if info else None
 
 
 def find_field(
     schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
 ) -> FieldInfo | None:
     """The field at `path`, None where there is none."""
+    if not path:
+        return None
     section = section_class(schema, path[:-1], settings)
     return section.model_fields.get(path[-1]) if section else None
 

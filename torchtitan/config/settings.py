@@ -1,10 +1,11 @@
 """What settings are made of: frozen sections, choices by name, values with their place."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializationInfo
 from pydantic_core import CoreSchema, core_schema
 
 from torchtitan.config.words import allowed_names, show
@@ -37,7 +38,8 @@ class OneOf:
     """Annotation of a section whose `name` picks its settings class from a registry."""
 
     registry: Mapping[str, type[Config]]
-    default: str
+    default: str | None
+    """None: a section says its name."""
 
     def choice(self, name: Any) -> type[Config] | None:
         """The settings class called `name`, None where there is none."""
@@ -48,19 +50,16 @@ class OneOf:
             return value
         if not isinstance(value, dict):
             raise ValueError("wanted a section")
-        named = {"name": self.default} | value
-        settings = self.choice(named["name"])
+        got = value.get("name", self.default)
+        settings = self.choice(got)
         if settings is None:
-            got = named["name"]
             raise ValueError(f"name: got {show(got)}; {allowed_names(got, self.registry)}")
-        return settings.model_validate(named)
+        return settings.model_validate(value | {"name": got})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self._validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda config: config.model_dump(mode="json")
-            ),
+            serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
@@ -73,10 +72,48 @@ class OneOf:
         return {"oneOf": choices, "description": f"One of {', '.join(self.registry)}."}
 
 
+@dataclass(frozen=True)
+class ListOf:
+    """Annotation of a list of sections, `[[name]]`, each chosen from a registry by its `name`."""
+
+    registry: Mapping[str, type[Config]]
+
+    @property
+    def item(self) -> OneOf:
+        """What one of the sections is."""
+        return OneOf(self.registry, None)
+
+    def _validate(self, value: Any) -> tuple[Config, ...]:
+        """From a list, or from a tree of settings, where the sections stand by their numbers."""
+        if isinstance(value, dict):
+            value = list(itertools.takewhile(bool, (value.get(str(n)) for n in itertools.count())))
+        if not isinstance(value, list | tuple):
+            raise ValueError("wanted a list of sections")
+        return tuple(self.item._validate(item) for item in value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda configs, info: [_dump(config, info) for config in configs], info_arg=True
+            ),
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        names = ", ".join(self.registry)
+        items = self.item.__get_pydantic_json_schema__(schema, handler)
+        return {"type": "array", "items": items, "description": f"In order, each one of {names}."}
+
+
+def _dump(config: Config, info: SerializationInfo) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=info.exclude_none)
+
+
 class Setting(NamedTuple):
     """A value as written and the place where it was written.
 
-    A section is a setting too, with the value `{}`: its place is that of its header.
+    A section is a setting too, with the value `{}`: its place is that of its header. So is a list
+    of sections, with a list of as many `{}`; the path of each section in it ends in its number.
     """
 
     value: Any
@@ -101,3 +138,5 @@ class Translation(NamedTuple):
     settings: dict[KeyPath, Setting]
     notices: list[str]
     problems: list[str]
+    moved: dict[KeyPath, KeyPath]
+    """Where the settings went that are not where they were."""

@@ -24,6 +24,8 @@ def show(value: Any) -> str:
     """A value as TOML writes it."""
     if value == {}:
         return "a section"
+    if isinstance(value, list) and value and all(item == {} for item in value):
+        return "a list of sections"
     if value is None:
         return "nothing"
     if isinstance(value, date | time | float):

@@ -28,6 +28,12 @@ class MetricsConfig(Config):
     """`[metrics]`: how often a run reports, and where to."""
 
     log_freq: int = Field(10, ge=1, description="Report every this many steps.")
+    precision_freq: int = Field(
+        0,
+        ge=0,
+        description="Report underflow, saturation and scale of each converted layer every this "
+        "many steps, by one microbatch more; 0: never.",
+    )
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     disable_color_printing: bool = Field(False, description="No colour, even on a terminal.")
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")

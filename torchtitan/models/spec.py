@@ -89,7 +89,8 @@ class ModelSpec(Generic[Args]):
     """Arguments of each size, by the name a recipe calls it."""
     build: Callable[[Args, int], nn.Module]
     """(arguments, longest sequence) to a network that maps tokens, their positions in the sequence
-    and, if asked to keep documents apart, the document of each, all (B, S), to logits (B, S, V)."""
+    and, if asked to keep documents apart, the document of each, all (B, S), to logits (B, S, V);
+    with `targets` as well, by its `LinearLoss`, to the sum of their losses."""
     blocks: Callable[[nn.Module], dict[str, nn.Module]]
     """The repeating blocks a network, or a pipeline stage cut from it, has: in order, by name."""
     init_std: Callable[[Args, str], InitialWeight]

@@ -4,18 +4,24 @@ A name means the same on every layout, so state saved under any layout loads und
 whatever number of model parts or parameter groups held it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.optim import low_bit
+from torchtitan.optim.norm import global_norm, local
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, ParameterGroups
+
+__all__ = ["Optimizers", "local"]
 
 
 class Optimizers:
     """The optimizer over every model part of this rank."""
+
+    in_backward = False
+    """Whether weights change while the backward runs, so that no step can be skipped."""
 
     def __init__(
         self,
@@ -28,23 +34,34 @@ class Optimizers:
         self.names: dict[Tensor, str] = {
             p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
         }
-        free = _free_of_decay(parts, config)
-        decayed = [p for p in self.names if p not in free]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}]
-        if free:
-            groups.append({"params": [p for p in self.names if p in free], "weight_decay": 0.0})
-        self.optimizer = config.build(groups)
+        self.optimizers = self._build(config, _groups(parts, self.names, config))
         self.peak_lr = config.lr
+
+    def _build(
+        self, config: OptimizerConfig, groups: ParameterGroups
+    ) -> list[torch.optim.Optimizer]:
+        """One optimizer of all parameters, or several of some each."""
+        return [config.build(groups)]
 
     def set_lr_factor(self, factor: float) -> float:
         """Set the learning rate to `factor` times its peak and return it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.peak_lr * factor
+        self._set_lr(self.peak_lr * factor)
         return self.peak_lr * factor
+
+    def _set_lr(self, rate: float) -> None:
+        for group in self._groups():
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # compiled code would take another number for a constant
+            else:
+                group["lr"] = rate
+
+    def _groups(self) -> ParameterGroups:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.names:
+            parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
         """What this rank holds of the gradients, to be changed in place."""
@@ -71,79 +88,67 @@ class Optimizers:
 
     def step(self) -> None:
         """Update the parameters."""
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`{"<parameter>.<state>": tensor}`; the tensors are the live ones, to load in place."""
-        if not self.optimizer.state:
+        """`{"<parameter>.<state>": tensor}`, to save, or to load into.
+
+        The tensors are the live ones, but for those that are stored in few bits. After loading,
+        `load_state_dict` is to be called.
+        """
+        if not any(optimizer.state for optimizer in self.optimizers):
             self._allocate()
-        return {
-            f"{self.names[p]}.{key}": value
-            for p, state in self.optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        return {name: low_bit.values(state) for name, state in self.states()}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, after it was loaded into; weights may be others too."""
+        for name, state in self.states():
+            if name in tensors:
+                low_bit.fill(state, tensors[name])
+
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """`<parameter>.<state>` and the live tensor of each, as it is stored."""
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        yield f"{self._name(parameter)}.{key}", value
+
+    def _name(self, updated: Tensor) -> str:
+        """Of what the optimizer updates."""
+        return self.names[updated]
 
     def _allocate(self) -> None:
         """Have the optimizer make its state, by a step that cannot move a weight."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
+        rates = [group["lr"] for group in self._groups()]
+        for group in self._groups():
             group["lr"] = 0.0
-        for parameter in self.names:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.zero_grad()
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         # Where nothing is loaded into it, the first update must find what it would have found.
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        for _, state in self.states():
+            state.zero_()
+        for group, rate in zip(self._groups(), rates, strict=True):
             group["lr"] = rate
 
 
-def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm, in float32, over all gradients of all ranks.
-
-    Gradients are grouped by how they lie on a mesh: each group's square is summed over the mesh
-    axes that split it, and over no axis that holds copies of it; then all are added up over
-    `stages`, whose ranks have gradients of other parameters.
-    """
-    from torch.distributed.tensor import DTensor  # takes a second
-
-    by_layout: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        layout = None
-        if isinstance(gradient, DTensor):
-            layout = (gradient.device_mesh, gradient.placements)
-        by_layout.setdefault(layout, []).append(local(gradient))
-    squares = []
-    for layout, group in by_layout.items():
-        square = torch.stack(torch._foreach_norm(group, 2, torch.float32)).square().sum()
-        for axis, placement in enumerate(layout[1] if layout else ()):
-            if not placement.is_replicate():
-                dist.all_reduce(square, group=layout[0].get_group(axis))
-        squares.append(square)
-    total = torch.stack(squares).sum()
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _free_of_decay(parts: Sequence[nn.Module], config: OptimizerConfig) -> set[Tensor]:
-    free: set[Tensor] = set()
-    for module in (module for part in parts for module in part.modules()):
-        for parameter in module.parameters(recurse=False):
-            is_embedding = isinstance(module, nn.Embedding)
-            if ("norms" in config.no_weight_decay_on and parameter.ndim == 1) or (
-                "embeddings" in config.no_weight_decay_on and is_embedding
-            ):
-                free.add(parameter)
-    return free
+def _groups(
+    parts: Sequence[nn.Module], parameters: Iterable[Tensor], config: OptimizerConfig
+) -> ParameterGroups:
+    """The parameters that are treated alike, together."""
+    modules = [module for part in parts for module in part.modules()]
+    embeddings = {m.weight for m in modules if isinstance(m, nn.Embedding)}
+    groups: dict[tuple[bool, bool], ParameterGroup] = {}
+    for parameter in parameters:
+        is_embedding = parameter in embeddings
+        is_free = ("norms" in config.no_weight_decay_on and parameter.ndim == 1) or (
+            "embeddings" in config.no_weight_decay_on and is_embedding
+        )
+        decay = 0.0 if is_free else config.weight_decay
+        alike = {"params": [], "weight_decay": decay, "is_embedding": is_embedding}
+        groups.setdefault((is_free, is_embedding), alike)["params"].append(parameter)
+    return list(groups.values())

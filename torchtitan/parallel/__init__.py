@@ -3,27 +3,34 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan import convert
+from torchtitan.convert import ConverterConfig
 from torchtitan.data import Batch
-from torchtitan.losses import cross_entropy, vocabulary_parallel_cross_entropy
+from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelArgs, ModelSpec
 from torchtitan.parallel import (
     activation_checkpoint,
     async_tensor,
+    bucketing,
     compile,
     context,
+    cuda_graphs,
     fsdp,
+    loss,
+    simple_fsdp,
     stages,
     tensor,
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.fsdp import Precision
+from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
@@ -46,8 +53,6 @@ __all__ = [
     "parallelize",
 ]
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -58,10 +63,12 @@ class Layout:
     cpu_offload: bool
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
+    loss: LossConfig
     seq_len: int
     local_batch_size: int
     document_mask: bool
     """Whether attention stays within a document."""
+    convert: tuple[ConverterConfig, ...] = ()
 
 
 class Runner(Protocol):
@@ -76,7 +83,8 @@ class Plain:
     """A model that is whole on every rank, as far as the pipeline is concerned."""
 
     model: nn.Module
-    loss: LossFunction
+    loss: LossFunction | None
+    """None: the model gives it."""
     sharded: "list[FSDPModule]"
     document_mask: bool
 
@@ -94,7 +102,10 @@ class Plain:
 
     def _loss(self, batch: Batch) -> Tensor:
         documents = batch.documents if self.document_mask else None
-        return self.loss(self.model(batch.tokens, batch.positions, documents), batch.targets)
+        known = (batch.tokens, batch.positions, documents)
+        if self.loss is None:
+            return cast(Tensor, self.model(*known, batch.targets))
+        return self.loss(self.model(*known), batch.targets)
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,11 @@ class ParallelModel:
     cut: Callable[[Batch], Batch]
     """From whole sequences to this rank's part of them."""
     confirm: Callable[[], None]
-    """After a step: say what the compiler made of it, and fail if what was asked for is not so."""
+    """After a step: fail if what was asked for of the compiler is not so."""
+    before_pass: Callable[[], None]
+    """What the converters need whenever the weights may have changed."""
+    compiler: compile.Watch
+    """To be told of every step."""
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Forward and backward of the microbatches of one step; gradients accumulate.
@@ -119,6 +134,7 @@ class ParallelModel:
             This rank's share of the global mean loss (0-d, detached): over the ranks of `loss`
             the shares add up to it.
         """
+        self.before_pass()
         share = self.runner.forward_backward([self.cut(batch) for batch in batches], tokens)
         tensor.settle(parameter for part in self.parts for parameter in part.parameters())
         return share
@@ -129,6 +145,7 @@ class ParallelModel:
 
         There are as many batches as in a training step, each of the same size.
         """
+        self.before_pass()
         return self.runner.evaluate([self.cut(batch) for batch in batches])
 
 
@@ -137,10 +154,12 @@ def parallelize(
 ) -> ParallelModel:
     """Apply every technique to `model`, in order.
 
-    The order is policy: what is cut is split, recomputation is inside what is compiled, and both
-    are inside the unit that is gathered and reduced.
+    The order is policy: what is converted is cut, what is cut is split, recomputation is inside
+    what is compiled, and both are inside the unit that is gathered and reduced.
     """
     chosen, degrees = layout.parallelism, world.degrees
+    compile.prepare(layout.compile)
+    convert.apply(model, layout.convert, world.device.capability, _has_work(layout, world))
     if degrees.cp > 1:
         context.apply(
             model,
@@ -154,6 +173,7 @@ def parallelize(
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     mine = plan.of(dist.get_rank(world.groups["pp"]))
     parts = [stages.build(model, plan, stage) for stage in mine]
+    loss_of_logits = _loss_of_logits(layout, world, args.vocab_size)
     for part in parts:
         named = spec.blocks(part)
         blocks = list(named.values())
@@ -165,9 +185,29 @@ def parallelize(
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
+        if loss_of_logits is None:
+            loss.apply(
+                part,
+                layout.loss,
+                args.vocab_size,
+                world.parameter_mesh["tp"] if degrees.tp > 1 else None,
+                sequence_parallel=not chosen.disable_sequence_parallel,
+                compile_config=layout.compile,
+            )
         activation_checkpoint.apply(named, order, layout.activation_checkpoint)
-        compile.apply(blocks, layout.compile)
-        if _has_work(layout, world):
+        is_simple = chosen.data_parallel_impl == "simple_fsdp"
+        options = None
+        if is_simple and layout.compile.compiles("model"):
+            plan_of_graphs = _plan_of_graphs(part, spec, layout, world, order[-1])
+            options = plan_of_graphs.options()
+        in_one = layout.compile.granularity == "model"
+        compile.apply([part] if in_one else blocks, layout.compile, options)
+        if not _has_work(layout, world):
+            continue
+        if is_simple:
+            tensor_mesh = world.parameter_mesh["tp"]
+            simple_fsdp.apply(part, world.data_mesh, tensor_mesh, layout.precision)
+        else:
             fsdp.apply(
                 part,
                 blocks,
@@ -177,7 +217,6 @@ def parallelize(
                 cpu_offload=layout.cpu_offload,
                 pin_memory=world.device.type == "cuda",
             )
-    loss = _loss(layout, world, args.vocab_size)
     runner: Runner
     if degrees.pp > 1:
         runner = Pipeline(
@@ -187,12 +226,13 @@ def parallelize(
             chosen,
             microbatches=chosen.microbatches(layout.local_batch_size),
             shapes=_shapes(layout, world, args),
-            loss=loss,
+            loss=loss_of_logits,
             device=world.device.torch_device,
             document_mask=layout.document_mask,
         )
     else:
-        runner = Plain(parts[0], loss, fsdp.sharded_modules(parts[0]), layout.document_mask)
+        sharded = fsdp.sharded_modules(parts[0])
+        runner = Plain(parts[0], loss_of_logits, sharded, layout.document_mask)
     cut = partial(
         context.shard,
         rank=dist.get_rank(world.groups["cp"]),
@@ -200,14 +240,49 @@ def parallelize(
         balancing=chosen.context_parallel_load_balancer,
     )
     has_loss = len(plan.units) - 1 in mine
-    confirm = partial(_confirm, layout, sum(len(spec.blocks(part)) for part in parts), has_loss)
-    return ParallelModel(parts, runner, cut, confirm)
+    blocks_here = sum(len(spec.blocks(part)) for part in parts)
+    return ParallelModel(
+        parts,
+        runner,
+        cut,
+        confirm=partial(_confirm, layout, blocks_here),
+        before_pass=partial(_before_pass, layout, parts),
+        compiler=compile.Watch(layout.compile, blocks_here, has_loss),
+    )
 
 
-def _confirm(layout: Layout, blocks: int, has_loss: bool) -> None:
-    compile.report(layout.compile, blocks, has_loss)
+def _before_pass(layout: Layout, parts: list[nn.Module]) -> None:
+    cuda_graphs.begin_pass(layout.compile)
+    convert.before_pass(layout.convert, parts)
+
+
+def _confirm(layout: Layout, blocks: int) -> None:
+    cuda_graphs.confirm(layout.compile)
     if blocks and layout.parallelism.enable_async_tensor_parallel:
         async_tensor.confirm()
+    parallelism = layout.parallelism
+    if parallelism.data_parallel_impl == "simple_fsdp" and layout.compile.compiles("model"):
+        bucketing.confirm(parallelism.simple_fsdp_bucketing)
+
+
+def _plan_of_graphs(
+    part: nn.Module, spec: ModelSpec[Args], layout: Layout, world: World, last: str
+) -> bucketing.Plan:
+    """What to do to the graphs of a part under `simple_fsdp`; `last` is the model's last block."""
+    chosen, mesh = layout.parallelism, world.data_mesh
+    freed: dict[ReshardPolicy, tuple[str, ...]] = {
+        "always": ("",),
+        "default": tuple(name for name in spec.blocks(part) if name != last),
+        "never": (),
+    }
+    return bucketing.Plan(
+        groups=tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim)),
+        units=tuple(stages.units(spec, part)),
+        freed=freed[_reshard(chosen)],
+        bucketing=chosen.simple_fsdp_bucketing,
+        megabytes=chosen.simple_fsdp_bucket_mb,
+        device_type=world.device.type,
+    )
 
 
 def _reshard(chosen: ParallelismConfig) -> ReshardPolicy:
@@ -230,19 +305,17 @@ def _shapes(layout: Layout, world: World, args: ModelArgs) -> Shapes:
     return Shapes(
         tokens=(size, length),
         hidden=(size, stream, args.dim),
-        logits=(size, length, vocabulary),
+        logits=None if layout.loss.vocabulary_chunk else (size, length, vocabulary),
         dtype=layout.precision.compute,
     )
 
 
-def _loss(layout: Layout, world: World, vocabulary: int) -> LossFunction:
-    loss: LossFunction = cross_entropy
-    if world.degrees.tp > 1 and not layout.parallelism.disable_loss_parallel:
-        group = world.groups["tp"]
-        loss = partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=vocabulary)
-    if layout.compile.compiles("loss"):
-        loss = compile.compiled(loss, layout.compile)
-    return loss
+def _loss_of_logits(layout: Layout, world: World, vocabulary: int) -> LossFunction | None:
+    if layout.loss.vocabulary_chunk:
+        return None
+    is_split = world.degrees.tp > 1 and not layout.parallelism.disable_loss_parallel
+    mesh = world.parameter_mesh["tp"] if is_split else None
+    return loss.of_logits(mesh, vocabulary, layout.compile)
 
 
 def _has_work(layout: Layout, world: World) -> bool:

@@ -78,7 +78,9 @@ def problems(
     elif config.mode == "memory_budget" and compile.backend == "eager":
         yield key, 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
     # Context parallelism attends by an operator of its own, which this does not concern.
-    on_a_mesh = parallelism.tensor_parallel_degree > 1 == parallelism.context_parallel_degree
+    is_simple = parallelism.data_parallel_impl == "simple_fsdp"
+    on_a_mesh = parallelism.tensor_parallel_degree > 1 or is_simple
+    on_a_mesh = on_a_mesh and parallelism.context_parallel_degree == 1
     recomputes_attention = config.every > 0 and not config.by_operator
     if (
         recomputes_attention
@@ -88,8 +90,9 @@ def problems(
     ):
         message = (
             "on a CPU this version of torch cannot compile a block that is split over tensor "
-            'ranks and recomputes its attention; use mode = "selective" with '
-            'selective_ac_option = "op", or leave "model" out of compile.components'
+            "ranks, or gathered in the graph as by simple_fsdp, and recomputes its attention; use "
+            'mode = "selective" with selective_ac_option = "op", or leave "model" out of '
+            "compile.components"
         )
         yield key, message
 

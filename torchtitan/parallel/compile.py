@@ -1,10 +1,12 @@
 """`torch.compile` block by block: blocks are alike, so one compilation serves them all.
 
 What is compiled is a block's forward, recomputation and tensor parallelism included; the hooks that
-gather and reduce its parameters stay outside.
+gather and reduce its parameters stay outside. With `simple_fsdp`, which has none, the whole model
+can be one graph.
 """
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from torchtitan.config import Config
 from torchtitan.logging import logger
 
 Component = Literal["model", "loss"]
+Granularity = Literal["block", "model"]
 
 
 class CompileConfig(Config):
@@ -31,42 +34,110 @@ class CompileConfig(Config):
         description="Fail where a block or the loss cannot be compiled whole; false: compile it in "
         "several graphs, and say where and why it breaks.",
     )
+    granularity: Granularity = Field(
+        "block",
+        description="What is one graph: each block, where blocks alike share one; or the whole "
+        "model (of a pipeline: the stage), which takes longer to compile.",
+    )
+
+    cache_folder: str | None = Field(
+        None,
+        description="Folder in which compiled graphs are kept for the next run of the same recipe; "
+        "absent: that of torch, TORCHINDUCTOR_CACHE_DIR or else torchinductor_USER in the system's "
+        "folder for temporary files, which may be emptied.",
+    )
+    cuda_graphs: bool = Field(
+        False,
+        description="Record compiled graphs as CUDA graphs and replay them, so that no kernel "
+        "waits for Python; not with FSDP2, pipelines or accumulation.",
+    )
 
     def compiles(self, component: Component) -> bool:
         return self.enable and component in self.components
 
 
-def apply(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile the forward of the blocks; parameter names stay as they are."""
+def prepare(config: CompileConfig) -> None:
+    """Keep what is compiled from now on, or take it from where it was kept."""
+    if config.enable and config.backend == "inductor":
+        folder = Path(config.cache_folder).expanduser().resolve() if config.cache_folder else None
+        torch_private.keep_compiled_graphs(folder)
+
+
+def apply(
+    modules: Iterable[nn.Module], config: CompileConfig, options: dict[str, Any] | None = None
+) -> None:
+    """Compile the forward of each of `modules`; parameter names stay as they are.
+
+    Args:
+        options: of the backend, as torch.compile takes them.
+    """
     if config.compiles("model"):
-        for block in blocks:
-            block.forward = compiled(block.forward, config)
+        for module in modules:
+            module.forward = compiled(module.forward, config, options)
 
 
-def compiled(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    """`function`, which is compiled when first called."""
-    return torch.compile(function, backend=config.backend, fullgraph=config.fullgraph)
+def compiled(
+    function: Callable[..., Any], config: CompileConfig, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """`function`, which is compiled when first called, and again for other shapes."""
+    recorded = {"triton.cudagraphs": True} if config.cuda_graphs else {}
+    return torch.compile(
+        function,
+        backend=config.backend,
+        fullgraph=config.fullgraph,
+        dynamic=False,
+        options={**recorded, **(options or {})} or None,
+    )
+
+
+class Watch:
+    """Tells what the compiler made of this rank's part, and when it has to compile again."""
+
+    def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:
+        self.config, self.blocks, self.has_loss = config, blocks, has_loss
+        self.steps = 0
+        self.seen: set[str] = set()
+
+    def after_step(self, step: int, is_last: bool) -> None:
+        """Report after two steps, or the last; later, warn of what was compiled after that."""
+        if not self.config.enable:
+            return
+        self.steps += 1
+        if self.steps > 2:
+            for name, compilation in torch_private.compilations().items():
+                if name not in self.seen and compilation.reason:
+                    logger.warning("compile: step %d: %s", step, _again(compilation.reason))
+        elif self.steps == 2 or is_last:
+            report(self.config, self.blocks, self.has_loss)
+        self.seen |= torch_private.compilations().keys()
 
 
 def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
-    """Log what the compiler made of this rank's blocks and loss; after a step, not before."""
-    parts = [_number(blocks, "block")] * config.compiles("model")
+    """Log what the compiler made of this rank's blocks and loss, and what came from its cache."""
+    what = "the model" if config.granularity == "model" else _number(blocks, "block")
+    parts = [what] * config.compiles("model")
     parts += ["the loss"] * (config.compiles("loss") and has_loss)
     if not parts:
         return
-    counts, again = torch_private.compiler_counts(), torch_private.recompilations()
-    breaks = counts["graph_break"]
+    counts, compilations = torch_private.compiler_counts(), torch_private.compilations().values()
+    breaks, again = counts["graph_break"], [each.reason for each in compilations if each.reason]
+    kept = sum(each.hits > 0 and not each.misses for each in compilations)
     logger.info(
-        "compile: %s of %s, %s, %s",
+        "compile: %s of %s,%s %s, %s",
         _number(counts["stats"]["unique_graphs"], "graph"),
         " and ".join(parts),
+        f" {kept} from the cache," if config.backend == "inductor" else "",
         _number(sum(breaks.values()), "graph break"),
         _number(len(again), "recompilation"),
     )
     for reason, times in breaks.items():
         logger.warning("compile: graph break, %s: %s", _number(times, "time"), reason.strip())
     for reason in again:
-        logger.warning("compile: recompiled, since a guard failed: %s", reason.strip())
+        logger.warning("compile: %s", _again(reason))
+
+
+def _again(reason: str) -> str:
+    return f"recompiled, since a guard failed: {reason.strip()}"
 
 
 def _number(count: int, what: str) -> str:

@@ -72,7 +72,7 @@ def apply(
             reshard_after_forward=reshard_after_forward,
             mp_policy=policy,
             offload_policy=offload,
-            shard_placement_fn=partial(_placement, parts=mesh.size(-1)),
+            shard_placement_fn=partial(placement, parts=mesh.size(-1)),
         )
 
     for block in blocks:
@@ -85,7 +85,7 @@ def apply(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
+def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
     """Along which dim a parameter is split into `parts`; None: the first, as FSDP does by itself.
 
     Rows that tensor parallelism split already are split again only if that comes out even; else

@@ -5,7 +5,7 @@ fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torchtitan import torch_private
 from torchtitan.data import Batch
 from torchtitan.parallel import fsdp
+from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Shapes(NamedTuple):
@@ -28,7 +27,8 @@ class Shapes(NamedTuple):
 
     tokens: tuple[int, int]
     hidden: tuple[int, int, int]
-    logits: tuple[int, int, int]
+    logits: tuple[int, int, int] | None
+    """None: the last stage gives the loss, one number."""
     dtype: torch.dtype
     """Of the hidden states and the logits."""
 
@@ -45,7 +45,7 @@ class Pipeline:
         *,
         microbatches: int,
         shapes: Shapes,
-        loss: LossFunction,
+        loss: LossFunction | None,
         device: torch.device,
         document_mask: bool,
     ) -> None:
@@ -54,7 +54,8 @@ class Pipeline:
             parts: this rank's stages, in order, ready to compute.
             group: the ranks of the pipeline.
             microbatches: of one batch.
-            loss: logits and targets of a microbatch to the sum over its targets.
+            loss: logits and targets of a microbatch to the sum over its targets; None: the last
+                stage gives it.
         """
         self.rank = dist.get_rank(group)
         self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
@@ -77,15 +78,17 @@ class Pipeline:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         tokens = torch.empty(self.shapes.tokens, dtype=torch.int64, device="meta")
-        hidden, logits = (
-            torch.empty(shape, dtype=self.shapes.dtype, device="meta", requires_grad=True)
-            for shape in (self.shapes.hidden, self.shapes.logits)
+        shapes, dtype = self.shapes, self.shapes.dtype
+        last = ((), torch.float32) if shapes.logits is None else (shapes.logits, dtype)
+        hidden, end = (
+            torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
+            for shape, kind in ((shapes.hidden, dtype), last)
         )
         stages = []
         for stage, part in self.parts.items():
             # Given the shapes, torch need not find them by running the model before the first step.
             given = hidden if stage else tokens
-            left = logits if stage == self.last else hidden
+            left = end if stage == self.last else hidden
             stages.append(
                 PipelineStage(
                     part,
@@ -113,11 +116,15 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The stage that ends in logits."""
+        """The stage that ends in logits, or in the loss."""
         return len(self.stages.ranks) - 1
 
-    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(logits, targets) / self.tokens
+    def _loss(self, end: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the loss, from what the last stage gave."""
+        return end if self.loss is None else self.loss(end, targets)
+
+    def _share(self, end: Tensor, targets: Tensor) -> Tensor:
+        return self._loss(end, targets) / self.tokens
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Forward and backward of a step's batches; this rank's share of the global mean loss.
@@ -160,7 +167,7 @@ class Pipeline:
                     x = arrived.pop((stage, number)) if stage else batch.tokens
                     x = self.parts[stage](x, **self._context(batch))
                     if after is None:
-                        total += self.loss(x, batch.targets)
+                        total += self._loss(x, batch.targets)
                     elif after == rank:
                         arrived[stage + 1, number] = x
                     else:
@@ -179,8 +186,12 @@ class Pipeline:
 
     def _context(self, batch: Batch) -> dict[str, Tensor]:
         """What every stage is told of a batch."""
-        documents = {"documents": batch.documents} if self.document_mask else {}
-        return {"positions": batch.positions, **documents}
+        known = {"positions": batch.positions}
+        if self.document_mask:
+            known["documents"] = batch.documents
+        if self.loss is None:
+            known["targets"] = batch.targets
+        return known
 
 
 def _exchange(messages: list[dist.P2POp]) -> None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from torchtitan import torch_private
 from torchtitan.config import ConfigError, allowed_names, show
+from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, build_empty
 from torchtitan.parallel import schedule_csv
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
@@ -29,6 +31,7 @@ def problems(
     microbatches: int,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
+    loss: LossConfig,
 ) -> Iterator[Fault]:
     """Everything about a pipeline that cannot work.
 
@@ -47,7 +50,7 @@ def problems(
         yield SCHEDULE, allowed_names(config.pipeline_parallel_schedule, SCHEDULES)
         return
     if config.pipeline_parallel_schedule_csv:
-        yield from _problems_of_file(config, spec, args, microbatches, recompute, compile)
+        yield from _problems_of_file(config, spec, args, microbatches, recompute, compile, loss)
         return
     name = config.pipeline_parallel_schedule
     yield from _problems_of_stages(config, SCHEDULES[name], args.n_layers)
@@ -55,7 +58,7 @@ def problems(
     yield from _problems_of_cut(config, spec, args, stages)
     yield from _problems_of_microbatches(config, SCHEDULES[name], stages, microbatches)
     if SCHEDULES[name].splits_backward:
-        yield from _problems_of_split_backward(config, SCHEDULE, recompute, compile)
+        yield from _problems_of_split_backward(config, SCHEDULE, recompute, compile, loss)
 
 
 def _problems_of_file(
@@ -65,6 +68,7 @@ def _problems_of_file(
     microbatches: int,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
+    loss: LossConfig,
 ) -> Iterator[Fault]:
     try:
         orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
@@ -83,7 +87,7 @@ def _problems_of_file(
         yield PARTS, f"these are {len(parts)} parts, but the file {CSV} has {stages} stages"
     yield from _problems_of_cut(config, spec, args, stages)
     if any(action.kind == "I" for actions in orders.values() for action in actions):
-        yield from _problems_of_split_backward(config, CSV, recompute, compile)
+        yield from _problems_of_split_backward(config, CSV, recompute, compile, loss)
 
 
 def _problems_of_stages(
@@ -179,6 +183,7 @@ def _problems_of_split_backward(
     key: str,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
+    loss: LossConfig,
 ) -> Iterator[Fault]:
     """What torch cannot do where a backward comes in two parts (seen with torch 2.11 to 2.13)."""
     why = "it runs each backward in two parts, "
@@ -192,6 +197,12 @@ def _problems_of_split_backward(
         message = (
             "and what selective recomputation kept is gone after the first; use Interleaved1F1B, "
             'or activation_checkpoint.mode = "full" or another selective_ac_option'
+        )
+        yield key, why + message
+    if loss.vocabulary_chunk and not torch_private.keeps_nodes_of_functions():
+        message = (
+            "and this version of torch does not keep a loss in chunks for the second; use "
+            "Interleaved1F1B, torch 2.13, or loss.vocabulary_chunk = 0"
         )
         yield key, why + message
     if config.fsdp_reshard_after_forward == "always":

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.convert import Wire
 from torchtitan.models.spec import TensorRole
 
 if TYPE_CHECKING:
@@ -78,10 +79,31 @@ def apply(
         roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
         assert len(roles) <= 1, f"{name} has several roles: {roles}"
         if roles:
-            _distribute(module, mesh, table[roles[0]])
+            wire = _wire(module, name, plan, roles[0])
+            _distribute(module, mesh, table[roles[0]], wire)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
+def _wire(
+    module: nn.Module, name: str, plan: Mapping[str, TensorRole], role: TensorRole
+) -> Wire | None:
+    """How a converter wants what the module takes from other ranks, or gives to them, sent.
+
+    What is gathered once is given to several linears, so all of them must want it.
+    """
+    if role == "rows":
+        return getattr(module, "wire", None)
+    if role != "gather":
+        return None
+    columns = [pattern for pattern, other in plan.items() if other == "columns"]
+    wires = [
+        getattr(child, "wire", None)
+        for inner, child in module.named_modules()
+        if any(fnmatchcase(f"{name}.{inner}", pattern) for pattern in columns)
+    ]
+    return wires[0] if wires and all(wires) else None
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | None) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -100,12 +122,14 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
         # Even to where it is already, a redistribution would complete the sums of the backward, one
         # after the other; left alone, those of several modules add up and are completed together.
         if x.placements != (style.needed,):
+            x = wire.shrink(x) if wire else x
             x = x.redistribute(placements=[style.needed])
         return (x, *rest)
 
     def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         assert style.left is not None
-        local: Tensor = output.redistribute(placements=[style.left]).to_local()
+        output = output.redistribute(placements=[style.left])
+        local: Tensor = (wire.shrink_gradient(output) if wire else output).to_local()
         return local
 
     module.register_forward_pre_hook(enter)

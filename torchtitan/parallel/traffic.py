@@ -41,7 +41,12 @@ def of_step(
         accumulation: batches of `layout.local_batch_size` in a step.
         stage_rank: its place in the pipeline. On the tensor axis it is the first, whose part of the
             vocabulary no other exceeds.
+
+    Raises:
+        NotImplementedError: of converters; what they send has no formulas.
     """
+    if layout.convert:
+        raise NotImplementedError("there are no formulas of what converters send")
     work = Work(layout, degrees, args, accumulation)
     plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
     order = list(spec.blocks(model))
@@ -56,7 +61,10 @@ def of_step(
             roles=_roles(module, spec.tensor_plan) if degrees.tp > 1 else {},
             again=_recomputed(layout, order) & set(blocks),
         )
-        found += part.of_parameters(_gathers(work, len(order), stage))
+        if work.is_simple:
+            found += part.of_each_parameter()
+        else:
+            found += part.of_parameters(_gathers(work, len(order), stage))
         found += part.of_activations()
         found += part.of_attention()
     counts: Counter[Traffic] = Counter()
@@ -114,6 +122,11 @@ class Work:
         return chosen.mode == "selective" and chosen.selective_ac_option == "op"
 
     @property
+    def is_simple(self) -> bool:
+        """Whether parameters are gathered where they are read, each by itself."""
+        return self.layout.parallelism.data_parallel_impl == "simple_fsdp"
+
+    @property
     def has_fsdp(self) -> bool:
         """Whether FSDP treats the model, if only to cast it."""
         precision = self.layout.precision
@@ -155,6 +168,24 @@ class Part:
                 sums=work.passes if degrees.pp > 1 else 1,
             )
 
+    def of_each_parameter(self) -> Iterator[Traffic]:
+        """Under `simple_fsdp`, where nothing is put off to a later microbatch."""
+        work, precision, degrees = self.work, self.work.layout.precision, self.work.degrees
+        for name, parameter in self.module.named_parameters():
+            owner = name.rpartition(".")[0]
+            is_table = isinstance(self.module.get_submodule(owner), nn.Embedding)
+            reads = work.times * (2 if work.args.tied and is_table else 1)
+            yield from formulas.of_parameters(
+                _elements(parameter.shape, self.roles.get(owner), degrees.tp, degrees.fsdp),
+                parts=degrees.fsdp,
+                copies=degrees.dp_replicate,
+                compute=precision.compute.itemsize,
+                reduce=precision.reduce.itemsize,
+                gathers=reads * (2 if self._is_again(name) else 1),
+                scatters=reads,
+                sums=reads,
+            )
+
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""
         work, chosen = self.work, self.work.layout.parallelism
@@ -178,7 +209,8 @@ class Part:
                 ranks=work.degrees.tp,
                 compute=work.layout.precision.compute.itemsize,
                 times=work.times,
-                shared=not chosen.disable_loss_parallel,
+                # Chunks of logits are not gathered, be there loss parallelism or not.
+                shared=bool(work.layout.loss.vocabulary_chunk) or not chosen.disable_loss_parallel,
             )
         if work.splits_stream:
             yield from self._of_norms()
@@ -189,7 +221,8 @@ class Part:
         for name in (name for name, role in self.roles.items() if role == "norm"):
             for weight in self.module.get_submodule(name).parameters():
                 size = weight.numel() * dtype.itemsize
-                yield from formulas.of_norms(size, sums=work.passes if work.has_fsdp else 1)
+                sums = work.times if work.is_simple else work.passes
+                yield from formulas.of_norms(size, sums=sums if work.has_fsdp else 1)
 
     def of_attention(self) -> Iterator[Traffic]:
         """What context parallelism sends."""

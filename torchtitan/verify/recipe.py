@@ -13,6 +13,7 @@ from torchtitan.checks import smallest_world
 from torchtitan.config import Recipe, show
 from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.job import JobConfig
+from torchtitan.losses import LossConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec, Smallness
 from torchtitan.parallel import (
@@ -49,7 +50,7 @@ class Draft:
     """The settings of a recipe while they are changed."""
 
     def __init__(self, recipe: Recipe[JobConfig]) -> None:
-        self.tree: dict[str, dict[str, Any]] = recipe.config.model_dump(mode="json")
+        self.tree: dict[str, Any] = recipe.config.model_dump(mode="json")
         self.said = {".".join(path) for path, o in recipe.origins.items() if o.startswith("--")}
         self.changes: list[str] = []
 
@@ -77,6 +78,9 @@ def as_checked(
     """What of a recipe is compared: on `world_size` ranks, or as few as show all of its layout."""
     draft = Draft(recipe)
     make_short(draft, steps, 5)
+    if rounds_states(draft.job):
+        why = "rounding hides errors, and layouts round differently"
+        draft.set("optimizer.state_dtype", "parameter", why)
     draft.tree["checkpoint"] = {}
     draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
     ranks, spec = make_ready(draft, world_size, shrink, ParallelismConfig())
@@ -101,6 +105,11 @@ def make_ready(
     return ranks, spec
 
 
+def rounds_states(job: JobConfig) -> bool:
+    """Whether the optimizer keeps its states in fewer bits than it computes with."""
+    return getattr(job.optimizer, "state_dtype", "parameter") != "parameter"
+
+
 def _takes_all(job: JobConfig) -> bool:
     """Whether parameters are split over as many ranks as there are; two show it."""
     return job.parallelism.data_parallel_shard_degree == -1
@@ -110,7 +119,15 @@ def _make_exact(draft: Draft) -> None:
     for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
         draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "it takes long, and its rounding is its own")
+    draft.set("parallelism.simple_fsdp_bucketing", "none", "the compiler does it")
+    if draft.tree["parallelism"]["data_parallel_impl"] == "simple_fsdp":
+        draft.set("parallelism.fsdp_reshard_after_forward", "default", "the compiler does it")
+    if draft.tree["convert"]:
+        draft.tree["convert"] = []
+        draft.changes.append("[[convert]] is left out: rounding in Float8 would hide errors")
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
+    draft.set("optimizer.early_step_in_backward", False, "gradients are looked at after a step")
+    draft.set("optimizer.offload_states", False, "a CPU has them in host memory already")
 
 
 def make_short(draft: Draft, steps: int | None, default: int) -> None:
@@ -161,6 +178,7 @@ def _make_model_small(
     )
     draft.said.discard("model.flavor")  # it says which one to shrink
     draft.set("model.flavor", name, f"--shrink: {shape}")
+    draft.lower("loss.vocabulary_chunk", needed.vocab_size // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer_path
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
         draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
@@ -231,5 +249,6 @@ def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
             "parallelism": ParallelismConfig(data_parallel_shard_degree=1),
             "activation_checkpoint": ActivationCheckpointConfig(mode="none"),
             "compile": CompileConfig(),
+            "loss": LossConfig(),
         }
     )

@@ -62,8 +62,9 @@ def verify_resume(
     console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
     with known(asked.spec), tempfile.TemporaryDirectory() as folder:
         replace(recipe, config=asked.job).refuse(_problems(asked.job, asked.ranks))
-        if mistakes := list(_problems(asked.then, asked.then_ranks)):
-            where = _where(asked.then, asked.then_ranks)
+        then_job, then_ranks = asked.layouts[-1]
+        if mistakes := list(_problems(then_job, then_ranks)):
+            where = _where(then_job, then_ranks)
             lines = "".join(f"\n  {problem.path}: {problem.message}" for problem in mistakes)
             raise ConfigError(f"--then: the run cannot be resumed {where}:{lines}")
         console.print(f"{recipe.place} {_where(asked.job, asked.ranks)}")
@@ -84,13 +85,16 @@ def verify_resume(
         except RanksFailed as error:
             print(f"no comparison: {error}", file=sys.stderr)
             return False
-    console.print(
+    told = (
         f"\nthe same run: killed after step {trial.half} of {2 * trial.half} and resumed "
-        f"{_where(asked.job, asked.ranks)}, to the bit; {where}, losses are off by "
-        f"{found.largest_loss():.0e} ({LOSS:.0e} is allowed), weights by "
-        f"{found.largest_weight():.0e} ({WEIGHT:.0e})",
-        style="bold green",
+        f"{_where(asked.job, asked.ranks)}, to the bit"
     )
+    if not found.is_exact:
+        told += (
+            f"; {where}, losses are off by {found.largest_loss():.0e} ({LOSS:.0e} is allowed), "
+            f"weights by {found.largest_weight():.0e} ({WEIGHT:.0e})"
+        )
+    console.print(told, style="bold green")
     return True
 
 

@@ -9,7 +9,7 @@ from torchtitan.config import ConfigError, Recipe
 from torchtitan.job import JobConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel import Degrees, ParallelismConfig
-from torchtitan.verify.recipe import Draft, make_ready, make_short
+from torchtitan.verify.recipe import Draft, make_ready, make_short, rounds_states
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Resumed:
     @property
     def layouts(self) -> tuple[tuple[JobConfig, int], ...]:
         """In which it is resumed: its own first."""
-        return (self.job, self.ranks), (self.then, self.then_ranks)
+        own, other = (self.job, self.ranks), (self.then, self.then_ranks)
+        return (own,) if rounds_states(self.job) else (own, other)
 
 
 def as_resumed(
@@ -59,6 +60,11 @@ def as_resumed(
         "recipe; no metrics, no profile, no validation"
     )
     ranks, spec = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
+    if rounds_states(draft.job):
+        why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
+        if then:
+            raise ConfigError(f"--then: {why}; add --optimizer.state_dtype parameter")
+        draft.changes.append(f"resumed in the same layout only: {why}")
     degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
     other = in_layout(draft.job, ranks, degrees)
     return Resumed(draft.job, ranks, other, math.prod(degrees), spec, draft.changes)

@@ -38,6 +38,11 @@ escaped."\\u00e9" = true
 name = "first"
 [[tables]]
 name = "second"
+[tables.of]
+its = 1
+[[tables.own]]
+a = 1
+[[tables.own]]
 [last]
 x = 1'''
 LINES = {
@@ -52,7 +57,9 @@ LINES = {
     ("spaced", "dots.in", "closing"): 12,
     ("spaced", "dots.in", "raw"): 13,
     ("spaced", "dots.in", "list"): 16,
-    ("spaced", "dots.in", "list", "deep", "er"): 19,
+    ("spaced", "dots.in", "list", "2"): 19,
+    ("spaced", "dots.in", "list", "2", "deep", "er"): 19,
+    ("spaced", "dots.in", "list", "2", "more", "0", "z"): 19,
     ("spaced", "dots.in", "inline"): 21,
     ("spaced", "dots.in", "inline", "two", "three"): 21,
     ("spaced", "dots.in", "when"): 22,
@@ -60,19 +67,29 @@ LINES = {
     ("spaced", "dots.in", "number"): 24,
     ("spaced", "dots.in", "escaped", "é"): 25,
     ("tables",): 26,
-    ("tables", "name"): 27,
-    ("last",): 30,
-    ("last", "x"): 31,
+    ("tables", "0"): 26,
+    ("tables", "0", "name"): 27,
+    ("tables", "1"): 28,
+    ("tables", "1", "name"): 29,
+    ("tables", "1", "of"): 30,
+    ("tables", "1", "of", "its"): 31,
+    ("tables", "1", "own"): 32,
+    ("tables", "1", "own", "0", "a"): 33,
+    ("tables", "1", "own", "1"): 34,
+    ("last",): 35,
+    ("last", "x"): 36,
 }
 
 
 def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every table and key of what tomllib read; items of a list share its path."""
+    """The path of every table and key of what tomllib read; tables of a list by their number."""
     for key, item in value.items() if isinstance(value, dict) else ():
         yield (*path, key)
         yield from paths(item, (*path, key))
-    for item in value if isinstance(value, list) else ():
-        yield from paths(item, path)
+    for number, item in enumerate(value) if isinstance(value, list) else ():
+        if isinstance(item, dict):
+            yield (*path, str(number))
+            yield from paths(item, (*path, str(number)))
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from torchtitan.checks import load_job
-from torchtitan.config import Recipe, RecipeError
+from torchtitan.config import Problem, Recipe, RecipeError
+from torchtitan.convert import MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, AdamW
+from torchtitan.provenance import to_toml
 
 OPTION = "activation_checkpoint.selective_ac_option"
 
@@ -83,8 +85,10 @@ def test_switch_off(flag: str) -> None:
 NOT_ALONE = {
     "checkpoint.last_save_in_hf",
     "checkpoint.load_only",
+    "compile.cuda_graphs",
     "debug.deterministic_warn_only",
     "fault_tolerance.enable",
+    "optimizer.early_step_in_backward",
     "profiling.enable_memory_snapshot",
     "parallelism.enable_async_tensor_parallel",
 }
@@ -98,7 +102,7 @@ def test_every_boolean_switches_both_ways() -> None:
         assert value(key, f"--no-{key}") is False
         assert value(key, f"--{section}.no-{name.replace('_', '-')}") is False
         if key in NOT_ALONE:
-            needs = f"^(--{key}: {key}: got true; |defaults: {section}\\.)"
+            needs = f"^(--{key}: {key}: got true; |defaults: (training|{section})\\.)"
             with pytest.raises(RecipeError, match=needs):
                 value(key, f"--{key}")
         else:
@@ -181,6 +185,65 @@ def test_changing_the_optimizer_does_not_hide_a_mistake() -> None:
     mine = write("mine.toml", 'extends = "base.toml"\n[optimizer]\nname = "SGD"\n')
     with pytest.raises(RecipeError, match=r"^base.toml:2: optimizer.bta1: unknown key of SGD"):
         read(mine)
+
+
+FLOAT8 = "[[convert]]\nname = 'float8'\nrecipe = 'rowwise'\nfilter_fqns = ['attention']\n"
+MXFP8_OF_THE_REST = "[[convert]]\nname = 'mxfp8'\nfilter_fqns = ['feed_forward', 'output']\n"
+
+
+def test_a_list_of_sections_keeps_its_order() -> None:
+    recipe = read(write("r.toml", FLOAT8 + MXFP8_OF_THE_REST))
+    rest = MXFP8(filter_fqns=("feed_forward", "output"))
+    assert recipe.config.convert == (Float8(recipe="rowwise", filter_fqns=("attention",)), rest)
+    assert {key: value for key, value in recipe.origins.items() if key[1] == "1"} == {
+        ("convert", "1"): "r.toml:5",
+        ("convert", "1", "name"): "r.toml:6",
+        ("convert", "1", "filter_fqns"): "r.toml:7",
+    }
+    flat = recipe.config.flat()
+    assert (flat["convert.0.recipe"], flat["convert.1.name"]) == ("rowwise", "mxfp8")
+    assert flat["convert.0.filter_fqns"] == ["attention"]
+    inline = (
+        "convert = [{name = 'float8', recipe = 'rowwise', filter_fqns = ['attention']}, "
+        "{name = 'mxfp8', filter_fqns = ['feed_forward', 'output']}]"
+    )
+    assert read(write("inline.toml", inline)).config == recipe.config
+    assert read(write("again.toml", to_toml(recipe.config))).config == recipe.config
+    assert read(write("none.toml", to_toml(JobConfig()))).config == JobConfig()
+
+
+def test_a_list_of_sections_replaces_the_one_it_inherits() -> None:
+    write("base.toml", FLOAT8 + MXFP8_OF_THE_REST)
+    assert len(read(write("a.toml", 'extends = "base.toml"\n')).config.convert) == 2
+    own = 'extends = "base.toml"\n[[convert]]\nname = "float8"\n'
+    assert read(write("a.toml", own)).config.convert == (Float8(),)
+    assert read(write("a.toml", 'extends = "base.toml"\nconvert = []\n')).config.convert == ()
+
+
+def test_flags_change_sections_of_a_list_and_add_to_it() -> None:
+    recipe = write("r.toml", FLOAT8)
+    flags = "--convert.0.recipe=tensorwise --convert.0.filter_fqns wo,feed --no-convert.0.emulate"
+    flags += " --convert.1.name mxfp8 --convert.1.emulate --convert.1.filter_fqns wq wk wv output"
+    assert read(recipe, flags).config.convert == (
+        Float8(filter_fqns=("wo", "feed")),
+        MXFP8(emulate=True, filter_fqns=("wq", "wk", "wv", "output")),
+    )
+    assert read(flags="--convert.0.name float8").config.convert == (Float8(),)
+    other = read(recipe, "--convert.0.name mxfp8")
+    assert other.config.convert == (MXFP8(filter_fqns=("attention",)),)
+    assert other.notices == [
+        '--convert.0.name: convert.0.name: mxfp8 has no recipe; "rowwise" of r.toml:3 is left out'
+    ]
+
+
+def test_a_problem_may_be_in_a_list_of_sections() -> None:
+    recipe = read(write("r.toml", FLOAT8))
+    paths = ["convert.0.recipe", "convert.0.emulate", "convert"]
+    assert [recipe.line(Problem(path, "no")) for path in paths] == [
+        'r.toml:3: convert.0.recipe: got "rowwise"; no',
+        "r.toml:1: convert.0.emulate: got false; no",
+        'r.toml: convert: got ["float8"]; no',
+    ]
 
 
 def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

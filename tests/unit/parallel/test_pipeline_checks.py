@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from torchtitan import torch_private
+from torchtitan.losses import LossConfig
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.parallel.pipeline_checks import problems
@@ -24,6 +26,7 @@ def found(
     args: Any = ARGS,
     recompute: ActivationCheckpointConfig | None = None,
     compile: CompileConfig | None = None,
+    chunk: int = 0,
     **keys: Any,
 ) -> list[str]:
     """The problems, each as one line, without the names of the sections."""
@@ -37,6 +40,7 @@ def found(
         microbatches=microbatches,
         recompute=recompute or ActivationCheckpointConfig(),
         compile=compile or CompileConfig(),
+        loss=LossConfig(vocabulary_chunk=chunk),
     )
     return [f"{key}: {message}".replace("parallelism.", "") for key, message in lines]
 
@@ -144,6 +148,16 @@ def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
     assert 'activation_checkpoint.mode = "full"' in line
     (line,) = found(schedule, fsdp_reshard_after_forward="always")
     assert "lose the gradients" in line
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_loss_in_chunks_needs_a_torch_that_keeps_it(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_private, "keeps_nodes_of_functions", lambda: keeps)
+    lines = found("ZBVZeroBubble", chunk=100)
+    assert ["torch 2.13" in line for line in lines] == [True] * (not keeps)
+    assert not found("Interleaved1F1B", chunk=100)
 
 
 def test_a_file(tmp_path: Path) -> None:

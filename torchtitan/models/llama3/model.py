@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
+from torchtitan.models.output import LinearLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,21 +179,27 @@ class Llama3(nn.Module):
         self.output: nn.Module | None = (
             TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
+        self.loss = LinearLoss()
 
     def init_buffers(self) -> None:
         """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
         self.rope.init_buffers()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """Token ids to logits (B, S, V).
+        """Token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
 
         Args:
             tokens: (B, S) int64, or hidden states (B, S, D) for a later stage of a pipeline.
             positions: (B, S) int64, where each token stands in its sequence; None: 0 to S - 1.
             documents: which document each token belongs to, for a mask that keeps them apart;
                 (B, S) int64.
+            targets: (B, S) int64; a stage that is not the last leaves them alone.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -203,10 +210,13 @@ class Llama3(nn.Module):
             return x
         x = self.norm(x)
         assert self.output is not None, "the output stands on the stage of the last norm"
-        logits: Tensor
+        ended: Tensor
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None, "a tied output needs the embedding on its stage"
-            logits = self.output(x, self.tok_embeddings.weight)
+            weight = self.tok_embeddings.weight
+            ended = self.output(x, weight) if targets is None else self.loss(x, weight, targets)
+        elif targets is None:
+            ended = self.output(x)
         else:
-            logits = self.output(x)
-        return logits
+            ended = self.loss(x, self.output.weight, targets)
+        return ended

@@ -1,56 +1,11 @@
-"""Recipes written for TorchTitan v0.1 and v0.2: what moved, and what has no counterpart.
+"""The table: every key of TorchTitan v0.1 and v0.2 that is not ours, and what became of it."""
 
-One table maps every key of theirs that is not ours. A key that moved is read under its new name,
-with a notice. A key without a counterpart is dropped, with a notice, where its value asks for
-nothing (a feature that is off); otherwise it is refused, with what to write instead. `torchtitan
-migrate` writes the same translation into a file.
-"""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config import KeyPath, Setting, Translation, allowed_names, show
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A key with another name here; `convert` gives its value as it is written here."""
-
-    to: str
-    convert: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A key without a counterpart: `asks_nothing` tells values that can be dropped."""
-
-    instead: str
-    asks_nothing: Callable[[Any], bool]
-    acts_with: str | None = None
-    """The switch that is on where the key asks for anything, if there is one."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A key of ours, some of whose old values are not there, with what to write instead."""
-
-    missing: Mapping[Any, str]
-
-
-def always(value: Any) -> bool:
-    """Whatever its value, dropping the key changes nothing."""
-    return True
-
-
-def falsy(value: Any) -> bool:
-    """Off, empty or zero."""
-    return not value or value == "none"
-
-
-def just(*values: Any) -> Callable[[Any], bool]:
-    """One of these values."""
-    return lambda value: value in values
+from torchtitan.dialect import converters
+from torchtitan.dialect.converters import ONLY_EXPERTS
+from torchtitan.dialect.rows import Converted, Gone, Kept, Moved, always, falsy, just
 
 
 def _inverted(value: Any) -> Any:
@@ -93,9 +48,6 @@ PARALLELISM = (
 )
 SPLIT_POINTS = "write the modules of each stage into parallelism.module_fqns_per_model_part"
 MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbatch_size"
-ONLY_EXPERTS = "there are no models with experts"
-ONLY_QUANTIZED = "it only acts with a converter, and none is asked for"
-NO_CONVERTERS = "converters (float8, mx) are not part of this version"
 NO_ESTIMATION = "memory estimation is not part of this version"
 NO_SEMI_SYNC = "replica groups add up their gradients in every step"
 ONLY_SEMI_SYNC = "it only acts with fault_tolerance.semi_sync_method"
@@ -108,7 +60,7 @@ SEMI_SYNC = (
 )
 CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
 
-TABLE: Mapping[str, Moved | Gone | Kept] = {
+TABLE: Mapping[str, Moved | Gone | Kept | Converted] = {
     "job.print_args": Moved("job.print_config"),
     "job.use_for_integration_test": Gone("the tests name the recipes they run", always),
     "job.save_config_file": Gone("the resolved recipe is always written beside the run", always),
@@ -118,8 +70,7 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "experimental.custom_args_module": Gone("settings belong to their component", falsy),
     "model.hf_assets_path": Moved("model.tokenizer_path"),
     "model.norm_type": Gone('every model has the norm of its paper ("rmsnorm")', just("rmsnorm")),
-    "model.converters": Gone(NO_CONVERTERS, falsy),
-    "model.print_after_conversion": Gone(NO_CONVERTERS, falsy),
+    "model.print_after_conversion": Gone("what was converted is always said", always),
     "training.dataset": Moved("data.dataset"),
     "training.dataset_path": Moved("data.dataset_path"),
     "training.dataloader.num_workers": Moved("data.num_workers"),
@@ -137,7 +88,6 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
     "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _inverted),
     "optimizer.fused": Moved("optimizer.implementation", _fused),
-    "optimizer.early_step_in_backward": Gone("the step always follows the whole backward", falsy),
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "debug.moe_force_load_balance": Gone(ONLY_EXPERTS, falsy),
     "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
@@ -193,10 +143,8 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
     "validation.seq_len": Gone("validation reads batches of the training shape", always),
     "validation.dataloader.*": Gone("validation reads its few batches when due", always),
     "comm.mode": Gone("the fake backend is not part of this version", just("default")),
-    "float8.enable_float8_linear": Gone(NO_CONVERTERS, falsy),
-    "float8.*": Gone(ONLY_QUANTIZED, always),
-    "mx.*": Gone(ONLY_QUANTIZED, always),
-    "quantize.*": Gone(ONLY_QUANTIZED, always),
+    **converters.TABLE,
+    "quantize.*": Gone(ONLY_EXPERTS, always),
     "memory_estimation.enable": Gone(NO_ESTIMATION, falsy),
     "memory_estimation.enabled": Gone(NO_ESTIMATION, falsy),
     "memory_estimation.*": Gone(NO_ESTIMATION, always),
@@ -217,77 +165,3 @@ TABLE: Mapping[str, Moved | Gone | Kept] = {
         "parallelism.context_parallel_rotate_method", _ring
     ),
 }
-OLD_SECTIONS = (
-    "experimental",
-    "float8",
-    "memory_estimation",
-    "mx",
-    "quantize",
-    "training.dataloader",
-    "validation.dataloader",
-)
-
-
-def entry(path: KeyPath) -> Moved | Gone | Kept | None:
-    """The row of the table for a key: its own, or that of the section it stands in."""
-    dotted = ".".join(path)
-    if dotted in TABLE:
-        return TABLE[dotted]
-    sections = (".".join(path[:depth]) for depth in range(len(path) - 1, 0, -1))
-    return next((TABLE[f"{name}.*"] for name in sections if f"{name}.*" in TABLE), None)
-
-
-def new_name(path: KeyPath) -> KeyPath:
-    """The present path of an old key whose value is written as before; other paths as they are."""
-    row = entry(path)
-    return tuple(row.to.split(".")) if isinstance(row, Moved) and not row.convert else path
-
-
-def translate(settings: dict[KeyPath, Setting]) -> Translation:
-    """Read the settings of one source, whatever version it was written for."""
-    result = Translation({}, [], [])
-    for path, setting in settings.items():
-        row, dotted, value = entry(path), ".".join(path), setting.value
-        where = f"{setting.origin}: {dotted}"
-        if isinstance(row, Moved):
-            _move(row, path, setting, settings, result)
-        elif isinstance(row, Gone) and value != {} and _asks_nothing(row, value, settings):
-            result.notices.append(f"{where}: {show(value)} is left out; {row.instead}")
-        elif isinstance(row, Gone) and value != {}:
-            result.problems.append(f"{where}: got {show(value)}; {row.instead}")
-        elif isinstance(row, Kept) and isinstance(value, str) and value in row.missing:
-            result.problems.append(f"{where}: got {show(value)}; {row.missing[value]}")
-        elif not f"{dotted}.".startswith(tuple(f"{name}." for name in OLD_SECTIONS)):
-            result.settings[path] = setting
-        elif value != {}:
-            section = ".".join(path[:-1])
-            known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
-            result.problems.append(f"{where}: unknown key; {allowed_names(path[-1], known)}")
-    return result
-
-
-def _asks_nothing(row: Gone, value: Any, settings: dict[KeyPath, Setting]) -> bool:
-    switch = settings.get(tuple(row.acts_with.split("."))) if row.acts_with else None
-    is_off = row.acts_with is not None and (switch is None or switch.value is False)
-    return is_off or row.asks_nothing(value)
-
-
-def _move(
-    row: Moved,
-    path: KeyPath,
-    setting: Setting,
-    settings: dict[KeyPath, Setting],
-    result: Translation,
-) -> None:
-    target = tuple(row.to.split("."))
-    value = row.convert(setting.value) if row.convert else setting.value
-    where = f"{setting.origin}: {'.'.join(path)}"
-    if target != path:
-        result.notices.append(f"{where}: is now {row.to}")
-        if target in settings:
-            both = f"{row.to} of {settings[target].origin} says the same thing; keep that"
-            result.problems.append(f"{where}: got {show(setting.value)}; {both}")
-            return
-    elif value != setting.value:
-        result.notices.append(f"{where}: {show(setting.value)} is now {show(value)}")
-    result.settings[target] = Setting(value, setting.origin)

@@ -1,0 +1,172 @@
+"""Optimizer states in few bits, and steps in the backward, in whole runs: saved, resumed, ended."""
+
+import shutil
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.layouts import Case, case
+from tests.ranks import run_ranks
+from tests.runs import losses, train
+from torchtitan.build import build
+from torchtitan.checkpoint import saved_steps, staging
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.cli import main
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.parallel import Launch, open_world
+from torchtitan.trainer import Trainer, TrainingDiverged
+
+ALONE = case(batch=8)
+FSDP = case(shard=2)
+
+
+def recipe(folder: Path, layout: Case, steps: int = 4, **sections: Any) -> JobConfig:
+    """Saved at step 2 and at the end."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"flavor": "square"},
+        "training": {"steps": steps},
+        "lr_scheduler": {"total_steps": 4},
+        "optimizer": {"lr": 1e-3},
+        "checkpoint": {"enable": True, "interval": 2, "async_mode": "async"},
+    }
+    names = defaults | sections
+    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
+    return tiny.job(folder, **layout.recipe(**merged))
+
+
+def eager(job: JobConfig) -> dict[str, Tensor]:
+    torch.compiler.set_stance("force_eager")
+    return train(job)
+
+
+@pytest.mark.parametrize("dtype", ["8bit", pytest.param("4bit", marks=pytest.mark.slow)])
+def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_path: Path) -> None:
+    few = {"state_dtype": dtype}
+    whole = run_ranks(eager, 2, recipe(tmp_path / "whole", FSDP, optimizer=few))[0]
+    run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, 2, optimizer=few))
+    saved = SavedTensors(saved_steps(tmp_path / "halves" / "checkpoint")[2])
+    assert saved.shapes()["optimizer.output.weight.exp_avg"] == (torch.float32, (320, 128))
+
+    # On one rank, with plain states: they load, and the run goes on much as it would have.
+    shutil.copytree(tmp_path / "halves", tmp_path / "other")
+    plain = recipe(tmp_path / "other", ALONE, 3, optimizer={"state_dtype": "parameter"})
+    run_ranks(eager, 1, plain)
+    # And from there with few bits again.
+    run_ranks(eager, 1, recipe(tmp_path / "other", ALONE, optimizer=few))
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "other") == pytest.approx(expected, rel=1e-2)
+    assert losses(tmp_path / "other")[3] == pytest.approx(expected[3], rel=1e-3)
+
+    halves = run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, optimizer=few))[0]
+    assert losses(tmp_path / "halves") == expected
+    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
+
+
+def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    torch.compiler.set_stance("force_eager")  # in the ranks too, which are forked
+    sizes = ["--model.name=tiny", "--model.flavor=square", "--training.seq_len=32"]
+    words = ["verify-resume", *sizes, "--optimizer.state_dtype=4bit", "--steps=1"]
+    try:
+        assert main([*words, "--world-size=1"]) == 0
+        assert main([*words, "--world-size=1", "--then=2"]) == 2
+    finally:
+        torch.compiler.set_stance("default")
+    said = capsys.readouterr()
+    why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
+    assert f"  resumed in the same layout only: {why}" in said.out
+    assert "killed after step 1 of 2 and resumed on one rank, to the bit\n" in said.out
+    assert f"--then: {why}; add --optimizer.state_dtype parameter" in said.err
+
+
+def handed_over(job: JobConfig) -> bool:
+    """Whether a run that takes over another's live state goes on as that does."""
+    torch.compiler.set_stance("force_eager")
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        one, other = build(job, world), build(job, world)
+        with closing(one.data), closing(other.data), one.meter, other.meter:
+            Trainer(one).step()
+            other.live.put(one.live.get())
+            for run in (one, other):
+                Trainer(run).step()
+        pairs = zip(one.model.parts[0].parameters(), other.model.parts[0].parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", [{"state_dtype": "8bit"}, {"offload_states": True}])
+def test_another_replica_group_takes_the_state_over(
+    optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE, optimizer=optimizer)) == [True]
+
+
+EARLY = {"early_step_in_backward": True}
+UNCLIPPED = {"max_norm": 0.0}
+
+
+def ended(job: JobConfig) -> tuple[str, list[int]]:
+    """What the run says at its end, and the steps it has saved."""
+    with pytest.raises(TrainingDiverged) as error:
+        train(job)
+    folder = Path(job.job.dump_folder) / job.checkpoint.folder
+    return str(error.value), sorted(saved_steps(folder))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_ends_a_run_whose_update_is_made(
+    ranks: int, tmp_path: Path
+) -> None:
+    job = recipe(
+        tmp_path,
+        case(shard=ranks, batch=8 // ranks),
+        optimizer=EARLY | {"lr": 1e30},
+        training=UNCLIPPED | {"steps": 4},
+        checkpoint={"interval": 1},
+    )
+    for said, steps in run_ranks(ended, ranks, job):
+        assert said.startswith("step 2: the loss or gradient norm is not finite, which with ")
+        assert "the last checkpoint is step-1" in said
+        assert steps == [1]
+
+
+def slowly(job: JobConfig) -> dict[str, Tensor]:
+    """Train, where copies for a save take long enough to be overtaken."""
+    digest = staging.digest
+
+    def slow(tensor: Tensor) -> Any:
+        time.sleep(0.01)
+        return digest(tensor)
+
+    staging.digest = slow  # type: ignore[attr-defined]
+    return train(job)
+
+
+def test_no_weight_changes_while_it_is_copied(tmp_path: Path) -> None:
+    for mode in ("disabled", "async"):
+        job = recipe(
+            tmp_path / mode,
+            ALONE,
+            optimizer=EARLY,
+            training=UNCLIPPED | {"steps": 3},
+            checkpoint={"interval": 1, "async_mode": mode},
+        )
+        run_ranks(slowly, 1, job)
+    for step in (1, 2, 3):
+        found, expected = (
+            SavedTensors(tmp_path / mode / "checkpoint" / f"step-{step}")
+            for mode in ("async", "disabled")
+        )
+        for name, (_, shape) in expected.shapes().items():
+            blocks = (saved.read(name, [0] * len(shape), shape) for saved in (found, expected))
+            assert torch.equal(*blocks), f"step {step}: {name}"

@@ -1,0 +1,65 @@
+"""Updates in the backward: the same numbers, with few gradients alive at a time."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
+from torchtitan.optim.in_backward import InBackward
+from torchtitan.optim.low_bit import StateDtype
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[float]]:
+    """The weights at the end, and the norm of each step."""
+    norms = []
+    for step in range(4):
+        torch.manual_seed(step)
+        optimizers.set_lr_factor(1 / (step + 1))
+        optimizers.zero_grad()
+        model(torch.randn(5, 64)).square().sum().backward()
+        norms.append(optimizers.clip(0).item())
+        optimizers.step()
+    return [parameter.detach() for parameter in model.parameters()], norms
+
+
+CONFIGS = [
+    AdamW(lr=0.1, no_weight_decay_on=("norms",)),
+    AdamW(lr=0.1, state_dtype="bfloat16"),
+    AdamW(lr=0.1, state_dtype="8bit"),
+    SGD(lr=0.01, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_it_is_the_step_after_the_backward(config: OptimizerConfig) -> None:
+    torch.compiler.set_stance("force_eager")
+    after, during = network(), network()
+    expected, norms = train(after, Optimizers([after], config))
+    found, same_norms = train(during, InBackward([during], config, None, lambda parameters: None))
+    assert all(map(torch.equal, found, expected))
+    assert same_norms == norms
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("dtype", ["parameter", "bfloat16"])
+def test_one_gradient_is_alive_at_a_time(dtype: StateDtype) -> None:
+    torch.compiler.set_stance("force_eager")
+    alive: list[int] = []
+    model = network()
+
+    def count(_: Tensor) -> None:
+        alive.append(sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    train(model, InBackward([model], AdamW(state_dtype=dtype), None, lambda parameters: None))
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert len(alive) == 4 * 12
+    assert max(alive) == largest
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.compiler.set_stance("default")

@@ -1,0 +1,217 @@
+"""The loss a chunk of the vocabulary at a time is the same loss, and never has the logits."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests import tiny
+from tests.ranks import run_ranks
+from torchtitan.checks import problems, remarks
+from torchtitan.losses import LossConfig, cross_entropy, linear_cross_entropy
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import Llama3Args
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel import CompileConfig, loss
+
+TOKENS, VOCABULARY, DIM = 24, 101, 16
+
+
+def inputs(
+    dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY, dim: int = DIM
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the weight of an output, and targets of which a few do not count."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, tokens // 2, dim, dtype=dtype, generator=generator)
+    weight = torch.randn(vocabulary, dim, dtype=dtype, generator=generator) / 4
+    targets = torch.randint(vocabulary, (2, tokens // 2), generator=generator)
+    targets[0, :3] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def gradients(value: Tensor, of: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Of a mean, as training has it."""
+    return list(torch.autograd.grad(value / TOKENS, of))
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Torch's own, rounding where `cross_entropy` does."""
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(precise), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunk", [7, 50, 101, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)],
+    ids=["float64", "float32", "bfloat16"],
+)
+def test_loss_and_gradients_are_those_of_whole_logits(
+    dtype: torch.dtype, tolerance: float, chunk: int
+) -> None:
+    hidden, weight, targets = inputs(dtype)
+    expected = whole(hidden, weight, targets)
+    found = linear_cross_entropy(hidden, weight, targets, chunk, None, VOCABULARY)
+    # Logits are rounded at the same place; what follows is precise, but for a last rounding.
+    torch.testing.assert_close(found, expected, rtol=min(tolerance, 1e-6), atol=0)
+    for ours, theirs in zip(
+        gradients(found, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True
+    ):
+        assert ours.dtype == dtype
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_targets_that_do_not_count() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    of_hidden, _ = gradients(
+        linear_cross_entropy(hidden, weight, targets, 10, None, VOCABULARY), (hidden, weight)
+    )
+    assert (of_hidden[0, :3] == 0).all()
+    assert (of_hidden[0, 3:] != 0).any(-1).all()
+
+    none = torch.full_like(targets, -100)
+    value = linear_cross_entropy(hidden, weight, none, 10, None, VOCABULARY)
+    assert value == 0
+    assert all((gradient == 0).all() for gradient in gradients(value, (hidden, weight)))
+
+
+def test_large_logits_overflow_nowhere() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    hidden, weight = hidden.detach() * 1e3, weight.detach() * 1e3
+    found = linear_cross_entropy(hidden, weight, targets, 10, None, VOCABULARY)
+    torch.testing.assert_close(found, whole(hidden, weight, targets))
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "tied"])
+def test_a_model_gives_its_loss(flavor: str) -> None:
+    args = tiny.FLAVORS[flavor]
+    model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
+    model.init_buffers()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    ids = torch.randint(args.vocab_size, (2, 17), generator=generator)
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    parameters = tuple(model.parameters())
+    config = LossConfig(vocabulary_chunk=64)
+    loss.apply(
+        model,
+        config,
+        args.vocab_size,
+        None,
+        sequence_parallel=False,
+        compile_config=CompileConfig(),
+    )
+    expected = cross_entropy(model(tokens), targets)
+    found = model(tokens, targets=targets)
+    torch.testing.assert_close(found, expected)
+    pairs = zip(gradients(found, parameters), gradients(expected, parameters), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(args: Llama3Args, seq_len: int) -> nn.Module:
+        model = tiny.LLAMA3.build(args, seq_len)
+        model.loss = nn.Identity()
+        return model
+
+    plain = dataclasses.replace(MODELS["tiny"], name="plain", build=build)
+    monkeypatch.setitem(MODELS, "plain", plain)
+    keys = {"model": {"name": "plain"}, "loss": {"vocabulary_chunk": 64}}
+    assert [problem[:2] for problem in problems(tiny.job(**keys), 1, "cpu")] == [
+        (
+            "loss.vocabulary_chunk",
+            "plain does not end in LinearLoss, which makes the chunks; use 0",
+        )
+    ]
+
+
+def test_a_setting_that_changes_nothing_is_told() -> None:
+    keys = {"loss": {"vocabulary_chunk": 64}, "parallelism": {"disable_loss_parallel": True}}
+    (line,) = remarks(tiny.job(**keys))
+    assert line.startswith("parallelism.disable_loss_parallel: with loss.vocabulary_chunk no")
+
+
+def allocations(function: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that were in use at a time, at most, and bytes of the largest tensor."""
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes)), max(sizes)
+
+
+def peak_bytes(
+    n: int, v: int, d: int, chunk: int, dtype: torch.dtype, is_compiled: bool = False
+) -> int:
+    """The formulas of docs/loss.md, and for float32."""
+    size = dtype.itemsize
+    if not chunk:
+        return (2 * size if is_compiled else 12) * n * v
+    if is_compiled and dtype == torch.bfloat16:
+        return 4 * n * chunk + 4 * n * d + size * v * d
+    # While the gradient of a chunk is cast; or while what it adds to the sum is there.
+    casting, adding = (4 + size) * n * chunk + 4 * n * d, size * n * chunk + 8 * n * d
+    return (adding if dtype == torch.float32 else casting) + size * v * d
+
+
+SIZES = (512, 4000, 64)
+
+
+def count(dtype: torch.dtype, chunk: int, backend: str) -> tuple[int, int]:
+    """`allocations` of forward and backward of output and loss, once it is compiled."""
+    n, v, d = SIZES
+    hidden, weight, targets = inputs(dtype, n, v, d)
+    of_logits = torch.compile(cross_entropy, backend=backend) if backend else cross_entropy
+
+    def step() -> None:
+        if chunk:
+            value = linear_cross_entropy(hidden, weight, targets, chunk, None, v, backend)
+        else:
+            value = of_logits(F.linear(hidden, weight), targets)
+        value.backward()
+        hidden.grad = weight.grad = None
+
+    step()
+    return allocations(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_memory_is_that_of_the_formula(dtype: torch.dtype) -> None:
+    """As the allocator counts it in forward and backward; nothing is as large as all logits."""
+    for chunk in (0, 500, 1000):
+        peak, largest = count(dtype, chunk, "")
+        assert peak == pytest.approx(peak_bytes(*SIZES, chunk, dtype), rel=0.02)
+        n, v, d = SIZES
+        assert largest == max(4 * n * (chunk or v), dtype.itemsize * v * d)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("chunk", [0, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_memory_when_compiled(dtype: torch.dtype, chunk: int) -> None:
+    ((peak, _),) = run_ranks(count, 1, dtype, chunk, "inductor")
+    assert peak == pytest.approx(peak_bytes(*SIZES, chunk, dtype, is_compiled=True), rel=0.02)
+
+
+def test_page_gives_what_the_formulas_say() -> None:
+    page = (Path(__file__).parents[2] / "docs/loss.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for chunk, *cells in rows:
+        for cell, is_compiled in zip(cells, (False, True), strict=True):
+            sizes = (8192, 128_256, 4096, int(chunk))
+            assert cell == f"{peak_bytes(*sizes, torch.bfloat16, is_compiled) / 2**30:.2f}"

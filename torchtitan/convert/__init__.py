@@ -1,0 +1,97 @@
+"""Converters by the name that a recipe gives; adding one is a file here and a line below.
+
+A converter changes a model before it is laid out: a recipe's `[[convert]]` entries are applied in
+order, while the model is whole and has no memory. Each says what it changed and what it left alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from torchtitan.convert.float8 import Float8
+from torchtitan.convert.mxfp8 import MXFP8
+from torchtitan.convert.settings import (
+    Conversion,
+    ConverterConfig,
+    Rounding,
+    Target,
+    Wire,
+    linears,
+)
+from torchtitan.logging import logger
+from torchtitan.torch_private import quiet_torchao
+
+CONVERTERS: dict[str, type[ConverterConfig]] = {"float8": Float8, "mxfp8": MXFP8}
+
+__all__ = [
+    "CONVERTERS",
+    "MXFP8",
+    "Conversion",
+    "ConverterConfig",
+    "Float8",
+    "Rounding",
+    "Wire",
+    "apply",
+    "before_pass",
+    "describe",
+    "lacking",
+    "linears",
+]
+
+SHOWN = 8
+"""Names, at most, of what was skipped for one reason."""
+
+
+def apply(
+    model: nn.Module,
+    converters: Iterable[ConverterConfig],
+    capability: tuple[int, int] | None,
+    has_fsdp: bool,
+) -> list[Conversion]:
+    """Change `model` in place by all `converters`, in order, and log what each did.
+
+    Args:
+        capability: CUDA compute capability of the device, None on a CPU.
+        has_fsdp: whether FSDP2 will gather the parameters.
+    """
+    done = []
+    for config in converters:
+        lack = config.lacks(capability)
+        emulates = config.emulate and lack is not None
+        with quiet_torchao():
+            done.append(config.convert(model, Target(emulates, has_fsdp)))
+        how = f"; emulated: {lack}" if emulates else ""
+        logger.info("%s%s", describe(config, done[-1]), how)
+    return done
+
+
+def describe(config: ConverterConfig, done: Conversion) -> str:
+    """What a converter did, in a line: `float8: 224 of 225 linears; skipped output (filter)`."""
+    changed, many = len(done.changed), len(done.changed) + len(done.skipped)
+    by_reason = defaultdict[str, list[str]](list)
+    for name, reason in done.skipped.items():
+        by_reason[reason].append(name)
+    skipped = [
+        f"{', '.join(names[:SHOWN])}"
+        f"{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''} ({reason})"
+        for reason, names in by_reason.items()
+    ]
+    end = f"; skipped {'; '.join(skipped)}" if skipped else ""
+    return f"{config.described}: {changed} of {many} linears{end}"
+
+
+def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module]) -> None:
+    """Let every converter do what the parts of the model need when weights may have changed."""
+    for config in converters:
+        config.before_pass(parts)
+
+
+def lacking(
+    converters: Iterable[ConverterConfig], capability: tuple[int, int] | None
+) -> Iterator[tuple[int, str]]:
+    """(number of the converter, what to say) for each that the device cannot do as it is asked."""
+    for number, config in enumerate(converters):
+        lack = config.lacks(capability)
+        if lack and not config.emulate:
+            yield number, f"{lack}; write emulate = true to round so and multiply otherwise"

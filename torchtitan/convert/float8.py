@@ -1,0 +1,191 @@
+"""Linears that multiply in Float8, through torchao (https://github.com/pytorch/ao).
+
+Both factors of each matrix product are rounded to 8 bits (e4m3; gradients e5m2 where a tensor has
+one scale; Micikevicius et al., 2022, arXiv:2209.05433) after a scale has brought their largest
+element to the largest that Float8 has. A scale for each row, a power of two, takes more time than
+one for each tensor, but a single outlier costs only its row precision; and what a row holds does
+not depend on the layout, while what a tensor holds of the batch does.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from torchtitan.convert.settings import (
+    Conversion,
+    ConverterConfig,
+    Rounding,
+    Target,
+    What,
+    Wire,
+    linears,
+)
+from torchtitan.torch_private import stored
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+MULTIPLE = 16
+"""What the dims of a Float8 matrix product must be multiples of."""
+
+
+class Float8(ConverterConfig):
+    """Linears that multiply in Float8, through torchao."""
+
+    name: Literal["float8"] = Field("float8", description="Which converter.")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        "tensorwise",
+        description="A scale for each tensor; or for each row; or for each row, with the weights' "
+        "gradients in high precision.",
+    )
+    enable_fsdp_float8_all_gather: bool = Field(
+        False, description="Gather the parameters of FSDP2 in Float8 (tensorwise only)."
+    )
+    precompute_float8_dynamic_scale_for_fsdp: bool = Field(
+        False,
+        description="Find the scales of all gathered weights by one reduction before each step, "
+        "not by one for each weight whenever it is gathered.",
+    )
+    enable_tensor_parallel_float8_all_gather: bool = Field(
+        False, description="Gather activations over tensor ranks in Float8 (tensorwise only)."
+    )
+
+    @property
+    def multiple(self) -> int:
+        return MULTIPLE
+
+    @property
+    def described(self) -> str:
+        gathers = {
+            "parameters": self.enable_fsdp_float8_all_gather,
+            "activations": self.enable_tensor_parallel_float8_all_gather,
+        }
+        gathered = [what for what, is_so in gathers.items() if is_so]
+        also = f", {' and '.join(gathered)} gathered in Float8" if gathered else ""
+        return f"{self.name} {self.recipe}{also}"
+
+    def lacks(self, capability: tuple[int, int] | None) -> str | None:
+        if capability is None:
+            return "a CPU has no matrix products in Float8"
+        first = (9, 4) if torch.version.hip else (8, 9)
+        if capability < first:
+            has, needs = (".".join(map(str, version)) for version in (capability, first))
+            return f"its compute capability is {has}, and matrix products in Float8 need {needs}"
+        return None
+
+    def convert(self, model: nn.Module, target: Target) -> Conversion:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(self.recipe),
+            emulate=target.emulate,
+            enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather and target.has_fsdp,
+        )
+        done = Conversion()
+        wanted = {name for name, _ in linears(model, self, done)}
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: name in wanted
+        )
+        if self.enable_tensor_parallel_float8_all_gather:
+            _gather_as_bytes()
+            for name in wanted:
+                linear: Any = model.get_submodule(name)
+                linear.wire = Wire(_Cast(linear), _CastGradient(linear))
+        return done
+
+    def has_converted(self, module: nn.Module) -> bool:
+        from torchao.float8.float8_linear import Float8Linear
+
+        return isinstance(module, Float8Linear)
+
+    def rounding(self, module: Any, what: What, x: Tensor) -> Rounding | None:
+        from torch.distributed.tensor import DTensor
+        from torchao.float8.config import ScalingType
+        from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
+        from torchao.float8.float8_utils import tensor_to_scale
+
+        config = module.config
+        cast = {
+            "input": config.cast_config_input,
+            "weight": config.cast_config_weight,
+            "gradient": config.cast_config_grad_output,
+        }[what]
+        if cast.scaling_type is ScalingType.DISABLED or tensor_already_casted_to_fp8(x):
+            return None
+        scale = tensor_to_scale(
+            x,
+            cast.target_dtype,
+            scaling_granularity=cast.scaling_granularity,
+            axiswise_dim=-1,
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+        x, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (x, scale))
+        scaled = stored(x).float() * scale
+        largest = torch.finfo(cast.target_dtype).max
+        rounded = scaled.clamp(-largest, largest).to(cast.target_dtype).float()
+        return Rounding(scaled, rounded, scale, largest)
+
+    def before_pass(self, parts: Iterable[nn.Module]) -> None:
+        if not self.precompute_float8_dynamic_scale_for_fsdp:
+            return
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for part in parts:
+            precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def _gather_as_bytes() -> None:
+    """Have torchao gather what is in Float8 as plain bytes: gloo knows of no Float8."""
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    def gather(operator: Any, arguments: Any, keywords: Any = None) -> Float8TrainingTensor:
+        x, *rest = arguments
+        data = operator(x._data.contiguous().view(torch.uint8), *rest, **(keywords or {}))
+        return Float8TrainingTensor(
+            data.view(x._data.dtype),
+            *(x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role),
+        )
+
+    FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = gather
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cast:
+    """Casts what a linear is given, with the scale of the whole tensor."""
+
+    linear: Any
+
+    def __call__(self, x: "DTensor") -> "DTensor":
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        if self.linear.wire.watch is not None:
+            self.linear.wire.watch("input", x)
+        dtype = self.linear.config.cast_config_input.target_dtype
+        cast: DTensor = hp_tensor_to_float8_dynamic(
+            x, dtype, self.linear.linear_mm_config, gemm_input_role=GemmInputRole.INPUT
+        )
+        return cast
+
+
+@dataclasses.dataclass(frozen=True)
+class _CastGradient:
+    """Leaves what a linear gives as it is, and casts the gradient that comes back."""
+
+    linear: Any
+
+    def __call__(self, y: "DTensor") -> "DTensor":
+        from torchao.float8.float8_scaling_utils import NoopFwToFloat8BwDynamic
+
+        dtype = self.linear.config.cast_config_grad_output.target_dtype
+        same: DTensor = NoopFwToFloat8BwDynamic.apply(y, self.linear.linear_mm_config, dtype)
+        if self.linear.wire.watch is not None and same.requires_grad:
+            note = partial(self.linear.wire.watch, "gradient")
+            same.register_hook(note)  # type: ignore[no-untyped-call]
+        return same

@@ -1,0 +1,85 @@
+"""Linears that multiply in MXFP8: Float8 with a scale for every 32 elements that are added up.
+
+The scale is a power of two, 8 bits (Open Compute Project, "OCP Microscaling Formats (MX)
+Specification" v1.0, 2023; training with it: Mishra et al., 2025, arXiv:2506.08027, whose rounding
+of the scale upwards is used). Blackwell multiplies so in hardware.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from torchtitan.convert.settings import (
+    Conversion,
+    ConverterConfig,
+    Rounding,
+    Target,
+    What,
+    linears,
+    replace,
+)
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+
+class MXFP8(ConverterConfig):
+    """Linears that multiply in MXFP8: Float8 with a power of two for every 32 elements."""
+
+    name: Literal["mxfp8"] = Field("mxfp8", description="Which converter.")
+    high_precision_weight_gradients: bool = Field(
+        False, description="Compute the gradients of the weights in the dtype they came in."
+    )
+
+    @property
+    def multiple(self) -> int:
+        return BLOCK
+
+    def lacks(self, capability: tuple[int, int] | None) -> str | None:
+        if capability is None:
+            return "a CPU has no matrix products in MXFP8"
+        if capability < (10, 0):
+            has = ".".join(map(str, capability))
+            return f"its compute capability is {has}, and matrix products in MXFP8 need 10.0"
+        return None
+
+    def convert(self, model: nn.Module, target: Target) -> Conversion:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        done = Conversion()
+        kernels = KernelPreference.EMULATED if target.emulate else KernelPreference.AUTO
+        for name, linear in linears(model, self, done):
+            with linear.weight.device:
+                converted = MXFP8Linear(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    kernel_preference=kernels,
+                    wgrad_with_hp=self.high_precision_weight_gradients,
+                )
+            converted.weight, converted.bias = linear.weight, linear.bias
+            replace(model, name, converted)
+        return done
+
+    def has_converted(self, module: nn.Module) -> bool:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+        return isinstance(module, MXFP8Linear)
+
+    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
+        from torch.distributed.tensor import DTensor
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+        local = (x.to_local() if isinstance(x, DTensor) else x).contiguous()
+        if local.shape[-1] % BLOCK:
+            return None
+        scale, data = to_mx(local, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL)
+        inverse = scale.float().reciprocal()
+        blocks = (*inverse.shape, BLOCK)
+        scaled = local.float().reshape(blocks) * inverse[..., None]
+        rounded = data.float().reshape(blocks)
+        return Rounding(scaled, rounded, inverse, torch.finfo(torch.float8_e4m3fn).max)

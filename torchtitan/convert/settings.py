@@ -1,0 +1,145 @@
+"""What all converters have in common: their settings, and the record of what they changed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from torchtitan.config import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+What = Literal["input", "weight", "gradient"]
+"""What of a linear is rounded; the gradient is that of its output."""
+
+
+@dataclass
+class Conversion:
+    """What a converter did to a model, by name of module."""
+
+    changed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why each of the others was left as it is."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model is converted for."""
+
+    emulate: bool
+    """The device lacks what it takes."""
+    has_fsdp: bool
+    """FSDP2 gathers the parameters."""
+
+
+@dataclass
+class Wire:
+    """How a converted linear, as its attribute `wire`, has tensors sent between tensor ranks."""
+
+    shrink: "Callable[[DTensor], DTensor]"
+    """Applied to its input before that is gathered."""
+    shrink_gradient: "Callable[[DTensor], DTensor]"
+    """Applied to its output; has the gradient of that shrunk before it is gathered."""
+    watch: "Callable[[What, Tensor], None] | None" = None
+    """Told of what is shrunk, if anyone wants to know."""
+
+
+class Rounding(NamedTuple):
+    """What a tensor is rounded from and to, and how it was scaled before."""
+
+    scaled: Tensor
+    """Elements times their scales, float32."""
+    rounded: Tensor
+    """The same in the format, float32."""
+    scale: Tensor
+    largest: float
+    """Of the numbers that the format has."""
+
+    def shares(self) -> dict[str, float]:
+        """How much is lost, and the scale of the largest elements."""
+        if not self.scaled.numel():
+            return {}
+        is_something = self.scaled != 0
+        vanished = is_something & (self.rounded == 0)
+        return {
+            "underflow": float(vanished.sum() / is_something.sum().clamp(min=1)),
+            "saturation": float((self.scaled.abs() > self.largest * BEYOND).float().mean()),
+            "scale": float(self.scale.min()),
+        }
+
+
+BEYOND = 1 + 2**-12
+"""More than the largest number by more than the rounding of its own scale."""
+
+
+class ConverterConfig(Config):
+    """Settings of a converter; `name` picks the subclass."""
+
+    name: str = Field(description="Which converter: a key of torchtitan.convert.CONVERTERS.")
+    filter_fqns: tuple[str, ...] = Field(
+        ("output",),
+        description="Linears whose name contains one of these are left as they are.",
+    )
+    emulate: bool = Field(
+        False,
+        description="Where the device has no such matrix products: round the same values, and "
+        "multiply them in the dtype they came in.",
+    )
+
+    @property
+    def multiple(self) -> int:
+        """What both dims of a matrix must be a multiple of."""
+        raise NotImplementedError
+
+    @property
+    def described(self) -> str:
+        """The converter in a few words, for the log."""
+        return self.name
+
+    def lacks(self, capability: tuple[int, int] | None) -> str | None:
+        """What a device of that compute capability (None: a CPU) lacks for it, if anything."""
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module, target: Target) -> Conversion:
+        """Change `model`, which is whole and still on the meta device, in place."""
+        raise NotImplementedError
+
+    def has_converted(self, module: nn.Module) -> bool:
+        """Whether a module is one that such a converter makes."""
+        raise NotImplementedError
+
+    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
+        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
+        raise NotImplementedError
+
+    def before_pass(self, parts: Iterable[nn.Module]) -> None:
+        """Do what the parts of the model need whenever their weights may have changed."""
+
+
+def linears(
+    model: nn.Module, config: ConverterConfig, done: Conversion
+) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears that `config` converts; `done` is told of all, and why others are left out."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        outputs, inputs = module.weight.shape
+        if type(module) is not nn.Linear:
+            done.skipped[name] = "converted before"
+        elif any(part in name for part in config.filter_fqns):
+            done.skipped[name] = "filter"
+        elif outputs % config.multiple or inputs % config.multiple:
+            done.skipped[name] = f"{outputs} x {inputs}, not in multiples of {config.multiple}"
+        else:
+            done.changed.append(name)
+            yield name, module
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one of that name."""
+    above, _, last = name.rpartition(".")
+    setattr(model.get_submodule(above), last, module)

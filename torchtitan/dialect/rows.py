@@ -1,0 +1,53 @@
+"""What can become of an old key: the rows of the tables."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A key with another name here; `convert` gives its value as it is written here."""
+
+    to: str
+    convert: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key without a counterpart: `asks_nothing` tells values that can be dropped."""
+
+    instead: str
+    asks_nothing: Callable[[Any], bool]
+    acts_with: str | None = None
+    """The switch that is on where the key asks for anything, if there is one."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A key of ours, some of whose old values are not there, with what to write instead."""
+
+    missing: Mapping[Any, str]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A key of a converter's own section, which stands in its `[[convert]]` section here."""
+
+    to: str
+    convert: Callable[[Any], Any] | None = None
+
+
+def always(value: Any) -> bool:
+    """Whatever its value, dropping the key changes nothing."""
+    return True
+
+
+def falsy(value: Any) -> bool:
+    """Off, empty or zero."""
+    return not value or value == "none"
+
+
+def just(*values: Any) -> Callable[[Any], bool]:
+    """One of these values."""
+    return lambda value: value in values

@@ -1,0 +1,70 @@
+"""Updates in the backward: each parameter as soon as its gradient is complete, which is then freed.
+
+No more than the gradients of one unit of FSDP are then alive, instead of all (LOMO, Lv et al.,
+2023, arXiv:2306.09782). What needs all gradients before the first update cannot be: clipping to a
+global norm, adding up microbatches, skipping the step. The norm is still known, afterwards.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.optim.group import Optimizers
+from torchtitan.optim.norm import Layout, combined, layout_of, local, local_norms
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+
+
+class InBackward(Optimizers):
+    """The optimizer over every model part of this rank, which steps while the backward runs."""
+
+    in_backward = True
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        config: OptimizerConfig,
+        stages: dist.ProcessGroup | None,
+        settle: Callable[[Iterable[Tensor]], None],
+    ) -> None:
+        """`settle` brings gradients of parameters to where these are."""
+        self.settle = settle
+        self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
+        self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
+        """Of the gradients that this backward had, by parameter."""
+        super().__init__(parts, config, stages)
+        for parameter in self.names:
+            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+
+    def _build(
+        self, config: OptimizerConfig, groups: ParameterGroups
+    ) -> list[torch.optim.Optimizer]:
+        for group in groups:
+            for parameter in group["params"]:
+                self.optimizer_of[parameter] = config.build([{**group, "params": [parameter]}])
+        return list(self.optimizer_of.values())
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        self.settle([parameter])
+        gradient = parameter.grad
+        assert gradient is not None
+        (norm,) = local_norms([local(gradient)])
+        self.norms[parameter] = layout_of(gradient), norm
+        self.optimizer_of[parameter].step()
+        parameter.grad = None
+
+    def clip(
+        self, max_norm: float, agree: Callable[[Tensor], Tensor] = lambda norm: norm
+    ) -> Tensor:
+        """The global norm of the gradients that were."""
+        assert not max_norm, "the update is made"
+        by_layout: dict[Layout, list[Tensor]] = {}
+        for layout, norm in (self.norms[p] for p in self.names if p in self.norms):
+            by_layout.setdefault(layout, []).append(norm)
+        self.norms.clear()
+        return agree(combined(by_layout, self.stages))
+
+    def step(self) -> None:
+        """The backward did it."""

@@ -1,0 +1,95 @@
+"""Optimizer states in host memory, and updates computed there.
+
+The host holds the states and a copy of the weights; gradients go down, and weights come up. Each
+parameter has an optimizer of its own, so while one is updated, gradients of those after it are on
+their way down and weights of those before it on their way up (ZeRO-Offload, Ren et al., 2021,
+arXiv:2101.06840). Weights are float32: the host's copy is what the device has, to the bit, so a
+checkpoint is that of a run without this.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan import torch_private
+from torchtitan.device import Device
+from torchtitan.optim.group import Optimizers
+from torchtitan.optim.norm import local
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+
+
+class Offloaded(Optimizers):
+    """The optimizer over every model part of this rank, in host memory."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        config: OptimizerConfig,
+        stages: dist.ProcessGroup | None,
+        device: Device,
+    ) -> None:
+        self.device = device
+        self.hosts: dict[Tensor, Tensor] = {}
+        self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
+        self.is_current = False
+        """Whether the host's weights are those of the device."""
+        super().__init__(parts, config, stages)
+        self.name_of = {host: self.names[p] for p, host in self.hosts.items()}
+
+    def _build(
+        self, config: OptimizerConfig, groups: ParameterGroups
+    ) -> list[torch.optim.Optimizer]:
+        for group in groups:
+            for parameter in group["params"]:
+                host = self.hosts[parameter] = self._memory_for(parameter)
+                self.optimizer_of[parameter] = config.build([{**group, "params": [host]}])
+        return list(self.optimizer_of.values())
+
+    def _memory_for(self, parameter: Tensor) -> Tensor:
+        """Host memory, laid out as the parameter is; only from pinned memory are copies quick."""
+        pinned = self.device.type != "cpu"
+        part = torch.empty_like(local(parameter), device="cpu", pin_memory=pinned)
+        return torch_private.laid_out_as(parameter, part)
+
+    def _name(self, updated: Tensor) -> str:
+        return self.name_of[updated]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters."""
+        arrivals = {p: self._bring_down(p) for p in self.names if p.grad is not None}
+        self.is_current = True
+        departures = []
+        for parameter, arrived in arrivals.items():
+            if arrived is not None:
+                arrived.synchronize()
+            self.optimizer_of[parameter].step()
+            departures.append(self._copy(local(parameter), local(self.hosts[parameter])))
+        for departed in departures:
+            if departed is not None:
+                departed.wait()
+
+    def _bring_down(self, parameter: Tensor) -> torch.Event | None:
+        host, gradient = self.hosts[parameter], parameter.grad
+        assert gradient is not None
+        if not self.is_current:
+            local(host).copy_(local(parameter))
+        if host.grad is None:
+            host.grad = self._memory_for(parameter)
+        return self._copy(local(host.grad), local(gradient))
+
+    def _copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
+        """Copy beside other work until the event; None: it is done already."""
+        if self.device.type == "cpu":
+            target.copy_(source)
+            return None
+        with self.device.beside() as copied:
+            target.copy_(source, non_blocking=True)
+        return copied
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, after it was loaded into; weights may be others too."""
+        super().load_state_dict(tensors)
+        self.is_current = False

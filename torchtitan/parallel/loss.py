@@ -1,0 +1,78 @@
+"""How a model's loss is computed: from its logits, or by itself, a chunk of them at a time.
+
+FSDP gathers the weight of the output for the forward of the model, so a loss that makes its own
+logits has to be computed inside of it: there `apply` sets what the model's `LinearLoss` does.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.losses import (
+    LossConfig,
+    cross_entropy,
+    linear_cross_entropy,
+    vocabulary_parallel_cross_entropy,
+)
+from torchtitan.models.output import LinearLoss
+from torchtitan.parallel import compile
+from torchtitan.parallel.compile import CompileConfig
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Logits and targets to the sum over targets."""
+
+
+def of_logits(mesh: DeviceMesh | None, vocabulary: int, config: CompileConfig) -> LossFunction:
+    """The loss of logits that are split on the vocabulary over `mesh` (tp), or whole."""
+    loss: LossFunction = cross_entropy
+    if mesh is not None:
+        group = mesh.get_group()
+        loss = partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=vocabulary)
+    return compile.compiled(loss, config) if config.compiles("loss") else loss
+
+
+def apply(
+    model: nn.Module,
+    config: LossConfig,
+    vocabulary: int,
+    mesh: DeviceMesh | None,
+    *,
+    sequence_parallel: bool,
+    compile_config: CompileConfig,
+) -> None:
+    """Have `model` compute its loss where it is given targets.
+
+    Args:
+        mesh: over which tensor parallelism splits the weight of the output (tp), if it does.
+        sequence_parallel: whether each of its ranks has a part of the sequence.
+    """
+    group = None if mesh is None else mesh.get_group()
+    backend = compile_config.backend if compile_config.compiles("loss") else ""
+
+    def core(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if mesh is not None:
+            x, weight = _local(x, weight, mesh, sequence_parallel)
+        chunk = config.vocabulary_chunk
+        return linear_cross_entropy(x, weight, targets, chunk, group, vocabulary, backend)
+
+    for module in model.modules():
+        if isinstance(module, LinearLoss):
+            module.core = core
+
+
+def _local(
+    x: Tensor, weight: Tensor, mesh: DeviceMesh, sequence_parallel: bool
+) -> tuple[Tensor, Tensor]:
+    """The hidden states of the whole sequence, and this rank's rows of the weight.
+
+    Each rank finds what its own rows add to the gradient of the hidden states.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    assert isinstance(weight, DTensor)
+    given = Shard(1) if sequence_parallel else Replicate()
+    stream = DTensor.from_local(x, mesh, [given], run_check=False)
+    whole = stream.redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()]), weight.to_local()
