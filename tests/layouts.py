@@ -193,8 +193,6 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2, MXFP8": case(shard=2, convert=MICROSCALED),
     "FSDP 2 x TP 2, MXFP8": case(shard=2, tp=2, convert=MICROSCALED),
     "PP 2, MXFP8": case(2, convert=MICROSCALED),
-    "PP 2, ZBVZeroBubble, Float8 rowwise": schedule("ZBVZeroBubble", convert=ROWWISE),
-    "PP 2, ZBVZeroBubble, MXFP8": schedule("ZBVZeroBubble", convert=MICROSCALED),
     # SimpleFSDP.
     "SimpleFSDP, copies 2": case(replicate=2, **SIMPLE),
     "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, **SIMPLE),
@@ -216,6 +214,8 @@ LAYOUTS: dict[str, Case] = {
 }
 if torch_private.keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
+    LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
+    LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)
 ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 

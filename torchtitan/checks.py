@@ -235,7 +235,7 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
             microbatches=p.microbatches(batch),
             recompute=job.activation_checkpoint,
             compile=job.compile,
-            loss=job.loss,
+            functions=_functions(job),
         ):
             rests_on = ("model", "training.local_batch_size", "parallelism")
             yield Problem(key, message, rests_on)
@@ -255,6 +255,12 @@ def _problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Probl
             f"do not divide the dim {args.dim} of {whose}; use {_divisors(args.dim)}"
         )
         yield Problem(SHARD, message, ("model", *DEGREES))
+
+
+def _functions(job: JobConfig) -> list[str]:
+    """What has the model compute by autograd functions written in Python."""
+    keys = {"loss.vocabulary_chunk": job.loss.vocabulary_chunk, "[[convert]]": job.convert}
+    return [key for key, value in keys.items() if value]
 
 
 def _divisors(count: int) -> str:

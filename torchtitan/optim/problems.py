@@ -18,6 +18,7 @@ IN_THE_WAY: Mapping[str, tuple[Any, str]] = {
     "fault_tolerance.enable": (False, "gradients are gone before groups can add them up"),
     "spikes.sigma": (0, "an update is made before its spike is seen, and cannot be skipped"),
     "spikes.max_rollbacks": (0, "no step is skipped, so no row of them is rolled back"),
+    "metrics.precision_freq": (0, "a microbatch that is only looked at would change weights"),
     "optimizer.offload_states": (False, "the backward would wait for the host's updates"),
 }
 """Of keys that updates in the backward rule out: the one value that can be, and why no other."""

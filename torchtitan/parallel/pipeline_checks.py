@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan import torch_private
 from torchtitan.config import ConfigError, allowed_names, show
-from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, build_empty
 from torchtitan.parallel import schedule_csv
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
@@ -31,12 +30,13 @@ def problems(
     microbatches: int,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
-    loss: LossConfig,
+    functions: Sequence[str],
 ) -> Iterator[Fault]:
     """Everything about a pipeline that cannot work.
 
     Args:
         microbatches: of one batch of a rank.
+        functions: keys that have the model compute by autograd functions written in Python.
     """
     if config.pipeline_parallel_degree == 1:
         return
@@ -50,7 +50,7 @@ def problems(
         yield SCHEDULE, allowed_names(config.pipeline_parallel_schedule, SCHEDULES)
         return
     if config.pipeline_parallel_schedule_csv:
-        yield from _problems_of_file(config, spec, args, microbatches, recompute, compile, loss)
+        yield from _problems_of_file(config, spec, args, microbatches, recompute, compile, functions)
         return
     name = config.pipeline_parallel_schedule
     yield from _problems_of_stages(config, SCHEDULES[name], args.n_layers)
@@ -58,7 +58,7 @@ def problems(
     yield from _problems_of_cut(config, spec, args, stages)
     yield from _problems_of_microbatches(config, SCHEDULES[name], stages, microbatches)
     if SCHEDULES[name].splits_backward:
-        yield from _problems_of_split_backward(config, SCHEDULE, recompute, compile, loss)
+        yield from _problems_of_split_backward(config, SCHEDULE, recompute, compile, functions)
 
 
 def _problems_of_file(
@@ -68,7 +68,7 @@ def _problems_of_file(
     microbatches: int,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
-    loss: LossConfig,
+    functions: Sequence[str],
 ) -> Iterator[Fault]:
     try:
         orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
@@ -87,7 +87,7 @@ def _problems_of_file(
         yield PARTS, f"these are {len(parts)} parts, but the file {CSV} has {stages} stages"
     yield from _problems_of_cut(config, spec, args, stages)
     if any(action.kind == "I" for actions in orders.values() for action in actions):
-        yield from _problems_of_split_backward(config, CSV, recompute, compile, loss)
+        yield from _problems_of_split_backward(config, CSV, recompute, compile, functions)
 
 
 def _problems_of_stages(
@@ -183,7 +183,7 @@ def _problems_of_split_backward(
     key: str,
     recompute: ActivationCheckpointConfig,
     compile: CompileConfig,
-    loss: LossConfig,
+    functions: Sequence[str],
 ) -> Iterator[Fault]:
     """What torch cannot do where a backward comes in two parts (seen with torch 2.11 to 2.13)."""
     why = "it runs each backward in two parts, "
@@ -199,10 +199,10 @@ def _problems_of_split_backward(
             'or activation_checkpoint.mode = "full" or another selective_ac_option'
         )
         yield key, why + message
-    if loss.vocabulary_chunk and not torch_private.keeps_nodes_of_functions():
+    if functions and not torch_private.keeps_nodes_of_functions():
         message = (
-            "and this version of torch does not keep a loss in chunks for the second; use "
-            "Interleaved1F1B, torch 2.13, or loss.vocabulary_chunk = 0"
+            f"and this version of torch does not keep what {' and '.join(functions)} left for the "
+            "second; use Interleaved1F1B, torch 2.13, or do without"
         )
         yield key, why + message
     if config.fsdp_reshard_after_forward == "always":

@@ -8,7 +8,6 @@ import pytest
 
 from tests import tiny
 from torchtitan import torch_private
-from torchtitan.losses import LossConfig
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.parallel.pipeline_checks import problems
@@ -26,7 +25,7 @@ def found(
     args: Any = ARGS,
     recompute: ActivationCheckpointConfig | None = None,
     compile: CompileConfig | None = None,
-    chunk: int = 0,
+    functions: tuple[str, ...] = (),
     **keys: Any,
 ) -> list[str]:
     """The problems, each as one line, without the names of the sections."""
@@ -40,7 +39,7 @@ def found(
         microbatches=microbatches,
         recompute=recompute or ActivationCheckpointConfig(),
         compile=compile or CompileConfig(),
-        loss=LossConfig(vocabulary_chunk=chunk),
+        functions=functions,
     )
     return [f"{key}: {message}".replace("parallelism.", "") for key, message in lines]
 
@@ -151,13 +150,13 @@ def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_loss_in_chunks_needs_a_torch_that_keeps_it(
+def test_functions_written_in_python_need_a_torch_that_keeps_them(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_private, "keeps_nodes_of_functions", lambda: keeps)
-    lines = found("ZBVZeroBubble", chunk=100)
-    assert ["torch 2.13" in line for line in lines] == [True] * (not keeps)
-    assert not found("Interleaved1F1B", chunk=100)
+    lines = found("ZBVZeroBubble", functions=("[[convert]]",))
+    assert ["what [[convert]] left" in line for line in lines] == [True] * (not keeps)
+    assert not found("Interleaved1F1B", functions=("[[convert]]",))
 
 
 def test_a_file(tmp_path: Path) -> None:
