@@ -238,14 +238,27 @@ def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("converters", [ROWWISE, TENSORWISE, MICROSCALED])
-def test_compiled_blocks_are_the_same_run(converters: tuple[ConverterConfig, ...]) -> None:
-    eager = recipe(case(shard=2, convert=converters), training={"steps": 5})
-    compiled = eager.model_copy(
-        update={"compile": eager.compile.model_copy(update={"enable": True})}
+@pytest.mark.parametrize(
+    ("layout", "compiler"),
+    [
+        (case(shard=2, convert=ROWWISE), {}),
+        (case(shard=2, convert=TENSORWISE), {}),
+        (case(shard=2, convert=MICROSCALED), {}),
+        (case(tp=2, convert=TENSORWISE), {"backend": "aot_eager"}),
+        (case(tp=2, convert=SENT_SO), {"backend": "aot_eager"}),
+        (case(tp=2, convert=MICROSCALED), {"backend": "aot_eager"}),
+        (
+            case(shard=2, convert=ROWWISE, data_parallel_impl="simple_fsdp"),
+            {"granularity": "model"},
+        ),
+    ],
+)
+def test_what_is_compiled_is_the_same_run(layout: Case, compiler: dict[str, Any]) -> None:
+    eager, compiled = (
+        run_ranks(trace, 2, recipe(layout, compile=section), True)
+        for section in ({}, {"enable": True, **compiler})
     )
-    for found, expected in zip(
-        run_ranks(trace, 2, compiled, True), run_ranks(trace, 2, eager, True), strict=True
-    ):
+    for found, expected in zip(compiled, eager, strict=True):
+        # Inductor computes in another order, which now and then rounds an element otherwise.
         assert found.losses == pytest.approx(expected.losses, rel=1e-3)
-        assert found.losses != expected.losses
+        assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)

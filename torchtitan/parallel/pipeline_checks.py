@@ -50,7 +50,9 @@ def problems(
         yield SCHEDULE, allowed_names(config.pipeline_parallel_schedule, SCHEDULES)
         return
     if config.pipeline_parallel_schedule_csv:
-        yield from _problems_of_file(config, spec, args, microbatches, recompute, compile, functions)
+        yield from _problems_of_file(
+            config, spec, args, microbatches, recompute, compile, functions
+        )
         return
     name = config.pipeline_parallel_schedule
     yield from _problems_of_stages(config, SCHEDULES[name], args.n_layers)
