@@ -18,6 +18,7 @@ from torchtitan.convert.settings import (
     Target,
     Wire,
     linears,
+    replace,
 )
 from torchtitan.logging import logger
 from torchtitan.torch_private import quiet_torchao
@@ -31,12 +32,14 @@ __all__ = [
     "ConverterConfig",
     "Float8",
     "Rounding",
+    "Target",
     "Wire",
     "apply",
     "before_pass",
     "describe",
     "lacking",
     "linears",
+    "replace",
 ]
 
 SHOWN = 8

@@ -93,7 +93,7 @@ class ConverterConfig(Config):
     @property
     def multiple(self) -> int:
         """What both dims of a matrix must be a multiple of."""
-        raise NotImplementedError
+        return 1
 
     @property
     def described(self) -> str:
@@ -102,15 +102,15 @@ class ConverterConfig(Config):
 
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         """What a device of that compute capability (None: a CPU) lacks for it, if anything."""
-        raise NotImplementedError
+        return None
 
     def convert(self, model: nn.Module, target: Target) -> Conversion:
         """Change `model`, which is whole and still on the meta device, in place."""
         raise NotImplementedError
 
     def has_converted(self, module: nn.Module) -> bool:
-        """Whether a module is one that such a converter makes."""
-        raise NotImplementedError
+        """Whether a module is one that such a converter makes, and `rounding` knows it."""
+        return False
 
     def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
         """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
