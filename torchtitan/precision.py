@@ -124,7 +124,9 @@ def _summary(worst: dict[str, float]) -> str:
     for name in ("underflow", "saturation"):
         values = {key: value for key, value in worst.items() if key.endswith(name)}
         key = max(values, key=values.__getitem__, default="")
-        if key:
+        if key and values[key]:
             _, layer, what, _ = key.split("/")
-            parts.append(f"largest {name} {values[key]:.2%} ({what} of {layer})")
-    return "precision: " + (", ".join(parts) or "nothing was rounded")
+            parts.append(f"{name} of at most {values[key]:.2%} ({what} of {layer})")
+        else:
+            parts.append(f"no {name}")
+    return "precision: " + ", ".join(parts)
