@@ -1,5 +1,7 @@
 """Fewer bits learn as much: 200 steps in each precision, beside what the seed alone changes."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.learning import HARMED, PRECISIONS, STEPS, Learned, Run, measure
@@ -24,3 +26,10 @@ def test_a_gap_is_measured_in_spreads() -> None:
     assert learned.gap("far") == pytest.approx(0.4)
     assert learned.is_same("near")
     assert not learned.is_same("far")
+
+
+def test_the_page_is_of_these_runs() -> None:
+    page = Path(__file__).parents[2] / "benchmarks/results/learning.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "|" in line]
+    verdicts = {row[0]: row[-1] for row in rows[2 + 5 :]}
+    assert verdicts == dict.fromkeys(PRECISIONS, "yes") | dict.fromkeys(HARMED, "no")
