@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.convert import ConverterConfig, Rounding
+from torchtitan.convert import ConverterConfig
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
 
-Found = dict[tuple[str, str], Rounding]
-"""By name of layer, and what of it."""
+Found = dict[tuple[str, str], dict[str, Tensor]]
+"""By name of layer, and what of it: the shares alone, since tensors would fill the memory."""
 
 
 class PrecisionWatch:
@@ -41,7 +41,7 @@ class PrecisionWatch:
         world: World,
     ) -> None:
         """`every` so many steps; 0: never."""
-        self.every = every if converters else 0
+        self.every = every
         self.converters, self.model, self.world = converters, model, world
 
     def is_due(self, step: int) -> bool:
@@ -53,7 +53,11 @@ class PrecisionWatch:
         found: Found = {}
         with torch.compiler.set_stance("force_eager"), self._watching(found):
             self.model.forward_backward([batch], tokens)
-        everyones = self.world.gather({key: rounding.shares() for key, rounding in found.items()})
+        mine = {
+            key: {name: float(value) for name, value in shares.items()}
+            for key, shares in found.items()
+        }
+        everyones = self.world.gather(mine)
         worst: dict[str, float] = {}
         for shares in everyones:
             for (layer, what), values in shares.items():
@@ -87,8 +91,8 @@ def _note(
 ) -> None:
     with torch.no_grad():
         rounding = converter.rounding(module, what, x.detach())
-    if rounding is not None:
-        found[name, what] = rounding
+        if rounding is not None:
+            found[name, what] = rounding.shares()
 
 
 def _watch(module: Any, note: Callable[[str, Tensor], None]) -> Iterator[Callable[[], None]]:

@@ -38,6 +38,10 @@ def test_a_converter_says_what_it_changed_and_why_not_the_others() -> None:
         "float8 rowwise: 12 of 15 linears; skipped layers.0.attention.wk, layers.1.attention.wk, "
         "output (filter)"
     )
+    asked = Float8(enable_fsdp_float8_all_gather=True)
+    for has_fsdp, said in ((True, "parameters gathered in Float8"), (False, "none gathered here")):
+        (done,) = convert.apply(network(), [asked], capability=(9, 0), has_fsdp=has_fsdp)
+        assert convert.describe(asked, done).startswith(f"float8 tensorwise, {said}: 14 of 15")
     small = build_empty(Llama3, tiny.FLAVORS["flat"], 32)
     (done,) = convert.apply(small, [MXFP8()], capability=(10, 0), has_fsdp=False)
     assert done.skipped["layers.0.attention.wk"] == "16 x 32, not in multiples of 32"

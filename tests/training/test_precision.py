@@ -22,7 +22,7 @@ SENT_SO = (Float8(emulate=True, enable_tensor_parallel_float8_all_gather=True),)
 def test_shares_are_of_what_vanishes_and_what_is_cut_off() -> None:
     scaled = torch.tensor([0.0, 1e-9, 3.0, 500.0])
     rounding = Rounding(scaled, scaled.to(torch.float8_e4m3fn).float(), torch.tensor([2.0]), 448.0)
-    found = rounding.shares()
+    found = {name: float(value) for name, value in rounding.shares().items()}
     assert found == {"underflow": pytest.approx(1 / 3), "saturation": 0.25, "scale": 2.0}
     nothing = torch.zeros(0)
     assert Rounding(nothing, nothing, nothing, 448.0).shares() == {}
@@ -44,7 +44,9 @@ def test_rounding_is_that_of_the_product(config: ConverterConfig) -> None:
         assert rounding is not None
         scale = rounding.scale[..., None] if isinstance(config, MXFP8) else rounding.scale
         factors.append((rounding.rounded / scale).reshape(tensor.shape))
-        assert rounding.shares()["underflow"] == pytest.approx((what == "input") / 64, abs=1e-3)
+        assert float(rounding.shares()["underflow"]) == pytest.approx(
+            (what == "input") / 64, abs=1e-3
+        )
     torch.testing.assert_close(model(x), factors[0] @ factors[1].T)
 
 

@@ -8,12 +8,7 @@ from torchtitan.checks.layout import DEGREES, smallest_world
 from torchtitan.config import Problem
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.parallel import (
-    activation_checkpoint,
-    async_tensor,
-    cuda_graphs,
-    simple_fsdp,
-)
+from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs, simple_fsdp
 
 
 def problems_of_precision(job: JobConfig) -> Iterator[Problem]:

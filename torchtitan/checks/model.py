@@ -11,10 +11,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import (
-    convert_checks,
-    pipeline_checks,
-)
+from torchtitan.parallel import convert_checks, pipeline_checks
 
 
 def problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
@@ -77,6 +74,9 @@ def functions(job: JobConfig) -> list[str]:
 
 def problems_of_converters(job: JobConfig) -> Iterator[Problem]:
     spec, p = MODELS.get(job.model.name), job.parallelism
+    if job.metrics.precision_freq and not job.convert:
+        message = "no layer is converted, so there is nothing to report; add [[convert]], or use 0"
+        yield Problem("metrics.precision_freq", message, ("convert",))
     if not job.convert or spec is None or job.model.flavor not in spec.flavors:
         return
     model = build_empty(spec.build, spec.flavors[job.model.flavor], 1)

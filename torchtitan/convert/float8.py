@@ -59,16 +59,6 @@ class Float8(ConverterConfig):
     def multiple(self) -> int:
         return MULTIPLE
 
-    @property
-    def described(self) -> str:
-        gathers = {
-            "parameters": self.enable_fsdp_float8_all_gather,
-            "activations": self.enable_tensor_parallel_float8_all_gather,
-        }
-        gathered = [what for what, is_so in gathers.items() if is_so]
-        also = f", {' and '.join(gathered)} gathered in Float8" if gathered else ""
-        return f"{self.name} {self.recipe}{also}"
-
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         if capability is None:
             return "a CPU has no matrix products in Float8"
@@ -86,7 +76,7 @@ class Float8(ConverterConfig):
             emulate=target.emulate,
             enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather and target.has_fsdp,
         )
-        done = Conversion()
+        done = Conversion(how=f" {self.recipe}{self._gathers(target)}")
         wanted = {name for name, _ in linears(model, self, done)}
         convert_to_float8_training(
             model, config=config, module_filter_fn=lambda module, name: name in wanted
@@ -97,6 +87,15 @@ class Float8(ConverterConfig):
                 linear: Any = model.get_submodule(name)
                 linear.wire = Wire(_Cast(linear), _CastGradient(linear))
         return done
+
+    def _gathers(self, target: Target) -> str:
+        """What is gathered in Float8, or why it is not although it was asked for."""
+        said = ""
+        if self.enable_fsdp_float8_all_gather:
+            said += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
+        if self.enable_tensor_parallel_float8_all_gather:
+            said += ", activations gathered in Float8"
+        return said
 
     def has_converted(self, module: nn.Module) -> bool:
         from torchao.float8.float8_linear import Float8Linear

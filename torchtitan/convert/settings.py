@@ -24,6 +24,8 @@ class Conversion:
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """Why each of the others was left as it is."""
+    how: str = ""
+    """What else to say of it, for the log."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,16 @@ class Rounding(NamedTuple):
     largest: float
     """Of the numbers that the format has."""
 
-    def shares(self) -> dict[str, float]:
-        """How much is lost, and the scale of the largest elements."""
+    def shares(self) -> dict[str, Tensor]:
+        """How much is lost, and the scale of the largest elements; 0-d each, on the device."""
         if not self.scaled.numel():
             return {}
         is_something = self.scaled != 0
         vanished = is_something & (self.rounded == 0)
         return {
-            "underflow": float(vanished.sum() / is_something.sum().clamp(min=1)),
-            "saturation": float((self.scaled.abs() > self.largest * BEYOND).float().mean()),
-            "scale": float(self.scale.min()),
+            "underflow": vanished.sum() / is_something.sum().clamp(min=1),
+            "saturation": (self.scaled.abs() > self.largest * BEYOND).float().mean(),
+            "scale": self.scale.min(),
         }
 
 
@@ -94,11 +96,6 @@ class ConverterConfig(Config):
     def multiple(self) -> int:
         """What both dims of a matrix must be a multiple of."""
         return 1
-
-    @property
-    def described(self) -> str:
-        """The converter in a few words, for the log."""
-        return self.name
 
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         """What a device of that compute capability (None: a CPU) lacks for it, if anything."""
