@@ -12,25 +12,27 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["cli", "launch"],
-    ["verify"],
+    ["verify", "compare", "evaluation"],
+    ["explain", "watch"],
     ["train"],
     ["trainer"],
     ["build"],
-    ["provenance"],
+    ["history"],
+    ["provenance", "startup"],
     ["checks"],
     ["job", "migrate"],
     [
         *("checkpoint", "metrics", "profiling", "flight", "elastic", "spikes", "validate"),
-        *("fault_tolerance", "dialect", "precision"),
+        *("fault_tolerance", "dialect", "precision", "statistics"),
     ],
     ["parallel"],
-    ["models", "data", "optim", "convert", "losses", "agent"],
+    ["models", "data", "optim", "convert", "losses", "agent", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
-    *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
+    *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao", "plotly"),
 ]
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 

@@ -14,7 +14,7 @@ from torchtitan.elastic import StopSignal
 from torchtitan.fault_tolerance import Alone, ReplicaGroup, Replicas
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import logger
-from torchtitan.metrics import Meter, SinkContext, build_sinks
+from torchtitan.metrics import EVENTS_FOLDER, EventLog, Meter, SinkContext, build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
@@ -24,6 +24,8 @@ from torchtitan.parallel.tensor import settle
 from torchtitan.precision import PrecisionWatch
 from torchtitan.profiling import Profiler
 from torchtitan.provenance import about_run
+from torchtitan.startup import Startup
+from torchtitan.timeline import Timeline
 from torchtitan.validate import Validator
 
 # What the replica groups of a run have in common.
@@ -50,9 +52,14 @@ class Run:
     replicas: Replicas
     validator: Validator
     precision: PrecisionWatch
+    timeline: Timeline
     meter: Meter
     profiler: Profiler
     stop: StopSignal
+
+    def startup(self) -> Startup:
+        """What watches the first steps."""
+        return Startup(self.meter.events, self.timeline, self.world)
 
 
 def build(job: JobConfig, world: World) -> Run:
@@ -63,8 +70,8 @@ def build(job: JobConfig, world: World) -> Run:
     """
     set_determinism(job)
     folder = Path(job.job.dump_folder).expanduser()
-    tokenizer = open_tokenizer(job)
-    model = build_model(job, world)
+    tokenizer, timeline = open_tokenizer(job), Timeline(world.device)
+    model = build_model(job, world, timeline)
     optimizers = open_optimizers(
         model.parts, job.optimizer, world.groups["pp"], world.device, settle
     )
@@ -90,13 +97,16 @@ def build(job: JobConfig, world: World) -> Run:
     live = Live(contents, checkpoint.wait_staging)
     # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
     alone = accumulation * groups.groups
-    validation_data = partial(
-        open_stream,
-        job.validation.data(job.data),
-        accumulation=alone,
-        rank=world.data_rank,
-        ranks=world.degrees.data,
-    )
+    validation_data = {
+        name: partial(
+            open_stream,
+            config,
+            accumulation=alone,
+            rank=world.data_rank,
+            ranks=world.degrees.data,
+        )
+        for name, config in job.validation.data(job.data).items()
+    }
     return Run(
         job=job,
         world=world,
@@ -110,9 +120,10 @@ def build(job: JobConfig, world: World) -> Run:
         checkpoint=checkpoint,
         live=live,
         replicas=open_replicas(job, world, data, live),
-        validator=Validator(job.validation, validation_data, alone, model, world),
+        validator=Validator(job.validation, validation_data, alone, tokenizer, model, world),
         precision=PrecisionWatch(job.metrics.precision_freq, job.convert, model, world),
-        meter=build_meter(job, world, folder),
+        timeline=timeline,
+        meter=build_meter(job, world, folder, timeline),
         profiler=Profiler(job.profiling, folder, world.rank, world.device),
         stop=StopSignal(),
     )
@@ -148,9 +159,9 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
     return tokenizer
 
 
-def build_model(job: JobConfig, world: World) -> ParallelModel:
+def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """Build the network without memory, lay it out, then fill in only what this rank owns."""
-    model = lay_out(job, world)
+    model = lay_out(job, world, timeline)
     allocate(model, job, world)
     spec = MODELS[job.model.name]
     rule = partial(spec.init_std, spec.flavors[job.model.flavor])
@@ -159,7 +170,7 @@ def build_model(job: JobConfig, world: World) -> ParallelModel:
     return model
 
 
-def lay_out(job: JobConfig, world: World) -> ParallelModel:
+def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """The network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = spec.flavors[job.model.flavor]
@@ -177,7 +188,7 @@ def lay_out(job: JobConfig, world: World) -> ParallelModel:
     if world.degrees.pp > 1:
         microbatches = job.parallelism.microbatches(job.training.local_batch_size)
         logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
-    return parallelize(network, spec, args, layout, world)
+    return parallelize(network, spec, args, layout, world, timeline)
 
 
 def layout_of(job: JobConfig) -> Layout:
@@ -211,7 +222,7 @@ def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
         part.init_buffers()  # type: ignore[operator]
 
 
-def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:
+def build_meter(job: JobConfig, world: World, folder: Path, timeline: Timeline) -> Meter:
     """The meter with the sinks that the recipe enables."""
     spec = MODELS[job.model.name]
     context = SinkContext(
@@ -220,6 +231,8 @@ def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:
         total_steps=job.training.steps,
         tensorboard_folder=job.metrics.save_tb_folder,
         color=not job.metrics.disable_color_printing,
+        run_name=job.metrics.run_name,
+        tags=job.metrics.tags,
         recipe=job.flat(),
     )
     flops = spec.flops_per_token(spec.flavors[job.model.flavor], job.training.seq_len)
@@ -233,7 +246,9 @@ def build_meter(job: JobConfig, world: World, folder: Path) -> Meter:
         devices=world.size * job.fault_tolerance.groups,
         device=world.device,
         rank=world.rank,
-        reduce_max=world.max if world.size > 1 else None,
+        gather=world.table if world.size > 1 else None,
+        timeline=timeline,
+        events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
     )
 
 

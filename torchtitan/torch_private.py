@@ -308,6 +308,27 @@ def leave_out_greeting(stage: Any) -> None:
     stage._get_init_p2p_neighbors_ops = list
 
 
+def time_stage(stage: Any, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Have `phase` entered around each forward and backward of a microbatch in a stage."""
+    names = {
+        "forward_one_chunk": "forward",
+        "backward_one_chunk": "backward",
+        "backward_weight_one_chunk": "backward",
+    }
+    for method, name in names.items():
+        setattr(stage, method, _inside(getattr(stage, method), phase, name))
+
+
+def _inside(
+    function: Callable[..., Any], phase: Callable[[str], AbstractContextManager[None]], name: str
+) -> Callable[..., Any]:
+    def timed(*args: Any, **settings: Any) -> Any:
+        with phase(name):
+            return function(*args, **settings)
+
+    return timed
+
+
 def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any:
     """A pipeline schedule over `stages` that follows the order in a file."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -380,6 +401,14 @@ def compilations() -> dict[str, Compilation]:
             misses + (metrics.inductor_fx_local_cache_miss_count or 0),
         )
     return found
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in compiling, forward and backward together."""
+    from torch._dynamo.utils import cumulative_time_spent_ns
+
+    names = ("entire_frame_compile", "entire_backward_compile")
+    return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
 
 
 def keep_compiled_graphs(folder: Path | None) -> None:

@@ -57,10 +57,12 @@ class Trainer:
             logger.info("nothing to do: step %d of %d is done", state.step, training.steps)
             return
         is_first, stopping, diverged = True, False, False
+        startup = run.startup()
         with run.meter, run.profiler, run.stop, run.replicas.join(), garbage_kept():
             if restart := Launch.read().restart:
                 run.meter.event(state.step, "restart", restart=restart, ranks=run.world.size)
             while state.step < training.steps and not stopping and not diverged:
+                startup.before_step()
                 before, stopping = state.step, self.step()
                 if state.step == before and not (stopping and before):
                     continue  # a replica group was lost: once more, without it
@@ -73,12 +75,12 @@ class Trainer:
                     diverged = True
                 is_last = state.step == training.steps or stopping or diverged
                 if run.checkpoint.is_due(is_last):
-                    with run.meter.time("checkpoint"):
+                    with run.timeline.pause("checkpoint"):
                         run.checkpoint.save(finished=state.step == training.steps)
                 if run.validator.is_due(state.step, training.steps) and not stopping:
-                    with run.meter.time("validation"):
-                        loss = run.validator.run()
-                    run.meter.log(state.step, validation_loss=loss)
+                    with run.timeline.pause("validation"):
+                        found = run.validator.run()
+                    run.meter.log(state.step, **found)
                 run.profiler.step(state.step)
                 if state.step % training.gc_freq == 0:
                     gc.collect(1)
@@ -87,6 +89,7 @@ class Trainer:
                     run.model.confirm()
                     is_first = False
                 run.model.compiler.after_step(state.step, is_last)
+                startup.after_step(state.step)
             run.checkpoint.finish()
         if diverged:
             raise TrainingDiverged(self.why_diverged())
@@ -102,32 +105,37 @@ class Trainer:
         self.at_step(state.step)
         lr = run.optimizers.set_lr_factor(run.schedule(state.step - state.schedule_start))
 
-        with run.meter.time("data"):
+        with run.timeline.phase("data"):
             batches = [next(run.data) for _ in range(run.accumulation)]
         if not self.has_shown and world.rank == 0:
             logger.info("first sequence: %s", preview(batches[0], run.tokenizer))
         self.has_shown = True
         batches = [batch.to(world.device.torch_device) for batch in batches]
         counts = torch.stack([batch.target_count() for batch in batches])
-        tokens = run.replicas.count(world.sum(counts.sum(), over="data"))
+        with run.timeline.phase("agree"):
+            tokens = run.replicas.count(world.sum(counts.sum(), over="data"))
 
         if run.precision.is_due(state.step):
-            with run.meter.time("precision"):
+            with run.timeline.pause("precision"):
                 found = run.precision.measure(state.step, batches[0], tokens)
             run.meter.event(state.step, "precision", **found)
         run.optimizers.zero_grad()
         if run.optimizers.in_backward:
             self.wait_for_weights()
         # Every rank's share of the global mean loss; they add up to it.
-        loss = world.sum(run.model.forward_backward(batches, tokens), over="loss")
-        run.replicas.sum([loss, *run.optimizers.gradients()])
-        grad_norm = run.optimizers.clip(run.job.training.max_norm, run.replicas.max)
+        share = run.model.forward_backward(batches, tokens)
+        with run.timeline.phase("agree"):
+            loss = world.sum(share, over="loss")
+            run.replicas.sum([loss, *run.optimizers.gradients()])
+        with run.timeline.phase("clip"):
+            grad_norm = run.optimizers.clip(run.job.training.max_norm, run.replicas.max)
         wishes = (run.stop.requested, run.checkpoint.is_busy)
         flags = (torch.full_like(loss, float(wish)) for wish in wishes)
 
         # The one wait for the device in a step: all ranks read the same numbers, to the bit, so
         # they decide alike whether to apply the update and whether to go on.
-        verdict = highest_of_all_ranks(world, loss, grad_norm, tokens, *flags)
+        with run.timeline.phase("agree"):
+            verdict = highest_of_all_ranks(world, loss, grad_norm, tokens, *flags)
         highest_loss, highest_norm, count, stop, busy = verdict
         if not run.replicas.agree():
             state.step -= 1
@@ -135,7 +143,8 @@ class Trainer:
         skip = judge(run.job.spikes, state.history, loss=highest_loss, grad_norm=highest_norm)
         if skip is None:
             self.wait_for_weights()
-            run.optimizers.step()
+            with run.timeline.phase("optimizer"):
+                run.optimizers.step()
         if not busy:
             run.checkpoint.advance()
         state.skipped += skip is not None
@@ -156,7 +165,7 @@ class Trainer:
     def wait_for_weights(self) -> None:
         """Return when weights may change: nothing copies them for a checkpoint any more."""
         if self.run.checkpoint.is_staging:
-            with self.run.meter.time("checkpoint"):
+            with self.run.timeline.pause("checkpoint"):
                 self.run.checkpoint.wait_staging()
 
     def meet(self) -> None:
@@ -177,7 +186,7 @@ class Trainer:
         if state.rollbacks >= run.job.spikes.max_rollbacks:
             return False
         last, row, before = state.step, state.skipped_in_a_row, state.stepped_over
-        with run.meter.time("rollback"):
+        with run.timeline.pause("rollback"):
             if not run.checkpoint.roll_back(last - row + 1):
                 return False
         run.meter.go_on_after(state.step, state.tokens)

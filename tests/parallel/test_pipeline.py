@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import whole
 from torchtitan import torch_private
 from torchtitan.data import Batch
+from torchtitan.device import Device
 from torchtitan.losses import cross_entropy
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
@@ -28,6 +29,7 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.pipeline import Pipeline, Shapes, join
 from torchtitan.parallel.schedules import SCHEDULES, order
+from torchtitan.timeline import Timeline
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=8)
 SEQ_LEN = 16
@@ -140,6 +142,7 @@ def pipeline(case: Case, mesh: Any) -> Pipeline:
         plan,
         group,
         case.config,
+        timeline=Timeline(Device("cpu")),
         microbatches=MICROBATCHES // size,
         shapes=Shapes(
             tokens=(size, SEQ_LEN),

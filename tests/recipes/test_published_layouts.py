@@ -23,6 +23,7 @@ from torchtitan.device import Device
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
+from torchtitan.timeline import Timeline
 
 # A rank of each kind: the first, and in a pipeline the last too.
 CASES = [(name, 0) for name in RANKS if name != "debug_model"] + [("llama3_405b", 511)]
@@ -56,7 +57,7 @@ def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     world = make_world(degrees, job.comm, Device("cpu"), dist.group.WORLD)
-    model = lay_out(job, world)
+    model = lay_out(job, world, Timeline(world.device))
     if isinstance(model.runner, Pipeline):
         leave_out_the_vote(model.runner)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,7 +1,7 @@
 """What each rank was doing when a run failed: recorded, kept, and told in plain words."""
 
 from torchtitan.flight.recorder import Recorder
-from torchtitan.flight.records import Collective, Group, Shape, recorded
+from torchtitan.flight.records import Collective, Group, Shape, recorded, sent_by_group
 from torchtitan.flight.report import report
 from torchtitan.flight.traces import RankTrace, read_traces
 
@@ -14,4 +14,5 @@ __all__ = [
     "read_traces",
     "recorded",
     "report",
+    "sent_by_group",
 ]

@@ -117,6 +117,26 @@ def recorded(device_type: str = "cpu") -> list[Collective]:
     return [collective for dump in dumps for collective in collectives(dump, members)]
 
 
+def sent_by_group(collectives: Sequence[Collective]) -> dict[str, int]:
+    """Bytes that this rank sends for them around rings, by what the group is for.
+
+    The formulas are those of `parallel.traffic_formulas`. A message to one rank is sent as it is.
+    """
+    sent: dict[str, float] = {}
+    for one in collectives:
+        ranks = len(one.group.ranks)
+        if one.is_p2p:
+            size = float(one.bytes_in) if one.operation == "send" else 0.0
+        elif ranks:
+            times = 2 if one.operation == "all_reduce" else 1
+            whole = max(one.bytes_in, one.bytes_out)
+            size = times * whole * (ranks - 1) / ranks
+        else:
+            continue
+        sent[one.group.purpose] = sent.get(one.group.purpose, 0.0) + size
+    return {purpose: round(size) for purpose, size in sent.items() if size}
+
+
 def load(dump: bytes, name: str) -> dict[str, Any]:
     """The plain values of a trace.
 

@@ -10,10 +10,24 @@ from typing import Final
 from pydantic import Field
 
 from torchtitan.config import Config
+from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 
-__all__ = ["SINKS", "Meter", "MetricsConfig", "Sink", "SinkContext", "build_sinks", "check_metrics"]
+__all__ = [
+    "EVENTS_FOLDER",
+    "SINKS",
+    "EventLog",
+    "Meter",
+    "MetricsConfig",
+    "Sink",
+    "SinkContext",
+    "build_sinks",
+    "check_metrics",
+]
+
+EVENTS_FOLDER: Final = "events"
+"""Inside job.dump_folder."""
 
 SINKS: Final[dict[str, type[Sink]]] = {
     "jsonl": Jsonl,
@@ -34,11 +48,25 @@ class MetricsConfig(Config):
         description="Report underflow, saturation and scale of each converted layer every this "
         "many steps, by one microbatch more; 0: never.",
     )
+    run_name: str | None = Field(
+        None,
+        min_length=1,
+        description="What the run is called, in Weights & Biases and the like; absent: as its "
+        "dump folder.",
+    )
+    tags: tuple[str, ...] = Field(
+        (), description="Words to find the run by, shown beside its name."
+    )
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     disable_color_printing: bool = Field(False, description="No colour, even on a terminal.")
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
     save_for_all_ranks: bool = Field(
         False, description="Every rank writes its own metrics.rank{r}.jsonl, not only rank 0."
+    )
+    save_events: bool = Field(
+        True,
+        description="Every rank writes how long the phases of its steps took, and what "
+        "happened, to events/rank{r}.jsonl.",
     )
     enable_wandb: bool = Field(
         False,

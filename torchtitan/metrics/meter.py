@@ -16,27 +16,32 @@ What a row holds, besides every value that was recorded under a name of its own:
 | mfu | model FLOPs utilization, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); null: peak unknown |
 | memory_gib, memory_pct | peak since the last row (CPU: of the process's life), and its share |
 | data_pct | percent of the time, pauses excluded, that the device waited for data |
+| time/<phase> | seconds a step that went into a phase, mean over ranks; see `torchtitan.timeline` |
+| slowest/<phase> | with several ranks: which of them worked longest in it |
+| slowest/<phase>_pct | how much longer than the median rank, in percent |
 | eta_s | seconds left, from a smoothed time a step, pauses included |
 | checkpoint_s, validation_s, ... | seconds of each pause entered since the last row |
 
-A pause is any block timed under a name other than "data": the work of training does not go on in
-it. Of step_time, memory and data_pct a row holds the worst rank's, if the meter was given a
-`reduce_max`; then `rank_step_time` and the like hold this rank's own.
+In a pause of the timeline the work of training does not go on. Of step_time, memory and data_pct a
+row holds the worst rank's; with several ranks, `rank_step_time` and the like hold this rank's own.
 """
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from torchtitan.device import Device, Stamp
+from torchtitan.device import Device
 from torchtitan.logging import logger
+from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.sinks import Metrics, Sink, Value
+from torchtitan.timeline import PHASES, Spent, Timeline
 
 Number = Tensor | float | int
 
@@ -46,14 +51,17 @@ COUNTED = ("tokens", "skipped")
 # Weight of the newest row in the smoothed time a step that the ETA is made from.
 SMOOTHING = 0.3
 
+# Of ranks that their collectives keep in step, these tell which has more to do.
+WORK = ("data", "forward", "backward", "optimizer")
+
 
 class Meter:
     """Use as a context manager around training; it opens and closes the sinks.
 
     `tokens_per_step` is for information; tokens are counted from what `record` is given.
     `flops_per_token` is of forward and backward together, `peak_flops` one device's dense peak.
-    `reduce_max` gives the elementwise maximum over ranks of a float64 vector on the device; it is
-    called on due steps only, and by every rank.
+    `gather` makes of a float64 vector (n,) on the device one row of each rank's, (ranks, n); it is
+    called on due steps only, and by every rank. None: there is one rank.
     """
 
     def __init__(
@@ -70,20 +78,22 @@ class Meter:
         rank: int = 0,
         start_step: int = 0,
         start_tokens: int = 0,
-        reduce_max: Callable[[Tensor], Tensor] | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        timeline: Timeline | None = None,
+        events: EventLog | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sinks = sinks
         self.log_freq, self.total_steps = log_freq, total_steps
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak_flops, self.devices, self.device = peak_flops, devices, device
-        self.rank, self.reduce_max, self.clock = rank, reduce_max, clock
+        self.rank, self.gather, self.clock = rank, gather, clock
+        self.timeline = timeline or Timeline(device, clock)
+        self.events = events or EventLog(None, rank)
         self.resume(start_step, start_tokens)
 
         self._values: dict[str, Number] = {}
         self._counts: dict[str, Number] = dict.fromkeys(COUNTED, 0)
-        self._blocks: list[tuple[str, Stamp, Stamp]] = []
-        self._timing = False
         self._flushed = False
         self._rows = 0
         self._step_seconds = 0.0
@@ -112,6 +122,7 @@ class Meter:
         self._stopped_by = None
         self.device.reset_memory_peak()
         self._begin = self._row_time = self.clock()
+        self.timeline.begin()
         return self
 
     def __exit__(
@@ -126,20 +137,8 @@ class Meter:
                 self._stopped_by = kind.__name__
             elif self._step > self._row_step:
                 self._write_row()
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Time a block: "data", or the name of a pause. A block inside another is not counted."""
-        if self._timing:
-            yield
-            return
-        self._timing = True
-        begin = self.device.stamp(self.clock)
-        try:
-            yield
-        finally:
-            self._timing = False
-        self._blocks.append((name, begin, self.device.stamp(self.clock)))
+            self.events.write(self._step, "end", stopped_by=self._stopped_by)
+            self.events.close()
 
     def record(self, **values: Number) -> None:
         """Take values of the current step, equal on all ranks; 0-d tensors are not waited for."""
@@ -161,9 +160,9 @@ class Meter:
         if first or step % self.log_freq == 0 or step >= self.total_steps or notes:
             self._write_row(notes)
 
-    def log(self, step: int, **values: Number) -> None:
+    def log(self, step: int, **values: Number | None) -> None:
         """Write values now, as a row of their own; for what is measured rarely, like validation."""
-        row: dict[str, Value] = {name: float(value) for name, value in values.items()}
+        row: dict[str, Value] = {n: None if v is None else float(v) for n, v in values.items()}
         validation = row.get("validation_loss")
         if isinstance(validation, float):
             self._best_validation = min(self._best_validation, validation)
@@ -172,6 +171,7 @@ class Meter:
     def event(self, step: int, kind: str, **details: Value) -> None:
         """Write what was decided, as a row of its own; the log has told it in words."""
         self._write(step, {"event": kind, **details})
+        self.events.write(step, kind, **details)
 
     def go_on_after(self, step: int, tokens: int) -> None:
         """Go on after another `step` than the last; the summary counts what this process did."""
@@ -205,15 +205,13 @@ class Meter:
     def _write_row(self, notes: Metrics | None = None) -> None:
         values = self._transfer()
         now = self.clock()
-        pauses: dict[str, float] = {}
-        for name, begin, end in self._blocks:
-            pauses[name] = pauses.get(name, 0.0) + self.device.seconds(begin, end)
-        waited = pauses.pop("data", 0.0)
+        steps = self._step - self._row_step
+        spent = self.timeline.take()
+        pauses = {name: seconds.wall for name, seconds in spent.items() if name not in PHASES}
         wall = now - self._row_time
-        worst, own = self._worst(wall - sum(pauses.values()), waited)
+        worst, own = self._over_ranks((wall - sum(pauses.values())) / steps, spent, steps)
         seconds = worst["step_time"] or 0.0
 
-        steps = self._step - self._row_step
         tokens, skipped = int(values.pop("tokens")), int(values.pop("skipped"))
         self._tokens += tokens
         tps = tokens / (seconds * steps) / self.devices if seconds else None
@@ -237,10 +235,17 @@ class Meter:
         self._peak_memory = max(self._peak_memory, worst["memory_gib"])
         self._last = row
         self._row_time, self._row_step, self._rows = now, self._step, self._rows + 1
-        self._blocks.clear()
         self._counts = dict.fromkeys(COUNTED, 0)
         self.device.reset_memory_peak()
         self._write(self._step, row)
+        self.events.write(
+            self._step,
+            "steps",
+            steps=steps,
+            wall={name: seconds.wall for name, seconds in spent.items()},
+            busy={name: seconds.busy for name, seconds in spent.items()},
+            memory_gib=self.device.memory_peak(),
+        )
 
     def _close(self, sink: Sink) -> None:
         sink.close(self.summary())
@@ -262,22 +267,35 @@ class Meter:
         stacked = torch.stack([v.to(where, torch.float64).reshape(()) for v in tensors.values()])
         return values | dict(zip(tensors, stacked.tolist(), strict=True))
 
-    def _worst(self, seconds: float, waited: float) -> tuple[dict[str, float], dict[str, float]]:
-        """What differs between ranks: the worst rank's, and this one's own if there are others."""
+    def _over_ranks(
+        self, step_time: float, spent: dict[str, Spent], steps: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """What differs between ranks, of all of them; and this one's own if there are others."""
         memory = self.device.memory_peak()
+        in_phases = [spent.get(name, Spent(0.0, 0.0)) for name in PHASES]
+        waited = in_phases[PHASES.index("data")].wall / steps
         own = {
-            "step_time": seconds / (self._step - self._row_step),
+            "step_time": step_time,
             "memory_gib": memory,
             "memory_pct": 100 * memory / self.device.memory_capacity(),
-            "data_pct": 100 * waited / seconds if seconds else 0.0,
+            "data_pct": 100 * waited / step_time if step_time else 0.0,
         }
-        if self.reduce_max is None:
-            return own, {}
-        vector = torch.tensor(
-            list(own.values()), dtype=torch.float64, device=self.device.torch_device
+        walls, busy = zip(
+            *((each.wall / steps, each.busy / steps) for each in in_phases), strict=True
         )
-        worst = dict(zip(own, self.reduce_max(vector).tolist(), strict=True))
-        return worst, {f"rank_{name}": value for name, value in own.items()}
+        table = [[*own.values(), *walls, *busy]]
+        if self.gather is not None:
+            where = self.device.torch_device
+            # One transfer for all ranks.
+            table = self.gather(torch.tensor(table[0], dtype=torch.float64, device=where)).tolist()
+        columns = list(zip(*table, strict=True))
+        worst = dict(zip(own, map(max, columns), strict=False))
+        mean = [statistics.fmean(column) for column in columns[len(own) :]]
+        worst |= {f"time/{name}": each for name, each in zip(PHASES, mean, strict=False) if each}
+        if self.gather is None:
+            return worst, {}
+        worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=True))
+        return worst | _slowest(worked), {f"rank_{name}": value for name, value in own.items()}
 
     def _mfu(self, tps: float | None) -> float | None:
         if tps is None or self.peak_flops is None:
@@ -296,6 +314,17 @@ class Meter:
         if self.peak_flops is None:
             return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"
+
+
+def _slowest(worked: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The rank that worked longest in each phase, and by how much; from seconds of each rank."""
+    found: dict[str, float] = {}
+    for phase in WORK:
+        longest, middle = max(worked[phase]), statistics.median_low(worked[phase])
+        if middle > 0:
+            found[f"slowest/{phase}"] = worked[phase].index(longest)
+            found[f"slowest/{phase}_pct"] = 100 * (longest / middle - 1)
+    return found
 
 
 def _finite(value: float) -> float | None:

@@ -1,14 +1,15 @@
 """Where metrics go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
-went wrong while writing is raised, never passed over: a run whose curve is lost should say so.
+went wrong while writing is raised, never passed over: a run whose curve is lost should say so. The
+meter catches it, goes on without that sink, and names it in the run's summary.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import FileIO
@@ -31,8 +32,16 @@ class SinkContext:
     total_steps: int = 0
     tensorboard_folder: str = "tb"
     color: bool = True
+    run_name: str | None = None
+    """None: the folder's."""
+    tags: Sequence[str] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The resolved recipe, shown by sinks that can."""
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.run_name or self.folder.resolve().name
 
 
 class Sink(Protocol):
@@ -179,9 +188,15 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Every number as a scalar of its name; what a resumed run repeats replaces the old points."""
+    """Every number as a scalar of its name; the recipe as a text.
+
+    A process that resumes writes a file of its own, which says from which step on (`purge_step`)
+    the points of earlier files are to be forgotten. So is a text, hence it stands at the first step
+    that is trained by its recipe.
+    """
 
     def __init__(self, context: SinkContext) -> None:
+        self.context = context
         self.folder = context.folder / context.tensorboard_folder
         self.writer: Any = None
 
@@ -194,7 +209,10 @@ class TensorBoard:
             ) from error
         if self.writer is not None:
             self.writer.close()
-        self.writer = SummaryWriter(str(self.folder), purge_step=start_step + 1)
+        # A fresh run also forgets what an earlier one in this folder said before its first step.
+        purge_step = start_step + 1 if start_step else 0
+        self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+        self.writer.add_text("run", recipe_text(self.context), start_step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
         for name, value in _numbers(metrics).items():
@@ -209,14 +227,20 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run in the dump folder, with the recipe as its config.
 
-    Its own environment variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_RUN_ID, WANDB_RESUME, ...
+    Its id is kept in `wandb_run_id`, so that a resumed run goes on with it; a fresh one gets a new
+    id. W&B refuses a step lower than the last, and after a resume or a rollback steps come again.
+    So the step is a metric of its own, which all others are drawn over.
+
+    W&B's own environment variables win: WANDB_PROJECT, WANDB_MODE, WANDB_NAME, WANDB_TAGS,
+    WANDB_RUN_ID, WANDB_RESUME, ...
     """
 
     def __init__(self, context: SinkContext) -> None:
         self.context = context
+        self.id_file = context.folder / "wandb_run_id"
         self.run: Any = None
 
-    def open(self, _start_step: int) -> None:
+    def open(self, start_step: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -224,23 +248,38 @@ class WandB:
                 "metrics.enable_wandb: Weights & Biases is not installed: pip install wandb"
             ) from error
         if self.run is not None:
-            # Its steps cannot go back: as after a resume, another run goes on.
-            self.run.finish()
+            return  # a rollback; its steps come again in the same run
         self.context.folder.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "torchtitan"),
-            name=os.environ.get("WANDB_NAME", self.context.folder.resolve().name),
-            dir=str(self.context.folder),
-            config=dict(self.context.recipe),
+        resumes = start_step > 0
+        wishes = {
+            "WANDB_PROJECT": ("project", "torchtitan"),
+            "WANDB_NAME": ("name", self.context.name),
+            "WANDB_TAGS": ("tags", list(self.context.tags)),
+            "WANDB_RUN_ID": ("id", self._earlier_id() if resumes else None),
+            "WANDB_RESUME": ("resume", "allow" if resumes else None),
+        }
+        ours: dict[str, Any] = dict(
+            wish for variable, wish in wishes.items() if variable not in os.environ
         )
+        self.run = wandb.init(
+            dir=str(self.context.folder), config=dict(self.context.recipe), **ours
+        )
+        self.id_file.write_text(f"{self.run.id}\n", encoding="utf-8")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self.run.log(_numbers(metrics), step=step)
+        self.run.log({"step": step, **_numbers(metrics)})
 
     def close(self, summary: Metrics) -> None:
         if self.run is not None:
             self.run.summary.update({f"summary/{name}": value for name, value in summary.items()})
             self.run.finish(exit_code=1 if summary["stopped_by"] else 0)
+
+    def _earlier_id(self) -> str | None:
+        if not self.id_file.exists():
+            return None
+        return self.id_file.read_text(encoding="utf-8").strip() or None
 
 
 def row_line(step: int, total: int, metrics: Metrics) -> str:
@@ -280,6 +319,20 @@ def summary_text(summary: Metrics) -> str:
         f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}",
         f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB",
     ]
+    if summary.get("failed_sinks"):
+        lines.append(f"  sinks that failed     {summary['failed_sinks']}")
+    return "\n".join(lines)
+
+
+def recipe_text(context: SinkContext) -> str:
+    """Name, tags and recipe of a run as Markdown."""
+    lines = [f"**{context.name}**", ""]
+    if context.tags:
+        lines += [f"Tags: {', '.join(context.tags)}", ""]
+    lines += ["| key | value |", "|---|---|"]
+    for key, value in context.recipe.items():
+        shown = str(value).replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {key} | {shown} |")
     return "\n".join(lines)
 
 

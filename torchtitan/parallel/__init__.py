@@ -34,6 +34,7 @@ from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
+from torchtitan.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -87,13 +88,16 @@ class Plain:
     """None: the model gives it."""
     sharded: "list[FSDPModule]"
     document_mask: bool
+    timeline: Timeline
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=tokens.device)
         for batch in batches:
             fsdp.reduce_after(self.sharded, is_last=batch is batches[-1])
-            loss = self._loss(batch) / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.timeline.phase("forward"):
+                loss = self._loss(batch) / tokens
+            with self.timeline.phase("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
             share += loss.detach()
         return share
 
@@ -150,9 +154,14 @@ class ParallelModel:
 
 
 def parallelize(
-    model: nn.Module, spec: ModelSpec[Args], args: Args, layout: Layout, world: World
+    model: nn.Module,
+    spec: ModelSpec[Args],
+    args: Args,
+    layout: Layout,
+    world: World,
+    timeline: Timeline,
 ) -> ParallelModel:
-    """Apply every technique to `model`, in order.
+    """Apply every technique to `model`, in order; `timeline` is told of forward and backward.
 
     The order is policy: what is converted is cut, what is cut is split, recomputation is inside
     what is compiled, and both are inside the unit that is gathered and reduced.
@@ -229,10 +238,11 @@ def parallelize(
             loss=loss_of_logits,
             device=world.device.torch_device,
             document_mask=layout.document_mask,
+            timeline=timeline,
         )
     else:
         sharded = fsdp.sharded_modules(parts[0])
-        runner = Plain(parts[0], loss_of_logits, sharded, layout.document_mask)
+        runner = Plain(parts[0], loss_of_logits, sharded, layout.document_mask, timeline)
     cut = partial(
         context.shard,
         rank=dist.get_rank(world.groups["cp"]),

@@ -20,6 +20,7 @@ from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
+from torchtitan.timeline import Timeline
 
 
 class Shapes(NamedTuple):
@@ -48,6 +49,7 @@ class Pipeline:
         loss: LossFunction | None,
         device: torch.device,
         document_mask: bool,
+        timeline: Timeline,
     ) -> None:
         """
         Args:
@@ -66,6 +68,7 @@ class Pipeline:
         self.loss = loss
         self.device = device
         self.document_mask = document_mask
+        self.timeline = timeline
         self.tokens = torch.ones((), device=device)  # in the global batch of the step under way
         self.sharded = [module for part in parts for module in fsdp.sharded_modules(part)]
         self.schedule = self._make_schedule(config)
@@ -101,6 +104,7 @@ class Pipeline:
                 )
             )
             torch_private.leave_out_greeting(stages[-1])
+            torch_private.time_stage(stages[-1], self.timeline.phase)
         # The loss is divided by the targets of the global batch already, and by nothing else.
         settings = {
             "n_microbatches": self.microbatches,
@@ -137,13 +141,14 @@ class Pipeline:
             size = self.microbatches * self.shapes.tokens[0]
             assert len(batch.tokens) == size, f"{len(batch.tokens)} sequences, not {size}"
             losses: list[Tensor] = []
-            self.schedule.step(
-                batch.tokens,
-                target=batch.targets,
-                losses=losses,
-                return_outputs=False,
-                **self._context(batch),
-            )
+            with self.timeline.phase("pipeline"):
+                self.schedule.step(
+                    batch.tokens,
+                    target=batch.targets,
+                    losses=losses,
+                    return_outputs=False,
+                    **self._context(batch),
+                )
             share = sum((loss.detach() for loss in losses), share)
         return share
 

@@ -159,6 +159,13 @@ class World:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
+    def table(self, values: Tensor) -> Tensor:
+        """The numbers (n,) of every rank, in rank order, on every rank: (ranks, n)."""
+        rows = values.new_zeros(self.size, len(values))
+        rows[self.rank] = values
+        dist.all_reduce(rows)
+        return rows
+
     def gather(self, value: Any) -> list[Any]:
         """A small picklable value of every rank, in rank order, on every rank."""
         values: list[Any] = [None] * self.size

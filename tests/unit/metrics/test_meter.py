@@ -147,7 +147,7 @@ def test_a_value_not_recorded_again_is_not_repeated():
 def test_waiting_for_data_is_a_share_of_the_step():
     meter, kept, clock = make(log_freq=1)
     with meter:
-        with meter.time("data"):
+        with meter.timeline.phase("data"):
             clock.now += 1.0
         run(meter, clock, [1], seconds=3.0)
         run(meter, clock, [2], seconds=3.0)
@@ -160,11 +160,11 @@ def test_pauses_are_left_out_of_the_speed_and_reported_by_name():
     meter, kept, clock = make(log_freq=2)
     with meter:
         run(meter, clock, [1])
-        with meter.time("checkpoint"):
+        with meter.timeline.pause("checkpoint"):
             clock.now += 5.0
-        with meter.time("validation"):
+        with meter.timeline.pause("validation"):
             clock.now += 7.0
-            with meter.time("data"):
+            with meter.timeline.phase("data"):
                 clock.now += 1.0
         run(meter, clock, [2])
         run(meter, clock, [3, 4])
@@ -181,7 +181,7 @@ def test_eta_forgets_the_first_step_and_includes_pauses():
     with meter:
         run(meter, clock, [1], seconds=50.0)
         run(meter, clock, [2], seconds=2.0)
-        with meter.time("checkpoint"):
+        with meter.timeline.pause("checkpoint"):
             clock.now += 10.0
         run(meter, clock, [3], seconds=2.0)
     etas = [row["eta_s"] for _, row in kept.rows]
@@ -206,7 +206,7 @@ def test_no_tensor_is_read_on_a_step_that_is_not_due(monkeypatch):
     with meter:
         for step in range(1, 20):
             clock.now += 1
-            with meter.time("data"):
+            with meter.timeline.phase("data"):
                 tokens = torch.tensor(1000)
             skipped = torch.tensor(False)
             meter.record(loss=torch.tensor(1.0), tokens=tokens, skipped=skipped)
@@ -218,11 +218,13 @@ def test_no_tensor_is_read_on_a_step_that_is_not_due(monkeypatch):
 def test_the_worst_rank_is_shown_beside_this_one():
     calls = []
 
-    def reduce_max(vector):
+    def gather(vector):
         calls.append(vector.dtype)
-        return torch.maximum(vector, torch.tensor([4.0, 0.0, 0.0, 75.0], dtype=vector.dtype))
+        other = vector.clone()
+        other[:4] = torch.tensor([4.0, 0.0, 0.0, 75.0])
+        return torch.stack([vector, other])
 
-    meter, kept, clock = make(reduce_max=reduce_max)
+    meter, kept, clock = make(gather=gather)
     with meter:
         run(meter, clock, range(1, 10), seconds=2.0)
         assert calls == [torch.float64]
@@ -261,7 +263,7 @@ def test_the_summary_of_a_finished_run():
     meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
     with meter:
         run(meter, clock, range(11, 21), seconds=2.0)
-        with meter.time("checkpoint"):
+        with meter.timeline.pause("checkpoint"):
             clock.now += 3.0
     memory = kept.summary.pop("memory_gib")
     assert memory >= max(row["memory_gib"] for _, row in kept.rows)
@@ -327,11 +329,11 @@ def test_a_run_that_stops_early_writes_its_last_step():
 def test_a_failed_run_is_closed_and_summed_up_without_a_collective(error):
     calls = []
 
-    def reduce_max(vector):
+    def gather(vector):
         calls.append(vector)
-        return vector
+        return vector[None]
 
-    meter, kept, clock = make(reduce_max=reduce_max)
+    meter, kept, clock = make(gather=gather)
 
     def fail():
         with meter:

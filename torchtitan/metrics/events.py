@@ -1,0 +1,44 @@
+"""The event log of one rank: what it did, and how long, as JSON Lines in a folder beside the run.
+
+Rank 0's metrics tell of the run; this tells of each rank by itself, for whoever looks for the one
+that is slow. Nothing is ever taken out: a run that is started again goes on with the file, and says
+so by an event of its own ("start"). "time" is Unix seconds.
+"""
+
+import json
+import time
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from torchtitan.logging import logger
+
+
+class EventLog:
+    """Writes events as they happen; a disk that fails does not end the run, and is told once."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        """`folder`: None for no log."""
+        self.path = folder and folder / f"rank{rank}.jsonl"
+        self.file: FileIO | None = None
+
+    def write(self, step: int, event: str, **details: Any) -> None:
+        """Note what happened at or after `step`."""
+        if self.path is None:
+            return
+        row = {"step": step, "time": round(time.time(), 3), "event": event, **details}
+        try:
+            if self.file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = FileIO(self.path, "a")
+            # JSON has no NaN; what is not finite is told as a word.
+            self.file.write(json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            logger.error("%s: %s; no more events are written", self.path, error.strerror)
+            self.path = None
+
+    def close(self) -> None:
+        """End; nothing is written after it."""
+        if self.file is not None:
+            self.file.close()
+        self.path = self.file = None

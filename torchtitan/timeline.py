@@ -1,0 +1,111 @@
+"""Where the time of this rank goes: one row of moments, each the end of one phase and the beginning
+of the next.
+
+So the phases never overlap and never leave a gap: together they are the time that went by. A moment
+on CUDA is an event in the stream, read when a report is due, so that noting it waits for nothing.
+
+A phase within a phase is told apart from it (the forward of a stage within a pipeline's schedule).
+A pause (a checkpoint, a validation) is told as a whole, whatever happens in it.
+
+On a CPU the processor time of the thread is noted too. A rank that waits for another uses none, so
+of ranks that are kept in step by their collectives it still tells which one has more to do.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan.device import Device, Stamp
+
+PHASES = ("data", "forward", "backward", "pipeline", "clip", "agree", "optimizer", "other")
+"""What a step consists of:
+
+    data       waiting for the next batch
+    forward    of the model, with its collectives
+    backward   the same; updates in the backward are in it
+    pipeline   in a pipeline's schedule, but neither forward nor backward: neighbours are waited for
+    clip       the gradient norm, over all ranks, and the scaling by it
+    agree      sums over ranks of targets and loss, and the one wait for the verdict on the step
+    optimizer  the update
+    other      what is left
+"""
+REST = "other"
+
+
+class Spent(NamedTuple):
+    """Seconds of a phase."""
+
+    wall: float
+    busy: float
+    """Of which the thread computed; on CUDA, where that is not known, the same."""
+
+
+class Timeline:
+    """Notes when this rank goes from one phase to the next."""
+
+    def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device, self.clock = device, clock
+        self._moments: list[tuple[str, Stamp, float]] = []
+        self._inside = [REST]
+        self._paused = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was; the time that is told begins now."""
+        self._moments.clear()
+        self._note()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is done inside belongs to a phase; in a pause it belongs to the pause."""
+        if self._paused:
+            yield
+            return
+        self._inside.append(name)
+        self._note()
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            self._note()
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """The work of training does not go on inside; a pause in a pause belongs to the outer."""
+        with self.phase(name):
+            outer, self._paused = self._paused, True
+            try:
+                yield
+            finally:
+                self._paused = outer
+
+    def take(self) -> dict[str, Spent]:
+        """Seconds by phase since this was last asked; waits for the device."""
+        self._note()
+        spent: dict[str, Spent] = {}
+        for (name, begin, busy), (_, end, busy_then) in zip(
+            self._moments, self._moments[1:], strict=False
+        ):
+            wall = self.device.seconds(begin, end)
+            before = spent.get(name, Spent(0.0, 0.0))
+            worked = wall if self.device.type != "cpu" else busy_then - busy
+            spent[name] = Spent(before.wall + wall, before.busy + worked)
+        del self._moments[:-1]
+        return spent
+
+    def _note(self) -> None:
+        busy = time.thread_time() if self.device.type == "cpu" else 0.0
+        self._moments.append((self._inside[-1], self.device.stamp(self.clock), busy))
+
+
+def age_of_process() -> float | None:
+    """Seconds since this process was started, where the system tells (Linux)."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.exists() and uptime.exists()):
+        return None
+    # Fields are counted from the name of the program, which may hold blanks; starttime is the 22nd.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
