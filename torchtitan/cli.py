@@ -6,14 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.weights import convert
 from torchtitan.checks import load_job, remarks, smallest_world
+from torchtitan.compare import FORMS, compare, compare_folders
+from torchtitan.compare import read as read_study
+from torchtitan.compare import summary as summary_of_study
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
+from torchtitan.evaluation import commands
 from torchtitan.flight import read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, on_terminal
@@ -27,6 +32,7 @@ from torchtitan.train import problems_of_tokenizer, refuse, split_recipe
 from torchtitan.verify import verify
 from torchtitan.verify.resume import verify_resume
 from torchtitan.verify.resume_recipe import read_layout
+from torchtitan.watch import watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +149,11 @@ def trace_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     print(*report(read_traces(Path(arguments.folder))), sep="\n")
 
 
+def watch_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Show what runs are doing, drawn anew every few seconds, until Ctrl-C."""
+    watch(arguments.runs, arguments.refresh, arguments.once)
+
+
 def list_checkpoints_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """List checkpoints: step, layout, size, digest, and whether their files are there."""
     from rich.console import Console
@@ -201,7 +212,26 @@ def train_tokenizer_verb(arguments: argparse.Namespace, flags: Sequence[str]) ->
     )
 
 
-WITH_RECIPE = (check_verb, verify_verb, verify_resume_verb)
+def compare_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Run recipes side by side under the same conditions, or compare runs that exist; a report."""
+    paths: list[Path] = arguments.paths
+    folders = [path for path in paths if path.is_dir()]
+    if folders:
+        if len(folders) < len(paths) or arguments.vary or flags:
+            raise ConfigError(f"{folders[0]}: is a folder; runs that exist are compared as they are")
+        output = Path(arguments.output or "outputs/studies/of_runs")
+        warmup = 5 if arguments.warmup_steps is None else arguments.warmup_steps
+        report = compare_folders(folders, arguments.baseline, output, warmup)
+    else:
+        names = ("ranks", "baseline", "rounds", "warmup_steps", "steps", "seeds", "launcher")
+        changes = {name: getattr(arguments, name) for name in (*names, "trace", "output")}
+        study = read_study(paths, arguments.vary, flags, **changes)
+        output, report = study.output, compare(study)
+    print(*summary_of_study(report), *(output / f"report.{form}" for form in FORMS), sep="\n")
+    return 0 if report.ran and all(each.status != "failed" for each in report.variants) else 1
+
+
+WITH_RECIPE = (check_verb, compare_verb, verify_verb, verify_resume_verb)
 """Verbs that take the flags of a recipe."""
 
 
@@ -243,6 +273,29 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--shrink", action="store_true", help="make model, batches and layout small")
     verb.set_defaults(verb=verify_resume_verb)
 
+    verb = add(verbs, "compare", compare_verb.__doc__)
+    verb.add_argument(
+        "paths", nargs="*", type=Path, help="a study, or recipes, or dump folders of runs"
+    )
+    verb.add_argument(
+        "--vary", action="append", default=[], metavar="KEY=A,B", help="a variant for each value"
+    )
+    absent = "absent: as the study says, or"
+    verb.add_argument("--ranks", type=_count, help=f"processes of a run; {absent} 1")
+    verb.add_argument("--baseline", metavar="NAME", help=f"{absent} the first variant")
+    verb.add_argument("--rounds", type=_count, help=f"runs of each variant; {absent} 3")
+    verb.add_argument("--warmup-steps", type=_count, help=f"steps not measured; {absent} 5")
+    verb.add_argument("--steps", type=_count, help=f"steps measured after those; {absent} 20")
+    verb.add_argument(
+        "--seeds", type=_count, nargs="+", help="further seeds, for the spread of chance"
+    )
+    verb.add_argument("--launcher", help="command that starts a run; {ranks} is filled in")
+    verb.add_argument(
+        "--no-trace", dest="trace", action="store_const", const=False, help="trace no step"
+    )
+    verb.add_argument("--output", help="folder of the runs and the report")
+    verb.set_defaults(verb=compare_verb)
+
     verb = add(verbs, "migrate", migrate_verb.__doc__)
     verb.add_argument("recipe", help="a recipe of TorchTitan v0.1 or v0.2")
     verb.add_argument("-o", "--output", help="file to write; absent: standard output")
@@ -251,6 +304,16 @@ def _parser() -> argparse.ArgumentParser:
     verb = add(verbs, "trace", trace_verb.__doc__)
     verb.add_argument("folder", help="comm.save_traces_folder of the run: outputs/x/comm_traces")
     verb.set_defaults(verb=trace_verb)
+
+    verb = add(verbs, "watch", watch_verb.__doc__)
+    verb.add_argument("runs", nargs="+", type=Path, help="job.dump_folder of a run: outputs/x")
+    verb.add_argument(
+        "--refresh", type=_seconds, default=2.0, metavar="SECONDS", help="absent: 2"
+    )
+    verb.add_argument("--once", action="store_true", help="print what is, and end")
+    verb.set_defaults(verb=watch_verb)
+
+    commands.add_verbs(partial(add, verbs))
 
     group = add(verbs, "checkpoint", "look at checkpoints")
     of_checkpoint = group.add_subparsers(required=True, metavar="VERB")
@@ -301,6 +364,16 @@ def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"got {word}; wanted an integer >= 1")
     return int(word)
+
+
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"got {word}; wanted seconds, above 0 and at most 3600")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -54,15 +54,18 @@ def load_job(
     device_type: str,
     *,
     spared: Collection[str] = (),
+    over: Sequence[dict[KeyPath, Setting]] = (),
 ) -> Recipe[JobConfig]:
     """Read and check a recipe for `world_size` ranks; None: for any number that fits it.
 
     A range: for each of these numbers, as the run may change from one to another.
 
-    Of the keys in `spared` it does not matter how they fit the others and this machine.
+    Of the keys in `spared` it does not matter how they fit the others and this machine. The
+    settings in `over` win over those of the recipe.
 
     Raises:
-        RecipeError: with all mistakes, one line each.
+        RecipeError: with all mistakes, one line each; CannotRun where each setting by itself is
+            valid.
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
@@ -76,6 +79,7 @@ def load_job(
         JobConfig,
         recipe,
         flags,
+        over=over,
         translate=dialect.translate,
         new_name=dialect.new_name,
         prepare=_import_first,

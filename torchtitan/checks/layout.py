@@ -103,10 +103,8 @@ def problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Prob
     for key, message in check_data(job.data, **sizes):
         yield Problem(key, message, ("data", *rests_on))
     if job.validation.enable:
-        for key, message in check_data(job.validation.data(job.data), **sizes):
-            if key.startswith("data.dataset"):
-                own = key.replace("data.", "validation.", 1)
-                yield Problem(own, message.replace("data.dataset", "validation.dataset"))
+        for key, message in job.validation.mistakes(job.data):
+            yield Problem(key, message)
 
 
 def divisors(count: int) -> str:

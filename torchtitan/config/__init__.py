@@ -1,9 +1,11 @@
 """Recipes: frozen settings, read strictly, with errors that teach."""
 
+from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_text
 from torchtitan.config.help import help_text, json_schema
 from torchtitan.config.load import Recipe, load
 from torchtitan.config.settings import (
+    CannotRun,
     Config,
     ConfigError,
     KeyPath,
@@ -17,6 +19,7 @@ from torchtitan.config.settings import (
 from torchtitan.config.words import allowed_names, show
 
 __all__ = [
+    "CannotRun",
     "Config",
     "ConfigError",
     "KeyPath",
@@ -34,4 +37,5 @@ __all__ = [
     "read_file",
     "read_text",
     "show",
+    "validate_all",
 ]

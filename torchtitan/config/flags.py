@@ -1,9 +1,9 @@
 """Settings from the command line: `--section.key value`.
 
-Also `--a.b=v`, `--a.b v w` or `v,w` for lists, `none` for what may be absent, and for booleans
-`--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first section of a list. A hyphen may stand for
-an underscore. Words get the type of their
-field: TOML has types, a command line has not.
+Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is no list where that will do), `none` for
+what may be absent, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first
+section of a list. A hyphen may stand for an underscore. Words get the type of their field: TOML has
+types, a command line has not.
 """
 
 import json
@@ -13,7 +13,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.schema import describe, field_schema, find_field, is_section, json_types
+from torchtitan.config.schema import (
+    NOUNS,
+    describe,
+    field_schema,
+    find_field,
+    is_section,
+    json_types,
+)
 from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
 
 ANYTHING = {"boolean", "integer", "number", "string"}
@@ -99,7 +106,9 @@ def _typed(info: FieldInfo | None, values: Sequence[str]) -> Any:
     if schema.get("items", {}).get("type") == "array":
         return _json(" ".join(values), schema)
     if "array" in kinds:
-        return [_word(part, kinds) for value in values for part in value.split(",") if part]
+        items = [_word(part, kinds) for value in values for part in value.split(",") if part]
+        one_will_do = any(part.get("type") in NOUNS for part in schema.get("anyOf", ()))
+        return items[0] if one_will_do and len(items) == 1 else items
     if len(values) > 1:
         raise ConfigError(f"got {len(values)} values, {' '.join(values)}; wanted one")
     return _word(values[0], kinds)

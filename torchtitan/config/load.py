@@ -17,6 +17,7 @@ from torchtitan.config.files import read_recipe
 from torchtitan.config.flags import read_flags
 from torchtitan.config.schema import find_choice, list_of
 from torchtitan.config.settings import (
+    CannotRun,
     Config,
     KeyPath,
     Problem,
@@ -40,9 +41,9 @@ class Recipe(Generic[ConfigT]):
     origins: dict[KeyPath, str] = field(repr=False)
 
     def refuse(self, problems: Iterable[Problem]) -> None:
-        """Raise RecipeError with a line for each problem, if there are any."""
+        """Raise CannotRun with a line for each problem, if there are any."""
         if lines := [self.line(problem) for problem in problems]:
-            raise RecipeError(lines)
+            raise CannotRun(lines)
 
     def line(self, problem: Problem) -> str:
         """A problem in words: where, which setting, what was got, what is wrong with it."""
@@ -63,17 +64,19 @@ def load(
     recipe: str | Path | None = None,
     flags: Sequence[str] = (),
     *,
+    over: Sequence[Settings] = (),
     translate: Callable[[Settings, Settings], Translation],
     new_name: Callable[[KeyPath], KeyPath],
     prepare: Callable[[Settings], Iterable[str]],
     check: Callable[[ConfigT], Iterable[Problem]],
 ) -> Recipe[ConfigT]:
-    """Merge defaults, the recipe (with what it extends) and flags into `schema`.
+    """Merge defaults, the recipe (with what it extends), what goes over it, and flags.
 
     Args:
         schema: the tree of settings.
         recipe: a TOML file.
         flags: words of the command line.
+        over: settings of other places, which win over the recipe, the later over the earlier.
         translate: reads the settings of one source that has names of an older version; for flags
             it is also given those of the recipe, as written.
         new_name: the present path of an old key.
@@ -81,7 +84,8 @@ def load(
         check: what is wrong with settings that are each valid.
 
     Raises:
-        RecipeError: with all mistakes of all sources, one line each.
+        RecipeError: with all mistakes of all sources, one line each; CannotRun where each setting
+            is valid by itself.
     """
     problems: list[str] = []
     notices: list[str] = []
@@ -93,6 +97,7 @@ def load(
         return result.settings
 
     files = read_recipe(Path(recipe), problems) if recipe else []
+    files += over
     sources = [translated(source, {}) for source in files]
     # What is prepared may add names to choose from, and the type of a flag follows from a choice:
     # so flags are read to learn what to prepare, and once more after it.
@@ -118,11 +123,12 @@ def load(
     }
     place = str(recipe) if recipe else "defaults"
     loaded = Recipe(schema.model_validate(_nest(values)), notices, place, origins)
+    kind = RecipeError if problems else CannotRun
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
             problems.append(loaded.line(problem))
     if problems:
-        raise RecipeError(problems)
+        raise kind(problems)
     return loaded
 
 

@@ -25,6 +25,10 @@ class RecipeError(ConfigError):
         super().__init__("\n".join(self.lines))
 
 
+class CannotRun(RecipeError):
+    """Settings that are each valid cannot work together, or not on this machine."""
+
+
 class Config(BaseModel):
     """Base of every component's settings: frozen, unknown keys and infinities refused."""
 

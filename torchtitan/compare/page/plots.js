@@ -1,0 +1,258 @@
+"use strict";
+// Draws the figures from the report inside the page. Every number that is plotted is a number of the
+// report; only the difference from the baseline is computed here.
+
+const report = JSON.parse(document.getElementById("report").textContent);
+const ran = report.variants.filter((variant) => variant.status === "ran");
+const baseline = report.baseline;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const state = { along: "steps", hidden: new Set() };
+
+// Neither colour alone nor form alone tells variants or parts apart.
+const DASHES = ["solid", "5px,3px", "2px,2px", "9px,3px,2px,3px", "12px,4px", "9px,3px,2px,3px,2px,3px", "1px,4px"];
+const MARKERS = ["circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "pentagon"];
+const PATTERNS = ["", "/", "x", ".", "\\", "-", "+", "|"];
+const COLOURS = 8;
+const ROW = 62; // pixels, of a row of bars with its label
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const series = (i) => `series-${i % COLOURS}`;
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+/** Colour, dash and marker of a variant: the baseline has the colour of text. */
+function style(name) {
+  const others = ran.filter((variant) => variant.name !== baseline);
+  const i = name === baseline ? 0 : 1 + others.findIndex((variant) => variant.name === name);
+  const hue = i === 0 ? "series-0" : `series-${1 + ((i - 1) % (COLOURS - 1))}`;
+  return { hue, dash: DASHES[i % DASHES.length], symbol: MARKERS[i % MARKERS.length], base: i === 0 };
+}
+
+// --- Curves ------------------------------------------------------------------------------------
+
+function line(variant, x, y) {
+  const { hue, dash, symbol, base } = style(variant.name);
+  return {
+    type: "scatter", mode: "lines+markers", name: escaped(variant.name), meta: { variant: variant.name },
+    x, y, visible: !state.hidden.has(variant.name), connectgaps: false,
+    line: { color: colour(hue), width: base ? 4 : 2, dash },
+    marker: { color: colour(hue), symbol, size: base ? 9 : 7, maxdisplayed: 9 },
+    opacity: base ? 0.6 : 1, hoverlabel: { namelength: 28 },
+  };
+}
+
+function curves(field) {
+  const data = ran.filter((variant) => variant[field])
+    .map((variant) => line(variant, variant[field][state.along], variant[field].values));
+  return { data, layout: { height: 340, yaxis: { nticks: 6 } } };
+}
+
+/** A curve relative to the baseline's, where both have a value at the same step or token count. */
+function differences(field) {
+  const base = ran.find((variant) => variant.name === baseline)[field];
+  const at = new Map(base[state.along].map((x, i) => [x, base.values[i]]));
+  const data = [], equal = [], apart = [], tolerances = new Map();
+  for (const variant of ran.filter((variant) => variant[field] && variant.name !== baseline)) {
+    const { values, [state.along]: places } = variant[field];
+    const shared = places.map((x, i) => [x, values[i], at.get(x)]).filter(([, v, b]) => v != null && b != null);
+    const apartness = shared.map(([x, v, b]) => [x, Math.abs(v - b) / Math.abs(b)]);
+    if (!shared.length) apart.push(variant.name);
+    else if (shared.every(([, v, b]) => v === b)) equal.push(variant.name);
+    data.push(line(variant, apartness.map(([x]) => x), apartness.map(([, d]) => (d > 0 && isFinite(d) ? d : null))));
+    const judged = variant.parity[field];
+    if (judged) tolerances.set(judged.tolerance, places);
+  }
+  for (const [tolerance, places] of tolerances) {
+    data.push({
+      type: "scatter", mode: "lines", name: "tolerance", meta: { tolerance },
+      x: [places[0], places.at(-1)], y: [tolerance, tolerance], line: { color: colour("quiet"), width: 1.5, dash: "dot" },
+    });
+  }
+  const note = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
+  document.querySelector(`#figure-${field}-difference .equal`).textContent =
+    note("Equal to the last bit throughout", equal) + note(`Never at the same number of ${state.along} as the baseline`, apart);
+  return { data, layout: { height: 260, yaxis: { type: "log", exponentformat: "power", nticks: 5 } } };
+}
+
+const alongAxis = () => ({ title: { text: state.along === "steps" ? "step" : "tokens" }, ...(state.along === "tokens" && { tickformat: "~s" }) });
+
+// --- Bars: a row for each variant, its name above it ---------------------------------------------
+
+function bars(variants, data, { labels = (variant) => variant.name, ...xaxis }) {
+  const width = document.getElementById("content").clientWidth;
+  const most = Math.max(20, Math.floor(width / 7.5));
+  const cut = (text) => { const all = [...text]; return all.length > most ? `${all.slice(0, most - 1).join("")}…` : text; };
+  return {
+    data,
+    layout: {
+      height: variants.length * ROW + 56, barmode: "stack", bargap: 0.5, hovermode: "closest",
+      yaxis: { range: [variants.length - 0.5, -0.62], visible: false, fixedrange: true },
+      xaxis: { rangemode: "tozero", nticks: width < 500 ? 5 : 9, ...xaxis },
+      annotations: variants.map((variant, i) => ({
+        text: escaped(cut(labels(variant))), x: 0, xref: "paper", xanchor: "left", y: i - 0.25, yanchor: "bottom",
+        showarrow: false, font: { size: 13, color: colour("ink") },
+      })),
+    },
+  };
+}
+
+const rows = (variants) => variants.map((_, i) => i);
+const bar = (name, x, y, hue, shape = "") => ({
+  type: "bar", orientation: "h", name: escaped(name), meta: { part: name }, x, y,
+  marker: { color: colour(hue), line: { color: colour("paper"), width: 1 }, pattern: { shape, fillmode: "overlay", fgcolor: colour("paper"), size: 7, solidity: 0.25 } },
+});
+
+function speed() {
+  const shown = ran.filter((variant) => variant.tps);
+  const spread = shown.map((variant) => variant.tps);
+  const median = bar("median over runs", spread.map((tps) => tps.median), rows(shown), "series-1");
+  median.opacity = 0.75;
+  median.error_x = {
+    type: "data", symmetric: false, color: colour("ink"), thickness: 2, width: 7,
+    array: spread.map((tps) => tps.quartile_3 - tps.median), arrayminus: spread.map((tps) => tps.median - tps.quartile_1),
+  };
+  const runs = shown.flatMap((variant, i) => variant.runs.filter((run) => run.tps).map((run) => [run.tps.median, i + 0.36]));
+  const dots = {
+    type: "scatter", mode: "markers", name: "a run", meta: { part: "runs" }, x: runs.map(([x]) => x), y: runs.map(([, y]) => y),
+    marker: { color: colour("series-2"), size: 8, symbol: "circle", line: { color: colour("paper"), width: 1 } },
+  };
+  return bars(shown, [median, dots], { tickformat: "~s", title: { text: "tokens/s per device" } });
+}
+
+function stacked(shown, field) {
+  const parts = [...new Set(shown.flatMap((variant) => Object.keys(variant[field])))];
+  return parts.map((part, i) => bar(part, shown.map((variant) => variant[field][part] ?? null), rows(shown), series(i + 1), PATTERNS[i % PATTERNS.length]));
+}
+
+function time() {
+  const shown = ran.filter((variant) => Object.keys(variant.time_shares).length);
+  const data = stacked(shown, "time_shares");
+  const exposed = shown.map((variant) => variant.exposed_communication);
+  if (exposed.some((value) => value != null)) {
+    data.push({
+      type: "scatter", mode: "markers", name: "exposed communication", meta: { part: "exposed communication" },
+      x: exposed, y: rows(shown).map((i) => i + 0.37), marker: { color: colour("ink"), size: 8, symbol: "diamond" },
+      error_x: { type: "data", symmetric: false, array: exposed.map(() => 0), arrayminus: exposed, color: colour("ink"), thickness: 3, width: 0 },
+    });
+  }
+  return bars(shown, data, { tickformat: ".0%", range: [0, 1.002], title: { text: "share of time" } });
+}
+
+function memory() {
+  const shown = ran.filter((variant) => variant.memory_gib != null);
+  return bars(shown, [bar("peak", shown.map((variant) => variant.memory_gib), rows(shown), "series-1")], { title: { text: "GiB" } });
+}
+
+function sent() {
+  const shown = ran.filter((variant) => Object.keys(variant.sent_bytes).length);
+  return bars(shown, stacked(shown, "sent_bytes"), { tickformat: "~s", ticksuffix: "B", title: { text: "bytes a step" } });
+}
+
+// --- The page ----------------------------------------------------------------------------------
+
+const FIGURES = {
+  loss: () => curves("loss"),
+  "loss-difference": () => differences("loss"),
+  grad_norm: () => curves("grad_norm"),
+  "grad_norm-difference": () => differences("grad_norm"),
+  tps: speed, time, memory, sent,
+};
+const ALONG = ["loss", "loss-difference", "grad_norm", "grad_norm-difference"];
+
+function draw(name) {
+  const place = document.getElementById(`plot-${name}`);
+  if (!place) return;
+  const { data, layout } = FIGURES[name]();
+  const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("line"), automargin: true };
+  const themed = {
+    ...layout,
+    xaxis: { ...axis, ...(ALONG.includes(name) && alongAxis()), ...layout.xaxis },
+    yaxis: { ...axis, ...layout.yaxis },
+    paper_bgcolor: colour("paper"), plot_bgcolor: colour("paper"), showlegend: false, autosize: true,
+    font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("ink") },
+    margin: { l: 12, r: 16, t: 12, b: 44 }, uirevision: state.along,
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
+  };
+  Plotly.react(place, data, themed, { displayModeBar: false, responsive: true });
+  if (!ALONG.includes(name)) legend(name, data);
+}
+
+const drawAll = (names = Object.keys(FIGURES)) => names.forEach(draw);
+
+const SHAPES = {
+  circle: "<circle cx='18' cy='8' r='4'/>", square: "<path d='M14 4h8v8h-8z'/>", diamond: "<path d='M18 3l5 5-5 5-5-5z'/>",
+  "triangle-up": "<path d='M18 3l5 9h-10z'/>", "triangle-down": "<path d='M18 13l5-9h-10z'/>",
+  x: "<path d='M14 4l8 8m0-8l-8 8' stroke-width='3'/>",
+  star: "<path d='M18 2.5l1.6 3.7 4 .4-3 2.700.9 3.900-3.500-2-3.500 2 .9-3.900-3-2.700 4-.4z'/>",
+  pentagon: "<path d='M18 3l5 3.700-1.900 5.800h-6.200L13 6.700z'/>",
+};
+const HATCHES = {
+  "": "", "/": "M0 7L7 0", "\\": "M0 0L7 7", x: "M0 7L7 0M0 0L7 7", "-": "M0 3.500H7", "|": "M3.500 0V7", "+": "M0 3.500H7M3.500 0V7", ".": "M2.500 3.500h2",
+};
+
+const svg = (content) => `<svg class="swatch" viewBox="0 0 36 16" aria-hidden="true">${content}</svg>`;
+
+function lineSwatch(name) {
+  const { hue, dash, symbol, base } = style(name);
+  const dashes = dash === "solid" ? "" : `stroke-dasharray="${dash.replace(/px/g, "")}"`;
+  const ink = `var(--${hue})`;
+  return svg(`<g fill="${ink}" stroke="${ink}"><path d="M0 8H36" stroke-width="${base ? 4 : 2}" ${dashes}/><g stroke-width="0">${SHAPES[symbol]}</g></g>`);
+}
+
+function partSwatch(trace, id) {
+  const { color, symbol, pattern } = trace.marker;
+  if (trace.type === "scatter") return svg(`<g fill="${color}" stroke="${color}" stroke-width="0">${SHAPES[symbol]}</g>`);
+  const hatch = `<pattern id="${id}" width="7" height="7" patternUnits="userSpaceOnUse"><path d="${HATCHES[pattern.shape]}" stroke="var(--paper)" stroke-width="1.5"/></pattern>`;
+  return svg(`${hatch}<path d="M0 1H36V15H0z" fill="${color}"/><path d="M0 1H36V15H0z" fill="url(#${id})"/>`);
+}
+
+/** The parts of bars, above their plot; the words are in the figure's table too. */
+function legend(name, data) {
+  const figure = document.getElementById(`figure-${name}`);
+  let list = figure.querySelector(".legend");
+  if (!list) {
+    if (data.length === 1) return;
+    list = document.createElement("ul");
+    list.className = "legend";
+    figure.querySelector("figcaption").append(list);
+  }
+  list.replaceChildren(...data.map((trace, i) => {
+    const item = document.createElement("li");
+    item.innerHTML = partSwatch(trace, `hatch-${name}-${i}`);
+    item.append(trace.meta.part === "runs" ? "a run" : trace.meta.part);
+    return item;
+  }));
+}
+
+function choice(kind, group, label, checked, changed) {
+  const element = document.createElement("label"), input = document.createElement("input");
+  Object.assign(input, { type: kind, name: group, checked });
+  input.addEventListener("change", () => { changed(input.checked); drawAll(ALONG); });
+  element.append(input);
+  if (kind === "checkbox") element.insertAdjacentHTML("beforeend", lineSwatch(label));
+  element.append(label);
+  return element;
+}
+
+function fieldset(title, choices) {
+  const element = document.createElement("fieldset"), legend = document.createElement("legend");
+  legend.textContent = title;
+  element.append(legend, ...choices);
+  return element;
+}
+
+function controls() {
+  const along = ["steps", "tokens"].map((axis) => choice("radio", "along", axis, axis === state.along, () => { state.along = axis; }));
+  const shown = ran.filter((variant) => variant.loss || variant.grad_norm).map(({ name }) =>
+    choice("checkbox", "shown", name, true, (on) => (on ? state.hidden.delete(name) : state.hidden.add(name))));
+  document.getElementById("controls")?.append(fieldset("Along", along), fieldset("Show", shown));
+}
+
+for (const key of document.querySelectorAll(".key")) {
+  if (ran.some((variant) => variant.name === key.dataset.variant)) key.innerHTML = lineSwatch(key.dataset.variant);
+}
+controls();
+drawAll();
+dark.addEventListener("change", () => drawAll());
+// Labels of bars are cut to the width.
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });

@@ -1,0 +1,295 @@
+"""What is to be compared: a study in a file, recipes one by one, or one recipe varied.
+
+A study is TOML. Its own keys say how to compare; `[common]` holds settings of all its recipes, and
+each `[[variants]]` a name and the settings in which it differs, written as in a recipe:
+
+    recipe = "../llama3_8b.toml"
+    ranks = 8
+
+    [[variants]]
+    name = "FSDP"
+
+    [[variants]]
+    name = "TP 2"
+    parallelism.tensor_parallel_degree = 2
+
+Each setting keeps its line, so that what is wrong with a variant is told as of any recipe.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from torchtitan.config import (
+    Config,
+    KeyPath,
+    RecipeError,
+    Setting,
+    allowed_names,
+    read_file,
+    show,
+    validate_all,
+)
+
+Settings = dict[KeyPath, Setting]
+
+
+class Conditions(Config):
+    """The keys of a study: how its variants are compared."""
+
+    title: str = Field("", description="Heading of the report; absent: the name of the file.")
+    description: str = Field("", description="What the study is to find out.")
+    recipe: str | None = Field(None, description="The recipe of all variants, relative to this.")
+    ranks: int | None = Field(None, ge=1, description="Processes of each run; absent: 1.")
+    baseline: str | None = Field(None, description="A variant's name; absent: the first.")
+    rounds: int = Field(3, ge=1, description="How often every variant is run.")
+    warmup_steps: int = Field(5, ge=1, description="First steps of a run that are not measured.")
+    steps: int = Field(20, ge=2, description="Steps after those, which are measured.")
+    seeds: tuple[int, ...] = Field(
+        (), description="Further seeds for the baseline: the spread that chance alone has."
+    )
+    trace: bool = Field(
+        True, description="Trace a last step, not measured, for the time spent communicating."
+    )
+    launcher: str = Field(
+        "",
+        description="Command that starts a run, to which recipe and folder are added; {ranks} is "
+        "filled in. Absent: torchtitan.launch on this machine.",
+    )
+    device: str | None = Field(
+        None, pattern="^(cpu|cuda)$", description="Of a launcher of its own; absent: this machine's"
+    )
+    output: str | None = Field(
+        None, description="Folder of runs and report; absent: outputs/studies/ and the file's name."
+    )
+
+
+class VariantKeys(Config):
+    """The keys of a variant that are not settings of its recipe."""
+
+    name: str = Field(description="What the report calls it.")
+    recipe: str | None = Field(None, description="Another recipe than the study's.")
+    ranks: int | None = Field(None, ge=1, description="Another number of processes.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A variant as it is asked for: a recipe, and what goes over it."""
+
+    name: str
+    recipe: Path | None
+    ranks: int
+    over: tuple[Settings, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to compare, and how."""
+
+    title: str
+    conditions: Conditions
+    plans: tuple[Plan, ...]
+    output: Path
+    place: str = ""
+    """Where it is written down."""
+    baseline: str = field(default="")
+
+
+def is_study(path: Path) -> bool:
+    """Whether a file is a study and not a recipe: it has variants."""
+    return path.is_file() and ("variants",) in read_file(path, [])
+
+
+def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
+    """A study from its file; `changes` are conditions that win, `flags` go over all variants.
+
+    Raises:
+        RecipeError: with all that is wrong with its own keys.
+    """
+    problems: list[str] = []
+    settings = read_file(path, problems)
+    if problems:
+        raise RecipeError(problems)
+    common = _below(settings, ("common",))
+    own = {key: value for key, value in settings.items() if key[0] not in ("common", "variants")}
+    values, faults = validate_all(Conditions, own)
+    for key, text in faults.items():
+        known = "; and [common], [[variants]]" if text.startswith("unknown") else ""
+        problems.append(f"{own[key].origin}: {'.'.join(key)}: {text}{known}")
+    conditions = _changed(
+        Conditions.model_validate({key[0]: value for key, value in values.items()}), changes
+    )
+    plans = list(_plans(path, settings, conditions, common, flags, problems))
+    if problems:
+        raise RecipeError(problems)
+    return _study(
+        path.stem, conditions, plans, str(path), settings.get(("baseline",), Setting("", "")).origin
+    )
+
+
+def _plans(
+    path: Path,
+    settings: Settings,
+    conditions: Conditions,
+    common: Settings,
+    flags: Sequence[str],
+    problems: list[str],
+) -> Iterator[Plan]:
+    variants = settings.get(("variants",), Setting([], ""))
+    for number in range(len(variants.value) if isinstance(variants.value, list) else 0):
+        section = _below(settings, ("variants", str(number)))
+        keys: Settings = {
+            (name,): section.pop((name,)) for name in VariantKeys.model_fields if (name,) in section
+        }
+        header = settings["variants", str(number)].origin
+        if ("name",) not in keys:
+            problems.append(f"{header}: variants.{number}: it has no name")
+            continue
+        values, faults = validate_all(VariantKeys, keys)
+        problems += [
+            f"{keys[key].origin}: variants.{number}.{key[0]}: {text}"
+            for key, text in faults.items()
+        ]
+        if faults:
+            continue
+        variant = VariantKeys.model_validate({key[0]: value for key, value in values.items()})
+        recipe = variant.recipe or conditions.recipe
+        yield Plan(
+            variant.name,
+            path.parent / recipe if recipe else None,
+            variant.ranks or conditions.ranks or 1,
+            (common, section),
+            tuple(flags),
+        )
+
+
+def of_recipes(
+    paths: Sequence[Path], variations: Sequence[str], flags: Sequence[str], **changes: Any
+) -> Study:
+    """Recipes as they are, or varied: `parallelism.tensor_parallel_degree=1,2`.
+
+    Several variations are combined in all ways.
+
+    Raises:
+        RecipeError: where there is nothing to compare, or a variation is not of that form.
+    """
+    conditions = _changed(Conditions(), changes)
+    choices = [list(_choices(variation)) for variation in variations]
+    plans = []
+    several: list[Path | None] = [*paths] or [None]
+    for path in several:
+        for combination in itertools.product(*choices):
+            words = [word for _, word in combination]
+            names = [name for name, _ in combination]
+            if path is not None and (len(paths) > 1 or not names):
+                names.insert(0, path.stem)
+            plans.append(Plan(", ".join(names), path, conditions.ranks or 1, (), (*flags, *words)))
+    stem = "_".join([path.stem for path in paths] or ["defaults"])
+    if variations:
+        stem += "_by_" + "_".join(
+            variation.partition("=")[0].split(".")[-1] for variation in variations
+        )
+    return _study(stem, conditions, plans, "", "--baseline")
+
+
+def _choices(variation: str) -> Iterator[tuple[str, str]]:
+    """Each value of `section.key=a,b`: its name, and the flag that sets it."""
+    key, equals, values = variation.partition("=")
+    if not equals or "." not in key or not all(values.split(",")):
+        raise RecipeError([f"--vary: got {variation}; wanted section.key=value,value"])
+    for value in values.split(","):
+        yield f"{key.rpartition('.')[2]} = {value}", f"--{key}={value}"
+
+
+def _changed(conditions: Conditions, changes: Mapping[str, Any]) -> Conditions:
+    given = {name: value for name, value in changes.items() if value is not None}
+    return Conditions.model_validate(conditions.model_dump() | given)
+
+
+def _study(
+    stem: str, conditions: Conditions, plans: list[Plan], place: str, baseline_at: str
+) -> Study:
+    """A study whose variants have names of their own, and folders."""
+    names = [plan.name for plan in plans]
+    where = place or "compare"
+    problems = []
+    if len(plans) < 2:
+        problems.append(f"{where}: got {len(plans)} variants; wanted two or more to compare")
+    taken: dict[str, str] = {}
+    for name in names:
+        if not slug(name):
+            problems.append(f"{where}: a variant is called {show(name)}; wanted letters or digits")
+        elif slug(name) in taken:
+            other = taken[slug(name)]
+            problems.append(
+                f"{where}: variants {show(other)} and {show(name)} would share a folder"
+            )
+        taken[slug(name)] = name
+    baseline = conditions.baseline or (names[0] if names else "")
+    if names and baseline not in names:
+        got = f"{baseline_at or where}: baseline: got {show(baseline)}"
+        problems.append(f"{got}; {allowed_names(baseline, names)}")
+    if problems:
+        raise RecipeError(problems)
+    return Study(
+        title=conditions.title or stem,
+        conditions=conditions,
+        plans=tuple(plans),
+        output=Path(conditions.output or f"outputs/studies/{stem}").expanduser(),
+        place=place,
+        baseline=baseline,
+    )
+
+
+def slug(name: str) -> str:
+    """A name as a folder may be called."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _below(settings: Settings, section: KeyPath) -> Settings:
+    """The settings in a section, by their paths in it."""
+    depth = len(section)
+    return {
+        path[depth:]: setting
+        for path, setting in settings.items()
+        if path[:depth] == section and len(path) > depth
+    }
+
+
+def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
+    """Settings by dotted key, all of one place."""
+    settings: Settings = {}
+    for key, value in words.items():
+        path = tuple(key.split("."))
+        settings.setdefault(path[:1], Setting({}, origin))
+        settings[path] = Setting(value, origin)
+    return settings
+
+
+def refuse_conditions(plans: Sequence[Plan], keys: Sequence[str]) -> None:
+    """Raise where a variant sets what the comparison decides for all.
+
+    Raises:
+        RecipeError: with a line for each.
+    """
+    lines = []
+    for plan in plans:
+        for settings in plan.over:
+            for path, setting in settings.items():
+                if ".".join(path) in keys:
+                    lines.append(
+                        f"{setting.origin}: {'.'.join(path)}: got {show(setting.value)}; the "
+                        "comparison sets it, alike for all variants"
+                    )
+        for word in plan.flags:
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            if key in keys:
+                lines.append(f"{word}: the comparison sets it, alike for all variants")
+    if lines:
+        raise RecipeError(lines)
