@@ -15,14 +15,14 @@ from torchtitan.compare import html, markdown
 from torchtitan.compare.gather import Candidate, of_folder, report
 from torchtitan.compare.launch import is_done, launch_all, read_outcome, write_whole
 from torchtitan.compare.measure import Measured
-from torchtitan.compare.prepare import Ready, Task, prepare, tasks
+from torchtitan.compare.prepare import Ready, Task, launcher, prepare, tasks
 from torchtitan.compare.report import Report
 from torchtitan.compare.study import Study, is_study, of_recipes, read_study, slug
 from torchtitan.config import RecipeError
 from torchtitan.history import METRICS_FILE
 from torchtitan.logging import logger
 
-__all__ = ["FORMS", "compare", "compare_folders", "read", "summary"]
+__all__ = ["FORMS", "compare", "compare_folders", "foresee", "read", "summary"]
 
 FORMS = ("md", "html", "json")
 """In which a report is written."""
@@ -45,6 +45,23 @@ def read(
     return read_study(studies[0], flags, **changes)
 
 
+def foresee(study: Study) -> Iterator[str]:
+    """What a comparison would do, a line each; nothing is started.
+
+    Raises:
+        RecipeError: as `compare`.
+    """
+    variants = prepare(study)
+    for ready in variants:
+        ranks = f"{ready.plan.ranks} rank{'s' * (ready.plan.ranks > 1)}"
+        yield f"{ready.name}: {ranks}" + (": cannot run" if ready.problems else "")
+        yield from (f"  {line}" for line in ready.problems)
+    todo = tasks(study, variants)
+    done = sum(is_done(task) for task in todo)
+    steps = todo[0].job.training.steps if todo else 0
+    yield f"{len(todo)} runs of {steps} steps, {done} of them there already; in {study.output}"
+
+
 def compare(study: Study) -> Report:
     """Check all variants, make the runs that are not there yet, and write the report.
 
@@ -56,7 +73,7 @@ def compare(study: Study) -> Report:
         for line in ready.problems:
             logger.warning("%s cannot run: %s", ready.name, line)
     todo = tasks(study, variants)
-    launch_all(todo, study.conditions.launcher)
+    launch_all(todo, launcher(study))
     conditions = study.conditions
     last = conditions.warmup_steps + conditions.steps
     told = conditions.model_dump(exclude={"title", "description", "baseline", "output"})

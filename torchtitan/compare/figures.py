@@ -18,12 +18,12 @@ def curves(report: Report) -> str:
     """Loss and gradient norm, and how far they are from the baseline's."""
     loss = curve(report, "loss", "Loss", lambda variant: variant.loss)
     norm = curve(report, "grad_norm", "Gradient norm", lambda variant: variant.grad_norm)
-    return f'<div id="controls"></div>{loss}{norm}{parity(report)}' if loss or norm else ""
+    if not loss + norm:
+        return ""
+    return f'<div id="controls"></div><div class="figures">{loss}{norm}</div>{parity(report)}'
 
 
-def curve(
-    report: Report, name: str, title: str, of: Callable[[Variant], Curve | None]
-) -> str:
+def curve(report: Report, name: str, title: str, of: Callable[[Variant], Curve | None]) -> str:
     """One value over the run, and its difference from the baseline's."""
     found = {variant.name: given for variant in report.ran if (given := of(variant))}
     if not found:
@@ -38,11 +38,11 @@ def curve(
     title = f"{title}: difference from the baseline"
     says = text(f"{title}, relative to it, by variant. {farthest(report, name)}")
     caption = (
-        "Relative to the baseline’s value, without sign, on a logarithmic scale; dotted: the "
+        "Relative to the baseline's value, without sign, on a logarithmic scale; dotted: the "
         'tolerance. Where both are equal to the last bit there is no point. <span class="equal">'
         "</span>"
     )
-    return drawn + figure(f"{name}-difference", title, says, caption, parity_numbers(report, name))
+    return drawn + figure(f"{name}-difference", title, says, caption, largest(report, name, title))
 
 
 def ends_of(curve: Curve) -> str:
@@ -91,14 +91,14 @@ def farthest(report: Report, name: str) -> str:
     )
 
 
-def parity_numbers(report: Report, name: str) -> str:
+def largest(report: Report, name: str, title: str) -> str:
     rows = [
         [text(variant.name), *difference_cells(difference(variant, name))]
         for variant in report.ran
         if variant.name != report.baseline
     ]
     columns = ["variant", "largest difference", "at step", "tolerance"]
-    return table("Where each is farthest from the baseline", columns, rows)
+    return table(f"{title}, where it is largest", columns, rows)
 
 
 def difference_cells(found: Difference | None) -> list[str]:
@@ -132,28 +132,28 @@ def speed(report: Report) -> str:
     return figure(
         "tps",
         "Tokens per second and device",
-        text(f"Tokens per second and device, median over runs. {says}."),
-        "Bar: median over the runs, with the middle half of them; a dot for each run.",
+        text(f"Tokens per second and device, median of the measured steps. {says}."),
+        "Bar: median of the measured steps of all rounds, with the middle half of them; dots: the"
+        " median of each run.",
         table("Tokens per second and device, by run", columns, rows),
     )
 
 
 def time(report: Report) -> str:
-    found = [variant for variant in report.ran if variant.time_shares]
-    exposed = ((v.name, v.exposed_communication) for v in found)
-    words = "; ".join(f"{name}: {share(value)}" for name, value in exposed if value is not None)
-    known = f"Exposed communication, as share of a traced step: {words}." if words else ""
-    return stack(
-        "time",
-        "Where the time goes",
-        {v.name: v.time_shares for v in found},
-        share,
-        "Share of the time of measured steps by phase. "
-        + ("The line below a bar is exposed communication: the share of a traced step in which "
-           "rank 0 communicated and computed nothing. " if words else "")
-        + text(known),
-        known,
-    )
+    """Phases of a step, and beside them what communication costs: it lies in several of them."""
+    exposed = "exposed communication, of a traced step"
+    found = {}
+    for variant in report.ran:
+        if variant.time_shares:
+            more = variant.exposed_communication
+            found[variant.name] = variant.time_shares | ({} if more is None else {exposed: more})
+    caption = "Share of the time of measured steps, by phase."
+    if any(exposed in shares for shares in found.values()):
+        caption += (
+            " The line below a bar is exposed communication: the share of a traced step in which"
+            " rank 0 communicated and computed nothing. It is part of the phases above it."
+        )
+    return stack("time", "Where the time goes", found, share, caption)
 
 
 def memory(report: Report) -> str:
@@ -191,7 +191,6 @@ def stack(
     values: dict[str, dict[str, float]],
     show: Callable[[float | None], str],
     caption: str,
-    more: str = "",
 ) -> str:
     """A figure of bars that are made of parts."""
     parts = list(dict.fromkeys(part for of in values.values() for part in of))
@@ -202,7 +201,7 @@ def stack(
     ]
     says = "; ".join(f"{key}: {spoken(of, show)}" for key, of in values.items())
     numbers = table(title, ["variant", *map(text, parts)], rows)
-    return figure(name, title, text(f"{title}. {says}. {more}"), caption, numbers)
+    return figure(name, title, text(f"{title}. {says}."), caption, numbers)
 
 
 def spoken(of: dict[str, float], show: Callable[[float | None], str]) -> str:

@@ -103,7 +103,7 @@ def _differing(candidates: Sequence[Candidate]) -> list[str]:
 
 def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path) -> Variant:
     job, flat = each.job, each.flat
-    degrees = job.degrees(each.ranks) if job else None
+    degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
     sent, sent_note = _sent(each)
     finished = each.runs

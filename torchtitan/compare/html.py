@@ -1,16 +1,17 @@
 """The page of a comparison: one HTML file that needs nothing else, neither a network nor a server.
 
 The page shows `report.json`, which it has inside. Its words and tables are written here, so they
-are there without scripts; its plots are drawn by `page/plots.js`, with Plotly, from the JSON inside.
+are there without scripts; its plots are drawn by `page/plots.js`, with Plotly, from that JSON.
 A rule in the page's head forbids the browser to load anything.
 """
 
 import re
 from importlib import resources
 from string import Template
+from typing import Any
 
 from torchtitan.compare import figures
-from torchtitan.compare.markup import bullets, paragraphs, section, table, text
+from torchtitan.compare.markup import bullets, dotted, paragraphs, section, table, text
 from torchtitan.compare.report import Report, Variant
 from torchtitan.compare.words import (
     MISSING,
@@ -40,7 +41,9 @@ def page(report: Report) -> str:
         title=text(report.title),
         description=text(report.description),
         created=text(report.created),
-        links="".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, body in sections if body),
+        links="".join(
+            f'<li><a href="#{name}">{title}</a></li>' for name, title, body in sections if body
+        ),
         sections="".join(section(*given) for given in sections),
         css=file("page.css"),
         report=in_script(report.to_json()),
@@ -76,24 +79,36 @@ def variants(report: Report) -> str:
 
 
 def row(report: Report, variant: Variant, planned: bool) -> list[str]:
-    layout = ", ".join(f"{axis} {size}" for axis, size in variant.layout.items() if size > 1)
-    about = f"{variant.ranks} ranks{layout and ': ' + layout}; {variant.tokens_per_step:,} tokens/step"
-    base = " (baseline)" if variant.name == report.baseline else ""
-    cells = [
-        f'<span class="key" data-variant="{text(variant.name)}"></span>'
-        f"{text(variant.name)}{base}<small>{text(about)}</small>",
-        variant.status,
-        "<br>".join(f"<code>{text(key)}</code> = {text(v)}" for key, v in variant.differs.items())
-        or MISSING,
-        count(variant.tps and variant.tps.median) + small(quartiles(variant.tps)),
+    differs = [f"{dotted(key)} = {text(value)}" for key, value in variant.differs.items()]
+    measured = [
+        (count(variant.tps.median) if variant.tps else MISSING) + small(quartiles(variant.tps)),
         (f"{variant.ratio.median:.3f}" if variant.ratio else MISSING) + small(span(variant.ratio)),
         share(variant.mfu),
         digits(variant.memory_gib, "GiB"),
         digits(variant.startup_s, "s"),
         digits(variant.compile_s, "s"),
+    ]
+    cells = [
+        heading(report, variant),
+        variant.status,
+        "<br>".join(differs) or MISSING,
+        # A number and its unit are not torn apart.
+        *(cell.replace(" ", "&nbsp;") for cell in measured),
         variant.parity.verdict if variant.status == "ran" else MISSING,
     ]
     return [*cells, plan(variant)] if planned else cells
+
+
+def heading(report: Report, variant: Variant) -> str:
+    """The name with the line that it has in plots, and what it runs on."""
+    about = f"{variant.ranks} rank{'s' * (variant.ranks > 1)}"
+    if layout := ", ".join(f"{axis} {size}" for axis, size in variant.layout.items() if size > 1):
+        about += f": {layout}"
+    if variant.tokens_per_step:
+        about += f"; {variant.tokens_per_step:,} tokens a step"
+    base = " (baseline)" if variant.name == report.baseline else ""
+    key = f'<span class="key" data-variant="{text(variant.name)}"></span>'
+    return f"{key}{text(variant.name)}{base}{small(text(about))}"
 
 
 def small(words: str) -> str:
@@ -121,10 +136,7 @@ def settings(report: Report) -> str:
     if not keys:
         return paragraphs(["All variants have the same settings."])
     columns = ["setting", *(text(variant.name) for variant in report.variants)]
-    rows = (
-        [f"<code>{text(key)}</code>", *(setting(variant, key) for variant in report.variants)]
-        for key in keys
-    )
+    rows = ([dotted(key), *(setting(variant, key) for variant in report.variants)] for key in keys)
     return table("Settings that are not the same in all variants", columns, rows)
 
 
@@ -134,11 +146,15 @@ def setting(variant: Variant, key: str) -> str:
 
 def conditions(report: Report) -> str:
     rows = [["command", f"<code>{text(report.command)}</code>"], ["made", text(report.created)]]
-    rows += [[text(name), text(value)] for name, value in report.conditions.items()]
-    machine = [[text(name), text(value)] for name, value in report.machine.items()]
+    rows += facts(report.conditions)
+    machine = facts(report.machine)
     return table("Conditions", ["what", "value"], rows) + (
         table("Machine of the runs", ["what", "value"], machine) if machine else ""
     )
+
+
+def facts(named: dict[str, Any]) -> list[list[str]]:
+    return [[text(name.replace("_", " ")), text(value)] for name, value in named.items()]
 
 
 def reasons(report: Report) -> str:

@@ -2,12 +2,20 @@
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
+
+BREAK = r"<wbr>\1"
 
 
 def text(value: object) -> str:
     """A value as it is to be read, whatever characters it has."""
     return html.escape(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def dotted(key: str) -> str:
+    """A dotted key that may be broken between its words."""
+    return f"<code>{re.sub('([._])', BREAK, text(key))}</code>"
 
 
 def table(
@@ -40,7 +48,9 @@ def folded(summary: str, body: str) -> str:
 
 
 def paragraphs(lines: Iterable[str], style: str = "") -> str:
-    return "".join(f'<p class="{style}">{line}</p>' if style else f"<p>{line}</p>" for line in lines)
+    return "".join(
+        f'<p class="{style}">{line}</p>' if style else f"<p>{line}</p>" for line in lines
+    )
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -17,9 +17,8 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Median, quartiles (by linear interpolation) and extremes; None of nothing."""
     if not values:
         return None
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values, *values, *values]
-    )
+    several = values if len(values) > 1 else [*values, *values]
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return Spread(middle, low, high, min(values), max(values), len(values))
 
 

@@ -7,6 +7,7 @@ together, or not on this machine, is told in the report, and the others go on.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,7 @@ class Ready:
     """A variant that was checked."""
 
     plan: Plan
-    job: JobConfig | None
-    """None: not even on its own it says what would run."""
+    job: JobConfig
     problems: tuple[str, ...]
     """Why it cannot run."""
 
@@ -68,6 +68,7 @@ def prepare(study: Study) -> list[Ready]:
     Raises:
         RecipeError: with all mistakes of all variants that are no matter of what works together.
     """
+    launcher(study)
     decided = decisions(study)
     refuse_conditions(study.plans, [*decided, "job.dump_folder", "debug.seed"])
     found, wrong = [], []
@@ -79,6 +80,22 @@ def prepare(study: Study) -> list[Ready]:
     if wrong:
         raise RecipeError(wrong)
     return found
+
+
+def launcher(study: Study) -> str:
+    """The command that starts a run, with what the environment has for its variables.
+
+    Raises:
+        RecipeError: where one of them is not set.
+    """
+    command = os.path.expandvars(study.conditions.launcher)
+    if missing := re.findall(r"\$\{?\w+\}?", command):
+        where = f"{study.place}: " if study.place else ""
+        names = " and ".join(missing)
+        raise RecipeError(
+            [f"{where}launcher: the environment has no {names}; it is that of {command!r}"]
+        )
+    return command
 
 
 def decisions(study: Study) -> dict[str, Any]:
@@ -107,15 +124,12 @@ def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
     over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
     try:
         recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, over=over)
-    except CannotRun as error:
-        return Ready(plan, None, tuple(error.lines))
-    try:
         recipe.refuse(problems_of_tokenizer(recipe.config))
         if not own:
             recipe.refuse(problems_of_machine(recipe.config, kind))
             recipe.refuse(_too_large(recipe, plan, Device(pick().type)))
     except CannotRun as error:
-        return Ready(plan, recipe.config, tuple(error.lines))
+        return Ready(plan, error.config, tuple(error.lines))
     return Ready(plan, recipe.config, ())
 
 
@@ -162,7 +176,6 @@ def tasks(study: Study, variants: list[Ready]) -> list[Task]:
 
 def _task(study: Study, ready: Ready, number: int, seed: int | None) -> Task:
     job = ready.job
-    assert job is not None, f"{ready.name} was not checked"
     folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
     if seed is not None:
         folder = folder.with_name(f"seed-{seed}")
@@ -176,7 +189,7 @@ def _key(study: Study, ready: Ready, job: JobConfig) -> str:
     about = {
         "recipe": {k: v for k, v in job.flat().items() if not k.startswith("job.")},
         "ranks": ready.plan.ranks,
-        "launcher": study.conditions.launcher,
+        "launcher": launcher(study),
         "versions": versions(),
         "device": pick().name,
         "cores": os.cpu_count(),

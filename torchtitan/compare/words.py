@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torchtitan.compare.report import Report, Spread, Variant
 
-MISSING = "–"
+MISSING = "-"
 SAME = ("baseline", "same", "within seeds")
 """Verdicts of variants that train the run that the baseline trains."""
 
@@ -48,7 +48,8 @@ def lead(variant: Variant, baseline: str) -> str:
     ratio = variant.ratio
     assert ratio is not None
     faster = "is the fastest:" if ratio.median > 1 else "comes nearest to the baseline, with"
-    words = f"{faster} {ratio.median:.3f} times the tokens per second of {quoted(baseline)}"
+    words = f"{faster} {ratio.median:.3f} times the tokens per second and device of"
+    words += f" {quoted(baseline)}"
     if ratio.count == 1:
         return f"{words} in the only round, so its spread is not known."
     words += f" ({ratio.least:.3f} to {ratio.most:.3f} in {ratio.count} rounds)."
@@ -121,10 +122,14 @@ def byte_size(value: float | None) -> str:
 
 
 def quartiles(spread: Spread | None) -> str:
-    """Between which values the middle half lies."""
-    return f"{count(spread.quartile_1)} to {count(spread.quartile_3)}" if spread else ""
+    """Between which values the middle half lies, if there are several."""
+    if spread is None or spread.count == 1:
+        return ""
+    return f"{count(spread.quartile_1)} to {count(spread.quartile_3)}"
 
 
 def span(spread: Spread | None) -> str:
-    """The least and the greatest of ratios."""
-    return f"{spread.least:.3f} to {spread.most:.3f}" if spread else ""
+    """The least and the greatest of ratios, if they are not all the same."""
+    if spread is None or spread.least == spread.most:
+        return ""
+    return f"{spread.least:.3f} to {spread.most:.3f}"

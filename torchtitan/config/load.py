@@ -43,7 +43,7 @@ class Recipe(Generic[ConfigT]):
     def refuse(self, problems: Iterable[Problem]) -> None:
         """Raise CannotRun with a line for each problem, if there are any."""
         if lines := [self.line(problem) for problem in problems]:
-            raise CannotRun(lines)
+            raise CannotRun(lines, self.config)
 
     def line(self, problem: Problem) -> str:
         """A problem in words: where, which setting, what was got, what is wrong with it."""
@@ -123,12 +123,14 @@ def load(
     }
     place = str(recipe) if recipe else "defaults"
     loaded = Recipe(schema.model_validate(_nest(values)), notices, place, origins)
-    kind = RecipeError if problems else CannotRun
+    are_valid = not problems
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
             problems.append(loaded.line(problem))
+    if problems and are_valid:
+        raise CannotRun(problems, loaded.config)
     if problems:
-        raise kind(problems)
+        raise RecipeError(problems)
     return loaded
 
 

@@ -28,6 +28,11 @@ class RecipeError(ConfigError):
 class CannotRun(RecipeError):
     """Settings that are each valid cannot work together, or not on this machine."""
 
+    def __init__(self, lines: Iterable[str], config: Any) -> None:
+        super().__init__(lines)
+        self.config = config
+        """The recipe as it was read."""
+
 
 class Config(BaseModel):
     """Base of every component's settings: frozen, unknown keys and infinities refused."""

@@ -9,7 +9,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const state = { along: "steps", hidden: new Set() };
 
 // Neither colour alone nor form alone tells variants or parts apart.
-const DASHES = ["solid", "5px,3px", "2px,2px", "9px,3px,2px,3px", "12px,4px", "9px,3px,2px,3px,2px,3px", "1px,4px"];
+const DASHES = ["solid", "5px,3px", "2px,2px", "9px,3px,2px,3px", "12px,4px", "9px,3px,2px,3px,2px,3px"];
 const MARKERS = ["circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "pentagon"];
 const PATTERNS = ["", "/", "x", ".", "\\", "-", "+", "|"];
 const COLOURS = 8;
@@ -17,7 +17,8 @@ const ROW = 62; // pixels, of a row of bars with its label
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const series = (i) => `series-${i % COLOURS}`;
-const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+// Plotly reads tags and templates in what it is to write.
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;");
 
 /** Colour, dash and marker of a variant: the baseline has the colour of text. */
 function style(name) {
@@ -43,7 +44,7 @@ function line(variant, x, y) {
 function curves(field) {
   const data = ran.filter((variant) => variant[field])
     .map((variant) => line(variant, variant[field][state.along], variant[field].values));
-  return { data, layout: { height: 340, yaxis: { nticks: 6 } } };
+  return { data, layout: { height: 320, yaxis: { nticks: 6 } } };
 }
 
 /** A curve relative to the baseline's, where both have a value at the same step or token count. */
@@ -63,32 +64,46 @@ function differences(field) {
   }
   for (const [tolerance, places] of tolerances) {
     data.push({
-      type: "scatter", mode: "lines", name: "tolerance", meta: { tolerance },
+      type: "scatter", mode: "lines", name: "tolerance", meta: { tolerance }, hoverinfo: "y+name",
       x: [places[0], places.at(-1)], y: [tolerance, tolerance], line: { color: colour("quiet"), width: 1.5, dash: "dot" },
     });
   }
   const note = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
   document.querySelector(`#figure-${field}-difference .equal`).textContent =
     note("Equal to the last bit throughout", equal) + note(`Never at the same number of ${state.along} as the baseline`, apart);
-  return { data, layout: { height: 260, yaxis: { type: "log", exponentformat: "power", nticks: 5 } } };
+  const annotations = [...tolerances.keys()].map((tolerance) => ({
+    text: `tolerance ${Number(tolerance.toPrecision(3))}`, x: 1, xref: "paper", xanchor: "right", y: Math.log10(tolerance), yanchor: "bottom",
+    showarrow: false, bgcolor: colour("paper"), borderpad: 1, opacity: 0.9, font: { size: 12, color: colour("ink") },
+  }));
+  return { data, layout: { height: 320, annotations, yaxis: { type: "log", tickformat: "~e", nticks: 6 } } };
 }
 
 const alongAxis = () => ({ title: { text: state.along === "steps" ? "step" : "tokens" }, ...(state.along === "tokens" && { tickformat: "~s" }) });
 
 // --- Bars: a row for each variant, its name above it ---------------------------------------------
 
-function bars(variants, data, { labels = (variant) => variant.name, ...xaxis }) {
+const pencil = document.createElement("canvas").getContext("2d");
+
+/** A name and a value, the name cut so that both have room. */
+function label(name, value, room) {
+  pencil.font = `13px ${getComputedStyle(document.body).fontFamily}`;
+  const letters = [...name];
+  // The name is set apart: written from right to left, it is not to turn the number round.
+  const whole = () => `\u2068${letters.join("")}${letters.length < [...name].length ? "…" : ""}\u2069${value && ` · ${value}`}`;
+  while (letters.length && pencil.measureText(whole()).width > room) letters.pop();
+  return escaped(whole());
+}
+
+function bars(variants, data, { value = () => "", ...xaxis }) {
   const width = document.getElementById("content").clientWidth;
-  const most = Math.max(20, Math.floor(width / 7.5));
-  const cut = (text) => { const all = [...text]; return all.length > most ? `${all.slice(0, most - 1).join("")}…` : text; };
   return {
     data,
     layout: {
-      height: variants.length * ROW + 56, barmode: "stack", bargap: 0.5, hovermode: "closest",
-      yaxis: { range: [variants.length - 0.5, -0.62], visible: false, fixedrange: true },
+      height: variants.length * ROW + 56, barmode: "stack", bargap: 0.58, hovermode: "closest",
+      yaxis: { range: [variants.length - 0.5, -0.6], visible: false, fixedrange: true },
       xaxis: { rangemode: "tozero", nticks: width < 500 ? 5 : 9, ...xaxis },
       annotations: variants.map((variant, i) => ({
-        text: escaped(cut(labels(variant))), x: 0, xref: "paper", xanchor: "left", y: i - 0.25, yanchor: "bottom",
+        text: label(variant.name, value(variant), width - 50), x: 0, xref: "paper", xanchor: "left", y: i - 0.2, yanchor: "bottom",
         showarrow: false, font: { size: 13, color: colour("ink") },
       })),
     },
@@ -97,25 +112,27 @@ function bars(variants, data, { labels = (variant) => variant.name, ...xaxis }) 
 
 const rows = (variants) => variants.map((_, i) => i);
 const bar = (name, x, y, hue, shape = "") => ({
-  type: "bar", orientation: "h", name: escaped(name), meta: { part: name }, x, y,
+  type: "bar", orientation: "h", name: escaped(name), meta: { part: name }, x, y, hoverinfo: "x+name",
   marker: { color: colour(hue), line: { color: colour("paper"), width: 1 }, pattern: { shape, fillmode: "overlay", fgcolor: colour("paper"), size: 7, solidity: 0.25 } },
 });
 
 function speed() {
   const shown = ran.filter((variant) => variant.tps);
   const spread = shown.map((variant) => variant.tps);
-  const median = bar("median over runs", spread.map((tps) => tps.median), rows(shown), "series-1");
+  const median = bar("median", spread.map((tps) => tps.median), rows(shown), "series-1");
   median.opacity = 0.75;
   median.error_x = {
     type: "data", symmetric: false, color: colour("ink"), thickness: 2, width: 7,
     array: spread.map((tps) => tps.quartile_3 - tps.median), arrayminus: spread.map((tps) => tps.median - tps.quartile_1),
   };
-  const runs = shown.flatMap((variant, i) => variant.runs.filter((run) => run.tps).map((run) => [run.tps.median, i + 0.36]));
+  const runs = shown.flatMap((variant, i) => variant.runs.filter((run) => run.tps).map((run) => [run.tps.median, i + 0.32]));
   const dots = {
-    type: "scatter", mode: "markers", name: "a run", meta: { part: "runs" }, x: runs.map(([x]) => x), y: runs.map(([, y]) => y),
+    type: "scatter", mode: "markers", name: "median of a run", meta: { part: "median of a run" }, hoverinfo: "x+name", x: runs.map(([x]) => x), y: runs.map(([, y]) => y),
     marker: { color: colour("series-2"), size: 8, symbol: "circle", line: { color: colour("paper"), width: 1 } },
   };
-  return bars(shown, [median, dots], { tickformat: "~s", title: { text: "tokens/s per device" } });
+  const value = ({ tps: { median } }) =>
+    `${median.toLocaleString("en", median < 100 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 0 })} tokens/s`;
+  return bars(shown, [median, dots], { value, tickformat: "~s", hoverformat: ",.5~r", title: { text: "tokens/s per device" } });
 }
 
 function stacked(shown, field) {
@@ -130,21 +147,24 @@ function time() {
   if (exposed.some((value) => value != null)) {
     data.push({
       type: "scatter", mode: "markers", name: "exposed communication", meta: { part: "exposed communication" },
-      x: exposed, y: rows(shown).map((i) => i + 0.37), marker: { color: colour("ink"), size: 8, symbol: "diamond" },
+      x: exposed, y: rows(shown).map((i) => i + 0.32), hoverinfo: "x+name", marker: { color: colour("ink"), size: 8, symbol: "diamond" },
       error_x: { type: "data", symmetric: false, array: exposed.map(() => 0), arrayminus: exposed, color: colour("ink"), thickness: 3, width: 0 },
     });
   }
-  return bars(shown, data, { tickformat: ".0%", range: [0, 1.002], title: { text: "share of time" } });
+  const value = ({ exposed_communication: share }) => (share == null ? "" : `${(100 * share).toFixed(1)} % exposed`);
+  return bars(shown, data, { value, tickformat: ".0%", hoverformat: ".1%", range: [0, 1.002], title: { text: "share of time" } });
 }
 
 function memory() {
   const shown = ran.filter((variant) => variant.memory_gib != null);
-  return bars(shown, [bar("peak", shown.map((variant) => variant.memory_gib), rows(shown), "series-1")], { title: { text: "GiB" } });
+  const value = (variant) => `${Number(variant.memory_gib.toPrecision(4))} GiB`;
+  const peak = bar("peak", shown.map((variant) => variant.memory_gib), rows(shown), "series-1");
+  return bars(shown, [peak], { value, hoverformat: ".4~r", title: { text: "GiB" } });
 }
 
 function sent() {
   const shown = ran.filter((variant) => Object.keys(variant.sent_bytes).length);
-  return bars(shown, stacked(shown, "sent_bytes"), { tickformat: "~s", ticksuffix: "B", title: { text: "bytes a step" } });
+  return bars(shown, stacked(shown, "sent_bytes"), { tickformat: "~s", hoverformat: ".4~s", ticksuffix: "B", title: { text: "bytes a step" } });
 }
 
 // --- The page ----------------------------------------------------------------------------------
@@ -179,14 +199,12 @@ function draw(name) {
 const drawAll = (names = Object.keys(FIGURES)) => names.forEach(draw);
 
 const SHAPES = {
-  circle: "<circle cx='18' cy='8' r='4'/>", square: "<path d='M14 4h8v8h-8z'/>", diamond: "<path d='M18 3l5 5-5 5-5-5z'/>",
-  "triangle-up": "<path d='M18 3l5 9h-10z'/>", "triangle-down": "<path d='M18 13l5-9h-10z'/>",
-  x: "<path d='M14 4l8 8m0-8l-8 8' stroke-width='3'/>",
-  star: "<path d='M18 2.5l1.6 3.7 4 .4-3 2.700.9 3.900-3.500-2-3.500 2 .9-3.900-3-2.700 4-.4z'/>",
-  pentagon: "<path d='M18 3l5 3.700-1.900 5.800h-6.200L13 6.700z'/>",
+  circle: "M22 8a4 4 0 1 1-8 0a4 4 0 1 1 8 0z", square: "M14 4h8v8h-8z", diamond: "M18 3l5 5-5 5-5-5z",
+  "triangle-up": "M18 3l5 9H13z", "triangle-down": "M18 13l5-9H13z", x: "M14 2l4 4 4-4 2 2-4 4 4 4-2 2-4-4-4 4-2-2 4-4-4-4z",
+  star: "M18 2l2 4h4l-3 3 1 5-4-3-4 3 1-5-3-3h4z", pentagon: "M18 3l5 4-2 6h-6l-2-6z",
 };
 const HATCHES = {
-  "": "", "/": "M0 7L7 0", "\\": "M0 0L7 7", x: "M0 7L7 0M0 0L7 7", "-": "M0 3.500H7", "|": "M3.500 0V7", "+": "M0 3.500H7M3.500 0V7", ".": "M2.500 3.500h2",
+  "": "", "/": "M0 8L8 0", "\\": "M0 0L8 8", x: "M0 8L8 0M0 0L8 8", "-": "M0 4H8", "|": "M4 0V8", "+": "M0 4H8M4 0V8", ".": "M3 4h2",
 };
 
 const svg = (content) => `<svg class="swatch" viewBox="0 0 36 16" aria-hidden="true">${content}</svg>`;
@@ -195,13 +213,13 @@ function lineSwatch(name) {
   const { hue, dash, symbol, base } = style(name);
   const dashes = dash === "solid" ? "" : `stroke-dasharray="${dash.replace(/px/g, "")}"`;
   const ink = `var(--${hue})`;
-  return svg(`<g fill="${ink}" stroke="${ink}"><path d="M0 8H36" stroke-width="${base ? 4 : 2}" ${dashes}/><g stroke-width="0">${SHAPES[symbol]}</g></g>`);
+  return svg(`<path d="M0 8H36" stroke="${ink}" stroke-width="${base ? 4 : 2}" ${dashes}/><path d="${SHAPES[symbol]}" fill="${ink}"/>`);
 }
 
 function partSwatch(trace, id) {
   const { color, symbol, pattern } = trace.marker;
-  if (trace.type === "scatter") return svg(`<g fill="${color}" stroke="${color}" stroke-width="0">${SHAPES[symbol]}</g>`);
-  const hatch = `<pattern id="${id}" width="7" height="7" patternUnits="userSpaceOnUse"><path d="${HATCHES[pattern.shape]}" stroke="var(--paper)" stroke-width="1.5"/></pattern>`;
+  if (trace.type === "scatter") return svg(`<path d="${SHAPES[symbol]}" fill="${color}"/>`);
+  const hatch = `<pattern id="${id}" width="8" height="8" patternUnits="userSpaceOnUse"><path d="${HATCHES[pattern.shape]}" stroke="var(--paper)" stroke-width="1.5"/></pattern>`;
   return svg(`${hatch}<path d="M0 1H36V15H0z" fill="${color}"/><path d="M0 1H36V15H0z" fill="url(#${id})"/>`);
 }
 
@@ -218,7 +236,7 @@ function legend(name, data) {
   list.replaceChildren(...data.map((trace, i) => {
     const item = document.createElement("li");
     item.innerHTML = partSwatch(trace, `hatch-${name}-${i}`);
-    item.append(trace.meta.part === "runs" ? "a run" : trace.meta.part);
+    item.append(trace.meta.part);
     return item;
   }));
 }

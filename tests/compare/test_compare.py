@@ -1,0 +1,216 @@
+"""What a comparison finds: its numbers, its verdicts, and the whole of it once, for real."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from torchtitan.cli import main
+from torchtitan.compare import compare_folders
+from torchtitan.compare.measure import Measured, spread
+from torchtitan.compare.parity import JUDGED, difference, judge
+from torchtitan.compare.report import Curve, Spread
+from torchtitan.config import RecipeError
+from torchtitan.provenance import to_toml
+
+CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
+
+
+def curve(values: list[float | None]) -> Curve:
+    steps = tuple(range(1, len(values) + 1))
+    return Curve(steps, tuple(100 * step for step in steps), tuple(values))
+
+
+def verdict(ours: list[float | None], theirs: list[float | None], **more: Any) -> str:
+    job = more.get("job", tiny.job())
+    norms = curve([1.0] * len(ours))
+    others = [curve(values) for values in more.get("others", [])]
+    return judge(curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others).verdict
+
+
+def leave(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    """What a run would have left."""
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"time": 100.0 + row["step"], **row}) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 99, "lo')
+    (folder / "recipe.toml").write_text(to_toml(tiny.job(**changes)))
+    about = {"ranks": 1, "device": "abacus", "torch": "2.13.0"}
+    (folder / "environment.json").write_text(json.dumps(about))
+    return folder
+
+
+def row(step: int, tps: float, loss: float = 2.0, **more: Any) -> dict[str, Any]:
+    fixed = {"grad_norm": 1.0, "mfu": None, "step_time": 64 / tps, "memory_gib": 0.5, "eta_s": 9.0}
+    return {"step": step, "loss": loss, "tokens": 64 * step, "tps": tps, **fixed, **more}
+
+
+def test_a_spread_is_of_all_values() -> None:
+    found = spread([4.0, 1.0, 3.0, 2.0])
+    assert found is not None
+    assert (found.least, found.median, found.most, found.count) == (1.0, 2.5, 4.0, 4)
+    assert (found.quartile_1, found.quartile_3) == (1.75, 3.25)
+    assert spread([5.0]) == Spread(5.0, 5.0, 5.0, 5.0, 5.0, 1)
+    assert spread([]) is None
+
+
+def test_a_difference_is_where_it_exceeds_most() -> None:
+    found = difference(curve([1.0, 2.0, 3.3]), curve([1.1, 2.0, 3.0]), 1e-3)
+    assert found is not None
+    # 0.0909 of 0.001 allowed in the first step is worse than 0.1 of 0.003 in the third.
+    assert (found.step, found.tolerance) == (1, 1e-3)
+    assert found.largest == pytest.approx(0.1 / 1.1)
+    assert difference(curve([None]), curve([1.0]), 1e-3) is None
+
+
+def test_rounding_is_the_same_run_and_more_is_not() -> None:
+    base: list[float | None] = [5.0 - 0.1 * step for step in range(20)]
+    assert verdict(base, base) == "same"
+    assert verdict([v * (1 + 2e-7) for v in base if v], base) == "same"
+    assert verdict([v * (1 + 1e-4) for v in base if v], base) == "differs"
+    # Later, rounding has grown to anything.
+    late = [*base[:JUDGED], *(v * 1.02 for v in base[JUDGED:] if v)]
+    assert verdict(late, base) == "same"
+
+
+def test_seeds_are_the_yardstick_of_what_rounds_otherwise() -> None:
+    base: list[float | None] = [5.0 - 0.1 * step for step in range(20)]
+    near, far = ([v + d for v in base if v] for d in (0.01, 0.5))
+    others = [[v + 0.05 for v in base if v], [v - 0.05 for v in base if v]]
+    assert verdict(near, base, job=CONVERTED) == "not judged"
+    assert verdict(near, base, job=CONVERTED, others=others) == "within seeds"
+    assert verdict(far, base, job=CONVERTED, others=others) == "differs"
+    assert verdict(near, base, others=others) == "within seeds"
+    assert verdict([*near[:-1], None], base, job=CONVERTED, others=others) == "not judged"
+
+
+def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:
+    rows = [row(1, 1.0), row(2, 10.0), row(3, 20.0), row(4, 30.0), row(5, 1.0)]
+    run = Measured(leave(tmp_path / "run", rows), 1, 0, 1, 4)
+    assert run.tps == [10.0, 20.0, 30.0]
+    assert run.curve("loss").steps == (1, 2, 3, 4)
+
+
+def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
+    phases = {"time/forward": 1.0, "time/backward": 2.0}
+    rows = [row(1, 1.0, **phases), row(3, 1.0, **phases, checkpoint_s=4.0), row(4, 1.0, **phases)]
+    run = Measured(leave(tmp_path / "run", rows), 1, 0, 1, None)
+    # Three steps, of which two share a row.
+    assert run.seconds_by_phase() == {"forward": 3.0, "backward": 6.0, "checkpoint": 4.0}
+
+
+def test_runs_that_exist_are_compared_as_they_are(tmp_path: Path) -> None:
+    slow = leave(tmp_path / "slow", [row(step, 10.0) for step in range(1, 9)])
+    fast = leave(
+        tmp_path / "fast", [row(step, 25.0) for step in range(1, 9)], optimizer={"lr": 0.25}
+    )
+    report = compare_folders([slow, fast], None, tmp_path / "out", 5)
+    assert report.baseline == "slow"
+    first, second = report.variants
+    assert (first.differs, second.differs) == ({"optimizer.lr": 0.0008}, {"optimizer.lr": 0.25})
+    assert second.ratio is not None
+    assert second.ratio.median == 2.5
+    assert (first.parity.verdict, second.parity.verdict) == ("baseline", "same")
+    assert json.loads((tmp_path / "out/report.json").read_text())["machine"]["device"] == "abacus"
+    with pytest.raises(RecipeError, match="--baseline: got x; allowed: slow, fast"):
+        compare_folders([slow, fast], "x", tmp_path / "out", 5)
+
+
+def test_other_data_are_no_parity(tmp_path: Path) -> None:
+    folders = [
+        leave(tmp_path / name, [row(step, 10.0) for step in range(1, 9)], **changes)
+        for name, changes in {
+            "a": {},
+            "b": {"debug": {"seed": 1}},
+            "c": {"training": {"global_batch_size": 16}},
+        }.items()
+    ]
+    report = compare_folders(folders, None, tmp_path / "out", 5)
+    assert [variant.parity.verdict for variant in report.variants] == [
+        *("baseline", "not judged", "not judged"),
+    ]
+    assert "debug.seed" in report.variants[1].parity.why
+    assert any("as many tokens a step" in note for note in report.notes)
+
+
+def test_a_comparison_from_the_command_to_the_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two layouts that train the same run, one that cannot, and one that fails on its way."""
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny.job()))
+    (tmp_path / "study.toml").write_text(
+        f"""
+recipe = "tiny.toml"
+rounds = 1
+warmup_steps = 2
+steps = 4
+output = "{tmp_path}/out"
+
+[common]
+job.imports = ["tests.tiny"]
+
+[[variants]]
+name = "one"
+training.local_batch_size = 8
+training.global_batch_size = 8
+
+[[variants]]
+name = "two"
+ranks = 2
+training.local_batch_size = 4
+training.global_batch_size = 8
+checkpoint.enable = true
+checkpoint.interval = 3
+
+[[variants]]
+name = "cannot"
+parallelism.tensor_parallel_degree = 3
+
+[[variants]]
+name = "diverges"
+training.local_batch_size = 8
+training.global_batch_size = 8
+training.max_skipped_steps = 1
+optimizer.lr = 1e30
+"""
+    )
+    study = str(tmp_path / "study.toml")
+    assert main(["compare", study, "--check"]) == 0
+    assert "cannot: 1 rank: cannot run" in capfd.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+    assert main(["compare", study]) == 1  # one has failed
+    told = capfd.readouterr()
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    one, two, cannot, diverges = report["variants"]
+    statuses = [variant["status"] for variant in report["variants"]]
+    assert statuses == ["ran", "ran", "cannot run", "failed"], told.err
+    assert two["parity"]["verdict"] == "same", two["parity"]
+    assert cannot["reasons"]
+    assert "status 3" in diverges["reasons"][0]
+    assert (one["tps"]["count"], two["tps"]["count"]) == (4, 4)
+    assert (one["layout"]["dp_shard"], two["layout"]["dp_shard"]) == (1, 2)
+    assert sum(two["time_shares"].values()) == pytest.approx(1.0)
+    assert two["time_shares"]["checkpoint"] > 0
+    assert not any(one["sent_bytes"].values())
+    assert two["sent_bytes"]["dp_shard"] > 0
+    # One rank too has collectives, with itself.
+    assert one["exposed_communication"] < two["exposed_communication"] < 1
+    assert one["loss"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert set(two["differs"]) >= {"ranks", "training.local_batch_size", "checkpoint.enable"}
+    assert "parallelism.context_parallel_degree" not in two["differs"]
+    assert one["startup_s"] > one["compile_s"] == 0
+    for form in ("md", "html"):
+        assert "diverges" in (tmp_path / f"out/report.{form}").read_text()
+
+    # What is there is not run again; what failed is.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("metrics.jsonl")}
+    assert main(["compare", study, "--no-trace", "--check"]) == 0
+    assert "3 runs of 6 steps, 0 of them there already" in capfd.readouterr().out
+    assert main(["compare", study, "--check"]) == 0
+    assert "3 runs of 8 steps, 2 of them there already" in capfd.readouterr().out
+    assert main(["compare", study]) == 1
+    for name in ("one", "two"):
+        path = tmp_path / f"out/runs/{name}/round-1/metrics.jsonl"
+        assert path.stat().st_mtime_ns == before[path]

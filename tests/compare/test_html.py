@@ -1,0 +1,351 @@
+"""The page of a comparison: it shows what `report.json` says, to everybody who reads it."""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page
+from plotly.offline import get_plotlyjs
+
+from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
+from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
+from torchtitan.compare.html import page
+from torchtitan.compare.report import Report, Variant
+from torchtitan.compare.words import verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+class Reader(HTMLParser):
+    """Tags, links and texts of a page; scripts are not text."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.headings: list[str] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "h2":
+            self.headings.append(data)
+        (self.scripts if self.cdata_elem == "script" else self.texts).append(data)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return sample()
+
+
+@pytest.fixture(scope="module")
+def document(report: Report) -> str:
+    return page(report)
+
+
+def test_the_report_is_inside(report: Report, document: str) -> None:
+    inside = document.split('<script type="application/json" id="report">')[1].split("</script>")[0]
+    assert json.loads(inside) == json.loads(report.to_json())
+
+
+def test_no_name_is_taken_for_markup(document: str) -> None:
+    reader = Reader(document)
+    assert reader.tags.count("script") == 3
+    assert reader.tags.count("title") == 1
+    assert "b" not in reader.tags
+    assert {HOSTILE, UNICODE, LONG} <= set(reader.texts)
+
+
+def test_nothing_is_loaded(document: str) -> None:
+    reader = Reader(document)
+    assert {link for link in reader.loads if not link.startswith("#")} == {"data:,"}
+    assert not {"img", "link", "iframe", "object"} & set(reader.tags) - {"link"}
+    assert "default-src 'none'" in document
+    assert "@import" not in document.split("<style>")[1].split("</style>")[0]
+
+
+def test_it_is_mostly_plotly(document: str) -> None:
+    own = len(document.encode()) - len(get_plotlyjs().encode())
+    assert own < 250_000
+    assert len(document.encode()) < 6_000_000
+
+
+def test_sections_are_in_order(document: str) -> None:
+    assert Reader(document).headings == [
+        *("Verdict", "Variants", "Loss and gradient norm", "Speed", "Memory", "Communication"),
+        *("What differs", "Conditions and machine", "Notes", "What could not run"),
+    ]
+
+
+def test_plans_have_a_column_only_where_there_are_any(report: Report, document: str) -> None:
+    assert "planned" not in Reader(document).texts
+    first, *others = report.variants
+    planned = dataclasses.replace(first, planned={"tps": 9876.54, "memory_gib": 10.257, "odd": 2.0})
+    texts = Reader(page(dataclasses.replace(report, variants=(planned, *others)))).texts
+    assert "planned" in texts
+    assert {"tokens/s 9,877", "peak memory 10.26 GiB", "odd 2"} <= set(texts)
+
+
+def test_a_comparison_of_which_nothing_ran_has_a_page(report: Report) -> None:
+    kept = tuple(variant for variant in report.variants if variant.status != "ran")
+    reader = Reader(page(dataclasses.replace(report, variants=kept, baseline="tp 3", notes=())))
+    assert reader.headings == [
+        *("Verdict", "Variants", "What differs", "Conditions and machine", "What could not run")
+    ]
+    assert "No variant could be compared with the baseline in speed." in reader.texts
+
+
+def test_a_variant_alone_has_no_differences(report: Report) -> None:
+    document = page(dataclasses.replace(report, variants=report.variants[:1]))
+    assert 'id="plot-loss"' in document
+    assert 'id="plot-loss-difference"' not in document
+
+
+def test_the_verdict_names_the_fastest_that_trains_the_same_run(report: Report) -> None:
+    fastest, same, *others = verdict(report)
+    by_name = {variant.name: variant for variant in report.ran}
+    ratio = by_name[HOSTILE].ratio
+    assert ratio is not None
+    assert fastest == (
+        f"“{HOSTILE}” is the fastest: {ratio.median:.3f} times the tokens per second and device "
+        f"of “fsdp” ({ratio.least:.3f} to {ratio.most:.3f} in 3 rounds). But it does not train the "
+        "baseline's run."
+    )
+    assert same.startswith(f"Of those that train it, “{UNICODE}” is the fastest: ")
+    assert others == [
+        f"Train the same run as “fsdp”: “{UNICODE}”.",
+        f"As near to “fsdp” as its own seeds are to each other: “{LONG}”.",
+        f"Do not train the same run: “{HOSTILE}”.",
+        "Not judged whether they train the same run: “exact”.",
+        "Cannot run: “tp 3”.",
+        "Failed: “too big”.",
+    ]
+
+
+def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None:
+    slow = next(variant for variant in report.variants if variant.name == "exact")
+    first, *_ = verdict(dataclasses.replace(report, variants=(report.variants[0], slow)))
+    assert first.startswith("“exact” comes nearest to the baseline, with 0.966 times")
+    assert "its spread is not known. But it is not known to train the baseline's run." in first
+
+
+def test_an_ordinary_wheel_has_the_files_of_the_page() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "torchtitan/compare"
+    declared = {
+        file
+        for glob in settings["package-data"]["torchtitan.compare"]
+        for file in package.glob(glob)
+    }
+    assert {path for path in (package / "page").iterdir() if path.is_file()} == declared
+
+
+@pytest.fixture(scope="module")
+def opened(document: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """The page in a browser, with all that was asked of the network and said on the console."""
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    file.write_text(document, encoding="utf-8")
+    with opened_browser() as browser:
+        live = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+        asked, said = [], []
+        live.on("request", lambda request: asked.append(request.url))
+        live.on("console", lambda message: said.append(message.text))
+        live.on("pageerror", lambda error: said.append(str(error)))
+        live.goto(file.as_uri())
+        yield SimpleNamespace(page=live, asked=asked, said=said, url=file.as_uri())
+
+
+def traces(live: Page, name: str) -> list[dict]:
+    return live.evaluate(
+        "name => document.getElementById(`plot-${name}`).data.map("
+        "({ meta, x, y, visible, error_x }) => ({ ...meta, x, y, visible, error_x }))",
+        name,
+    )
+
+
+def relative(variant: Variant, base: Variant, name: str, along: str) -> tuple[list, list]:
+    """A curve's difference from the baseline's, where both have the same step or tokens."""
+    mine, theirs = getattr(variant, name), getattr(base, name)
+    at = dict(zip(getattr(theirs, along), theirs.values, strict=True))
+    pairs = [
+        (x, abs(value - at[x]) / abs(at[x]))
+        for x, value in zip(getattr(mine, along), mine.values, strict=True)
+        if x in at
+    ]
+    return [x for x, _ in pairs], [apart or None for _, apart in pairs]
+
+
+@needs_browser
+@pytest.mark.parametrize("along", ["steps", "tokens"])
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_plotted_curves_are_those_of_the_report(
+    report: Report, opened: SimpleNamespace, name: str, along: str
+) -> None:
+    opened.page.get_by_role("radio", name=along).check()
+    found = {trace["variant"]: trace for trace in traces(opened.page, name)}
+    assert list(found) == [variant.name for variant in report.ran]
+    apart = {t["variant"]: t for t in traces(opened.page, f"{name}-difference") if "variant" in t}
+    base, *others = report.ran
+    for variant in report.ran:
+        curve = getattr(variant, name)
+        assert found[variant.name]["x"] == list(getattr(curve, along))
+        assert found[variant.name]["y"] == list(curve.values)
+    assert list(apart) == [variant.name for variant in others]
+    for variant in others:
+        x, y = relative(variant, base, name, along)
+        assert apart[variant.name]["x"] == x
+        assert apart[variant.name]["y"] == pytest.approx(y)
+    equal = opened.page.locator(f"#figure-{name}-difference .equal").inner_text()
+    assert equal.strip() == "Equal to the last bit throughout: exact."
+
+
+@needs_browser
+def test_plotted_bars_are_those_of_the_report(report: Report, opened: SimpleNamespace) -> None:
+    def bars(name: str) -> dict[str, list]:
+        return {trace["part"]: trace["x"] for trace in traces(opened.page, name)}
+
+    ran = report.ran
+    spread = [variant.tps for variant in ran if variant.tps]
+    assert bars("tps") == {
+        "median": [tps.median for tps in spread],
+        "median of a run": [run.tps.median for variant in ran for run in variant.runs if run.tps],
+    }
+    quartiles = traces(opened.page, "tps")[0]["error_x"]
+    assert quartiles["array"] == [tps.quartile_3 - tps.median for tps in spread]
+    assert quartiles["arrayminus"] == [tps.median - tps.quartile_1 for tps in spread]
+    assert bars("memory") == {"peak": [variant.memory_gib for variant in ran]}
+    assert bars("time") == {
+        phase: [variant.time_shares[phase] for variant in ran] for phase in ran[0].time_shares
+    } | {"exposed communication": [variant.exposed_communication for variant in ran]}
+    assert bars("sent") == {
+        axis: [variant.sent_bytes.get(axis) for variant in ran]
+        for axis in ("dp_shard", "loss", "tp")
+    }
+
+
+def cells(live: Page, caption: str) -> list[list[str]]:
+    """The body of a table, its columns' names first; hidden ones have their text too."""
+    return live.evaluate(
+        "caption => [...[...document.querySelectorAll('table')]"
+        ".find((table) => table.caption.textContent.startsWith(caption)).rows]"
+        ".map((row) => [...row.cells].map((cell) => cell.textContent.replaceAll('\\xa0', ' ')))",
+        caption,
+    )
+
+
+@needs_browser
+def test_cells_are_the_rounded_numbers_of_the_report(
+    report: Report, opened: SimpleNamespace
+) -> None:
+    head, *rows = cells(opened.page, "Variants and what")
+    assert len(rows) == len(report.variants)
+    for variant, row in zip(report.variants, rows, strict=True):
+        cell = dict(zip(head, row, strict=True))
+        assert cell["variant"].startswith(variant.name)
+        assert cell["status"] == variant.status
+        if variant.status != "ran":
+            assert set(row[3:]) == {"-"}
+            continue
+        tps, ratio, several = variant.tps, variant.ratio, len(variant.runs) > 1
+        expected = f"{tps.median:,.0f}"
+        expected += f"{tps.quartile_1:,.0f} to {tps.quartile_3:,.0f}" if several else ""
+        assert cell["tokens/s per device"] == expected
+        expected = f"{ratio.median:.3f}"
+        baseline = variant.name == report.baseline
+        expected += f"{ratio.least:.3f} to {ratio.most:.3f}" if several and not baseline else ""
+        assert cell["ratio to baseline"] == expected
+        assert cell["MFU"] == f"{100 * variant.mfu:.1f} %"
+        assert cell["peak memory"] == f"{variant.memory_gib:.4g} GiB"
+        assert cell["startup"] == f"{variant.startup_s:.4g} s"
+        assert cell["compile"] == (f"{variant.compile_s:.4g} s" if variant.compile_s else "-")
+        assert cell["same run as baseline"] == variant.parity.verdict
+
+    _, *rows = cells(opened.page, "Loss by step: 40 of 100 steps")
+    assert [row[0] for row in rows[:2]] + [rows[-1][0]] == ["1", "4", "100"]
+    for row in rows:
+        values = [variant.loss.values[int(row[0]) - 1] for variant in report.ran]
+        assert row[1:] == [f"{value:.4g}" for value in values]
+
+    _, *rows = cells(opened.page, "Bytes sent in a step")
+    assert rows[1] == [UNICODE, "2.627 GB", "1.2 kB", "1.4 GB"]
+    head, *rows = cells(opened.page, "Settings that are not the same")
+    assert head[1:] == [variant.name for variant in report.variants]
+    assert rows[2] == ["convert", "-", "-", "-", '[{"name": "<float8>"}]', "-", "-", "-"]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 360, 1280])
+def test_the_page_is_never_wider_than_the_screen(opened: SimpleNamespace, width: int) -> None:
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    for folded in ("false", "true"):
+        opened.page.evaluate(
+            f"document.querySelectorAll('details').forEach(d => d.open = {folded})"
+        )
+        opened.page.wait_for_timeout(100)
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+        plots = opened.page.evaluate(
+            "[...document.querySelectorAll('.plot .main-svg')].map((svg) => svg.clientWidth)"
+        )
+        assert plots
+        assert max(plots) <= width
+
+
+@needs_browser
+def test_text_can_be_read_in_both_colour_schemes(opened: SimpleNamespace) -> None:
+    live, inks = opened.page, set()
+    live.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    for scheme in ("light", "dark"):
+        # The page is open already: its plots have to follow.
+        live.emulate_media(color_scheme=scheme)
+        live.wait_for_timeout(200)
+        contrast, words, seen = live.evaluate(TEXT_CONTRAST)
+        assert seen > 200
+        assert contrast >= 4.5, f"{scheme}: {words}"
+        inks.add(live.evaluate("document.getElementById('plot-loss').data[1].line.color"))
+    assert len(inks) == 2
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 1280])
+def test_it_keeps_the_rules_of_accessibility(opened: SimpleNamespace, width: int) -> None:
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    # Contrast is measured above, in both schemes.
+    options = {"rules": {"color-contrast": {"enabled": False}}, "resultTypes": ["violations"]}
+    found = Axe().run(opened.page, options=options).response["violations"]
+    assert [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in found] == []
+
+
+@needs_browser
+def test_the_keyboard_reaches_what_can_be_changed(opened: SimpleNamespace) -> None:
+    live = opened.page
+    live.get_by_role("radio", name="tokens").check()
+    live.get_by_role("radio", name="tokens").focus()
+    live.keyboard.press("ArrowLeft")
+    assert live.get_by_role("radio", name="steps").is_checked()
+    assert live.evaluate("document.getElementById('plot-loss').layout.xaxis.title.text") == "step"
+    live.keyboard.press("Tab")
+    live.keyboard.press("Space")
+    hidden = [trace["variant"] for trace in traces(live, "loss") if trace["visible"] is False]
+    assert hidden == ["fsdp"]
+    live.keyboard.press("Space")
+    assert all(trace["visible"] for trace in traces(live, "loss"))
+
+
+@needs_browser
+def test_it_asked_for_nothing_and_complained_of_nothing(opened: SimpleNamespace) -> None:
+    """The last of these tests, so all that they did is seen."""
+    assert opened.asked == [opened.url]
+    assert opened.said == []
+    assert opened.page.evaluate("typeof window.broken") == "undefined"

@@ -1,0 +1,230 @@
+"""Studies: what they ask for, what is refused, in which order their runs come."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_recipes import FOLDER, tokenizer  # noqa: F401  (a fixture)
+from torchtitan.compare.launch import launch_all
+from torchtitan.compare.prepare import prepare, tasks
+from torchtitan.compare.study import Study, is_study, of_recipes, read_study, slug
+from torchtitan.config import RecipeError
+
+DEBUG = FOLDER / "debug_model.toml"
+STUDIES = sorted((FOLDER / "studies").glob("*.toml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "study.toml"
+    path.write_text(text)
+    return path
+
+
+def variants(*texts: str) -> str:
+    named = (f'[[variants]]\nname = "{number}"\n{text}\n' for number, text in enumerate(texts))
+    return f'recipe = "{DEBUG}"\n' + "".join(named)
+
+
+def refused(study: Study) -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        prepare(study)
+    return error.value.lines
+
+
+def test_a_study_is_told_from_a_recipe(tmp_path: Path) -> None:
+    assert is_study(write(tmp_path, variants("", "")))
+    assert not is_study(DEBUG)
+
+
+def test_variants_win_over_common_and_common_over_the_recipe(tmp_path: Path) -> None:
+    text = variants("", "training.seq_len = 64")
+    path = write(tmp_path, text + "[common]\ntraining.seq_len = 32\noptimizer.lr = 0.5\n")
+    first, second = (ready.job for ready in prepare(read_study(path)))
+    assert (first.training.seq_len, second.training.seq_len) == (32, 64)
+    assert first.optimizer.lr == second.optimizer.lr == 0.5
+    # Flags win over both.
+    flagged = prepare(read_study(path, ["--training.seq_len", "16"]))
+    assert [ready.job.training.seq_len for ready in flagged] == [16, 16]
+
+
+def test_checkpoints_and_validation_are_off_unless_asked_for(tmp_path: Path) -> None:
+    found = prepare(read_study(write(tmp_path, variants("", "checkpoint.enable = true"))))
+    assert [ready.job.checkpoint.enable for ready in found] == [False, True]
+    assert not any(ready.job.validation.enable for ready in found)
+
+
+def test_all_steps_are_reported_and_the_last_one_traced(tmp_path: Path) -> None:
+    study = read_study(write(tmp_path, "steps = 7\nwarmup_steps = 3\n" + variants("", "")))
+    job = prepare(study)[0].job
+    assert (job.training.steps, job.metrics.log_freq) == (12, 1)
+    profiling = job.profiling
+    assert profiling.enable_profiling
+    assert (profiling.profile_freq, profiling.profiler_warmup, profiling.profiler_active) == (
+        *(12, 1, 1),
+    )
+    untraced = prepare(read_study(write(tmp_path, "trace = false\n" + variants("", ""))))[0].job
+    assert not untraced.profiling.enable_profiling
+
+
+def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, variants("training.sequence = 3", "", 'training.seq_len = "long"'))
+    lines = refused(read_study(path))
+    assert [line.partition(": got")[0].partition(": unknown")[0] for line in lines] == [
+        f"{path}:4: training.sequence",
+        f"{path}:10: training.seq_len",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            'baseline = "2"\n' + variants("", ""),
+            ':1: baseline: got "2"; allowed: 0, 1',
+        ),
+        ("round = 2\n" + variants("", ""), ":1: round: unknown key; allowed: "),
+        ("rounds = 0\n" + variants("", ""), ":1: rounds: got 0; wanted an integer >= 1"),
+        (variants(""), ": got 1 variants; wanted two or more to compare"),
+        (variants("", "").replace('"1"', '"0!"'), ': variants "0" and "0!" would share a folder'),
+        (variants("", "").replace('name = "1"', ""), ":5: variants.1: it has no name"),
+    ],
+)
+def test_wrong_studies_are_refused(tmp_path: Path, text: str, line: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RecipeError) as error:
+        read_study(path)
+    assert any(found.startswith(f"{path}{line}") for found in error.value.lines), error.value.lines
+
+
+def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
+    path = write(tmp_path, variants("training.steps = 5", "", "debug.seed = 3"))
+    lines = refused(read_study(path))
+    ending = "; the comparison sets it, alike for all variants"
+    assert lines == [
+        f"{path}:4: training.steps: got 5{ending}",
+        f"{path}:10: debug.seed: got 3{ending}",
+    ]
+
+
+def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -> None:
+    text = variants("", "parallelism.tensor_parallel_degree = 3", 'model.flavor = "405B"')
+    path = write(tmp_path, "ranks = 3\n" + text)
+    study = read_study(path)
+    fine, uneven, large = prepare(study)
+    assert not fine.problems
+    assert any("it does not divide the 16 heads" in line for line in uneven.problems)
+    (line,) = large.problems
+    assert "405,853,388,800 parameters take" in line
+    assert {task.ready.name for task in tasks(study, [fine, uneven, large])} == {"0"}
+
+
+def test_rounds_alternate_and_seeds_follow_the_first(tmp_path: Path) -> None:
+    study = read_study(write(tmp_path, "rounds = 3\nseeds = [7, 8]\n" + variants("", "")))
+    found = [
+        (task.ready.name, task.folder.name, task.seed) for task in tasks(study, prepare(study))
+    ]
+    assert found == [
+        *[("0", "round-1", 0), ("1", "round-1", 0), ("0", "seed-7", 7), ("0", "seed-8", 8)],
+        *[("1", "round-2", 0), ("0", "round-2", 0)],
+        *[("0", "round-3", 0), ("1", "round-3", 0)],
+    ]
+
+
+def test_a_run_is_another_if_its_recipe_is(tmp_path: Path) -> None:
+    def keys(text: str) -> list[str]:
+        study = read_study(write(tmp_path, text))
+        return [task.key for task in tasks(study, prepare(study))]
+
+    first = keys("rounds = 1\n" + variants("", "optimizer.lr = 0.1"))
+    # More rounds, another name of the report: the same runs.
+    assert keys('rounds = 1\ntitle = "other"\n' + variants("", "optimizer.lr = 0.1")) == first
+    assert keys("rounds = 1\n" + variants("", "optimizer.lr = 0.2"))[0] == first[0]
+    assert keys("rounds = 1\n" + variants("", "optimizer.lr = 0.2"))[1] != first[1]
+
+
+def test_one_recipe_varied_in_all_ways() -> None:
+    vary = ["parallelism.tensor_parallel_degree=1,2", "optimizer.lr=0.1,0.2"]
+    study = of_recipes([DEBUG], vary, [], ranks=2, rounds=1)
+    assert [plan.name for plan in study.plans] == [
+        *("tensor_parallel_degree = 1, lr = 0.1", "tensor_parallel_degree = 1, lr = 0.2"),
+        *("tensor_parallel_degree = 2, lr = 0.1", "tensor_parallel_degree = 2, lr = 0.2"),
+    ]
+    jobs = [ready.job for ready in prepare(study)]
+    assert [job.parallelism.tensor_parallel_degree for job in jobs] == [1, 1, 2, 2]
+    assert [job.optimizer.lr for job in jobs] == [0.1, 0.2, 0.1, 0.2]
+    with pytest.raises(RecipeError, match=r"--vary: got seq_len=3; wanted section.key=value,value"):
+        of_recipes([DEBUG], ["seq_len=3"], [])
+
+
+def test_a_launcher_needs_the_variables_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = read_study(write(tmp_path, 'launcher = "srun $NODES_HEAD"\n' + variants("", "")))
+    monkeypatch.delenv("NODES_HEAD", raising=False)
+    (line,) = refused(study)
+    assert line.endswith(
+        "launcher: the environment has no $NODES_HEAD; it is that of 'srun $NODES_HEAD'"
+    )
+    monkeypatch.setenv("NODES_HEAD", "a")
+    assert len(prepare(study)) == 2
+
+
+def test_runs_are_launched_once_and_not_again(tmp_path: Path) -> None:
+    """A launcher that notes its arguments, and fails for one variant."""
+    script = tmp_path / "launcher.sh"
+    script.write_text(
+        f'echo "$@" >> {tmp_path}/calls\n'
+        'if grep -q "seq_len = 64" "$3"; then echo broken; exit 5; fi\n'
+    )
+    text = f'rounds = 2\noutput = "{tmp_path}/out"\n' + variants("", "training.seq_len = 64")
+    study = read_study(write(tmp_path, text))
+    todo = tasks(study, prepare(study))
+    command = f"sh {script} {{ranks}}"
+
+    def calls() -> list[str]:
+        words = (tmp_path / "calls").read_text().splitlines()
+        return [word.split("/runs/")[1].removesuffix(".toml") for word in words]
+
+    launch_all(todo, command)
+    # The one that failed is not tried in the second round.
+    assert calls() == ["0/round-1", "1/round-1", "0/round-2"]
+    launch_all(todo, command)
+    assert calls()[3:] == ["1/round-1"]
+    assert (tmp_path / "calls").read_text().startswith("1 --job.config_file ")
+    # What is left of a run that was interrupted is set aside, and it begins anew.
+    todo[0].folder.mkdir()
+    (todo[0].folder / "half").touch()
+    todo[0].folder.with_name("round-1.outcome.json").unlink()
+    launch_all(todo[:1], command)
+    assert calls()[4:] == ["0/round-1"]
+    assert (todo[0].folder.with_name("round-1.before-1") / "half").exists()
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_shipped_studies_can_run_where_they_are_meant_to(
+    path: Path,
+    tokenizer: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEAD_NODE", "node1")
+    is_large = not path.stem.endswith("_debug")
+    where = {"launcher": "srun", "device": "cuda"} if is_large else {}
+    flags = ["--model.tokenizer_path", tokenizer] if is_large else []
+    study = read_study(path, flags, **where)
+    found = prepare(study)
+    cannot = [ready.name for ready in found if ready.problems]
+    # Symmetric memory is CUDA's.
+    assert cannot == (["FSDP x async TP"] if path.stem == "ladder_2d_debug" else [])
+    batches = {
+        ready.job.global_batch(ready.job.degrees(ready.plan.ranks)) * ready.job.training.seq_len
+        for ready in found
+        if not ready.problems
+    }
+    assert len(batches) == 1, "variants of a study train on as many tokens a step"
+    assert study.conditions.description
+    twin = path.with_name("_".join([*path.stem.split("_")[:-1], "debug"]) + ".toml")
+    assert twin in STUDIES, "each study has a twin for a laptop"
+
+
+def test_slugs_are_folders() -> None:
+    assert slug("FSDP 2 x TP 2, Float8!") == "fsdp-2-x-tp-2-float8"
