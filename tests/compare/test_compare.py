@@ -200,7 +200,8 @@ optimizer.lr = 1e30
     assert one["loss"]["steps"] == [1, 2, 3, 4, 5, 6]
     assert set(two["differs"]) >= {"ranks", "training.local_batch_size", "checkpoint.enable"}
     assert "parallelism.context_parallel_degree" not in two["differs"]
-    assert one["startup_s"] > one["compile_s"] == 0
+    assert one["startup_s"] > 0
+    assert one["compile_s"] is None
     for form in ("md", "html"):
         assert "diverges" in (tmp_path / f"out/report.{form}").read_text()
 

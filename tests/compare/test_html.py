@@ -137,7 +137,10 @@ def test_the_verdict_names_the_fastest_that_trains_the_same_run(report: Report) 
 def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None:
     slow = next(variant for variant in report.variants if variant.name == "exact")
     first, *_ = verdict(dataclasses.replace(report, variants=(report.variants[0], slow)))
-    assert first.startswith("“exact” comes nearest to the baseline, with 0.966 times")
+    words = (
+        "The baseline, “fsdp”, is the fastest. “exact” comes nearest to the baseline, with 0.966"
+    )
+    assert first.startswith(words)
     assert "its spread is not known. But it is not known to train the baseline's run." in first
 
 
@@ -207,6 +210,13 @@ def test_plotted_curves_are_those_of_the_report(
         x, y = relative(variant, base, name, along)
         assert apart[variant.name]["x"] == x
         assert apart[variant.name]["y"] == pytest.approx(y)
+    allowed = [t for t in traces(opened.page, f"{name}-difference") if "tolerance" in t]
+    judged = [v for v in others if (d := getattr(v.parity, name)) and d.tolerance]
+    assert [trace["tolerance"] for trace in allowed] == [variant.name for variant in judged]
+    for trace, variant in zip(allowed, judged, strict=True):
+        difference = getattr(variant.parity, name)
+        assert trace["x"] == [getattr(getattr(variant, name), along)[difference.step - 1]]
+        assert trace["y"] == [difference.tolerance]
     equal = opened.page.locator(f"#figure-{name}-difference .equal").inner_text()
     assert equal.strip() == "Equal to the last bit throughout: exact."
 
@@ -278,6 +288,13 @@ def test_cells_are_the_rounded_numbers_of_the_report(
         values = [variant.loss.values[int(row[0]) - 1] for variant in report.ran]
         assert row[1:] == [f"{value:.4g}" for value in values]
 
+    _, *rows = cells(opened.page, "Loss: difference from the baseline")
+    assert rows == [
+        [UNICODE, "2e-06", "10", "0.0024"],
+        [LONG, "0.019", "76", "-"],
+        [HOSTILE, "0.0006", "1", "0.00024"],
+        ["exact", "-", "-", "-"],
+    ]
     _, *rows = cells(opened.page, "Bytes sent in a step")
     assert rows[1] == [UNICODE, "2.627 GB", "1.2 kB", "1.4 GB"]
     head, *rows = cells(opened.page, "Settings that are not the same")

@@ -38,9 +38,9 @@ def curve(report: Report, name: str, title: str, of: Callable[[Variant], Curve |
     title = f"{title}: difference from the baseline"
     says = text(f"{title}, relative to it, by variant. {farthest(report, name)}")
     caption = (
-        "Relative to the baseline's value, without sign, on a logarithmic scale; dotted: the "
-        'tolerance. Where both are equal to the last bit there is no point. <span class="equal">'
-        "</span>"
+        "Relative to the baseline's value, without sign, on a logarithmic scale. A level bar is "
+        "what is allowed, at the step where its variant is farthest by that measure. Where both "
+        'are equal to the last bit there is no point. <span class="equal"></span>'
     )
     return drawn + figure(f"{name}-difference", title, says, caption, largest(report, name, title))
 
@@ -85,7 +85,8 @@ def difference(variant: Variant, name: str) -> Difference | None:
 
 def farthest(report: Report, name: str) -> str:
     return " ".join(
-        f"{variant.name}: at most {digits(found.largest)}, tolerance {digits(found.tolerance)}."
+        f"{variant.name}: {digits(found.largest)} at step {found.step}, "
+        f"allowed {digits(found.tolerance or None)}."
         for variant in report.ran
         if (found := difference(variant, name))
     )
@@ -97,14 +98,14 @@ def largest(report: Report, name: str, title: str) -> str:
         for variant in report.ran
         if variant.name != report.baseline
     ]
-    columns = ["variant", "largest difference", "at step", "tolerance"]
-    return table(f"{title}, where it is largest", columns, rows)
+    columns = ["variant", "difference", "at step", "allowed there"]
+    return table(f"{title}, where it is farthest by what is allowed", columns, rows)
 
 
 def difference_cells(found: Difference | None) -> list[str]:
     if found is None:
         return [MISSING] * 3
-    return [digits(found.largest), str(found.step), digits(found.tolerance)]
+    return [digits(found.largest), str(found.step), digits(found.tolerance or None)]
 
 
 def parity(report: Report) -> str:

@@ -6,19 +6,22 @@ says nothing about speed.
 """
 
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from torchtitan.compare.prepare import Task, write_recipe
 from torchtitan.logging import logger
+
+PATIENCE = 10.0
+"""Seconds in which a run that is told to end should have ended."""
 
 LAST_LINES = 6
 """Of its log, told of a run that failed."""
@@ -88,14 +91,12 @@ def _run(command: Sequence[str], output: int) -> int:
         return process.wait()
     finally:
         if process.poll() is None:
-            # Twice is "at once" to a run: there is nothing of it to be saved.
+            # It is made again from the start, so nothing of it need be saved.
             for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-                os.killpg(process.pid, number)
-                try:
-                    process.wait(10)
+                process.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE)
                     break
-                except subprocess.TimeoutExpired:
-                    continue
 
 
 def is_done(task: Task) -> bool:

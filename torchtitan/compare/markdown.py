@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torchtitan.compare import words
 from torchtitan.compare.report import Difference, Report, Spread, Variant
 
 
@@ -14,6 +15,7 @@ def page(report: Report) -> str:
 def _blocks(report: Report) -> Iterator[str]:
     yield f"# {report.title}"
     yield report.description
+    yield "\n".join(f"- {sentence}" for sentence in words.verdict(report))
     yield _speed(report)
     yield "## Do they train the same run?"
     yield _parity(report)
@@ -44,12 +46,12 @@ def _cell(text: str) -> str:
 
 def number(value: float | None, form: str, unit: str = "") -> str:
     """A value for people; a dash where there is none."""
-    return "-" if value is None else f"{format(value, form)}{unit}"
+    return words.MISSING if value is None else f"{format(value, form)}{unit}"
 
 
 def _range(spread: Spread | None, form: str) -> str:
     if spread is None:
-        return "-"
+        return words.MISSING
     middle = format(spread.median, form)
     if spread.count == 1:
         return middle
@@ -59,7 +61,7 @@ def _range(spread: Spread | None, form: str) -> str:
 def ratio(spread: Spread | None) -> str:
     """Median, and least and most of the rounds."""
     if spread is None:
-        return "-"
+        return words.MISSING
     rounds = f" ({spread.least:.2f}-{spread.most:.2f})" if spread.count > 1 else ""
     return f"{spread.median:.2f}{rounds}"
 
@@ -113,7 +115,7 @@ def _parity(report: Report) -> str:
 
 def _apart(difference: Difference | None) -> str:
     if difference is None:
-        return "-"
+        return words.MISSING
     allowed = f" of {difference.tolerance:.1e}" if difference.tolerance else ""
     return f"{difference.largest:.1e}{allowed} (step {difference.step})"
 
@@ -139,7 +141,7 @@ def _differences(report: Report) -> str:
 def _value(variant: Variant, key: str) -> str:
     value: Any = variant.differs.get(key)
     if key not in variant.differs or value is None:
-        return "-"
+        return words.MISSING
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -89,9 +89,9 @@ class Measured:
 
     @property
     def compile_s(self) -> float | None:
-        """Seconds in the compiler, until the first step was done."""
-        seconds: float | None = self._event("start").get("compile_s")
-        return seconds
+        """Seconds in the compiler, until the first step was done; None where nothing compiles."""
+        seconds: float = self._event("start").get("compile_s", 0.0)
+        return seconds or None
 
     @property
     def sent(self) -> tuple[dict[str, float], str]:

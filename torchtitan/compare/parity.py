@@ -9,8 +9,9 @@ steps are judged, by the coarser dtype of computation,
 
 and for the gradient norm NORM times as much. GROWTH is 16 unit roundoffs of float32, and 1/16 of
 one of bfloat16, whose errors average out over the tokens of a batch and whose sums are float32; the
-numbers were chosen by measuring (docs/compare.md). Float8 has too few bits for such a bound. Then, and where a study has seeds, the
-yardstick is what chance alone does: how far the baseline with other seeds is from itself.
+numbers were chosen by measuring (docs/compare.md). Float8 has too few bits for such a bound. Then,
+and where a study has seeds, the yardstick is what chance alone does: how far the baseline with
+other seeds is from itself.
 """
 
 import statistics

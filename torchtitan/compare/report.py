@@ -36,7 +36,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a curve is from the baseline's, where it is farthest."""
+    """How far a curve is from the baseline's, where it is farthest by what is allowed there."""
 
     largest: float
     """Relative to the baseline's value."""

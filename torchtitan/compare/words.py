@@ -1,7 +1,7 @@
-"""A comparison in words: the sentences and the numbers that every form of a report shows.
+"""A comparison in words: the verdict as sentences, and how numbers are written.
 
-The page and the Markdown say the same because both take it from here. A number that was not
-measured is `MISSING`, never zero.
+Plain text, for any form of a report; nothing is computed but which of the ratios is the greatest. A
+number that was not measured is `MISSING`, never zero.
 """
 
 from collections.abc import Iterable
@@ -25,6 +25,8 @@ def speed(report: Report) -> list[str]:
         return ["No variant could be compared with the baseline in speed."]
     best = fastest(rivals)
     sentences = [f"{quoted(best.name)} {lead(best, report.baseline)}"]
+    if best.ratio and best.ratio.median <= 1:
+        sentences[0] = f"The baseline, {quoted(report.baseline)}, is the fastest. {sentences[0]}"
     if best.parity.verdict not in SAME:
         known = "is not known to train" if best.parity.verdict == "not judged" else "does not train"
         sentences[0] += f" But it {known} the baseline's run."
@@ -33,7 +35,7 @@ def speed(report: Report) -> list[str]:
             best = fastest(honest)
             name = quoted(best.name)
             sentences.append(f"Of those that train it, {name} {lead(best, report.baseline)}")
-        else:
+        elif len(rivals) > 1:
             sentences.append("None of the others that were compared is known to train it.")
     return sentences
 

@@ -47,35 +47,41 @@ function curves(field) {
   return { data, layout: { height: 320, yaxis: { nticks: 6 } } };
 }
 
-/** A curve relative to the baseline's, where both have a value at the same step or token count. */
+/** Curves relative to the baseline's, where both have a value at the same step or token count. */
 function differences(field) {
   const base = ran.find((variant) => variant.name === baseline)[field];
   const at = new Map(base[state.along].map((x, i) => [x, base.values[i]]));
-  const data = [], equal = [], apart = [], tolerances = new Map();
+  const data = [], equal = [], apart = [];
   for (const variant of ran.filter((variant) => variant[field] && variant.name !== baseline)) {
-    const { values, [state.along]: places } = variant[field];
-    const shared = places.map((x, i) => [x, values[i], at.get(x)]).filter(([, v, b]) => v != null && b != null);
-    const apartness = shared.map(([x, v, b]) => [x, Math.abs(v - b) / Math.abs(b)]);
+    const { values, steps, [state.along]: places } = variant[field];
+    const shared = places.map((x, i) => [x, values[i], at.get(x)]).filter(([, v, b]) => v != null && b);
     if (!shared.length) apart.push(variant.name);
     else if (shared.every(([, v, b]) => v === b)) equal.push(variant.name);
-    data.push(line(variant, apartness.map(([x]) => x), apartness.map(([, d]) => (d > 0 && isFinite(d) ? d : null))));
+    // A logarithmic axis has no place for 0.
+    data.push(line(variant, shared.map(([x]) => x), shared.map(([, v, b]) => Math.abs(v - b) / Math.abs(b) || null)));
     const judged = variant.parity[field];
-    if (judged) tolerances.set(judged.tolerance, places);
-  }
-  for (const [tolerance, places] of tolerances) {
-    data.push({
-      type: "scatter", mode: "lines", name: "tolerance", meta: { tolerance }, hoverinfo: "y+name",
-      x: [places[0], places.at(-1)], y: [tolerance, tolerance], line: { color: colour("quiet"), width: 1.5, dash: "dot" },
-    });
+    if (judged?.tolerance) data.push(tolerance(variant, places[steps.indexOf(judged.step)], judged.tolerance));
   }
   const note = (words, names) => (names.length ? `${words}: ${names.join(", ")}. ` : "");
   document.querySelector(`#figure-${field}-difference .equal`).textContent =
     note("Equal to the last bit throughout", equal) + note(`Never at the same number of ${state.along} as the baseline`, apart);
-  const annotations = [...tolerances.keys()].map((tolerance) => ({
-    text: `tolerance ${Number(tolerance.toPrecision(3))}`, x: 1, xref: "paper", xanchor: "right", y: Math.log10(tolerance), yanchor: "bottom",
-    showarrow: false, bgcolor: colour("paper"), borderpad: 1, opacity: 0.9, font: { size: 12, color: colour("ink") },
-  }));
-  return { data, layout: { height: 320, annotations, yaxis: { type: "log", tickformat: "~e", nticks: 6 } } };
+  return { data, layout: { height: 320, yaxis: { type: "log", tickformat: "~e", ...decades(data.flatMap((trace) => trace.y)) } } };
+}
+
+function tolerance(variant, x, y) {
+  const { hue } = style(variant.name);
+  return {
+    type: "scatter", mode: "markers", name: `allowed: ${escaped(variant.name)}`, meta: { tolerance: variant.name }, x: [x], y: [y],
+    visible: !state.hidden.has(variant.name), marker: { symbol: "line-ew", size: 26, line: { color: colour(hue), width: 3 } },
+  };
+}
+
+/** Range and ticks of a logarithmic axis: whole powers of ten. */
+function decades(values) {
+  const powers = values.filter((value) => value > 0).map(Math.log10);
+  if (!powers.length) return {};
+  const range = [Math.floor(Math.min(...powers)), Math.ceil(Math.max(...powers) + 0.05)];
+  return { range, dtick: Math.ceil((range[1] - range[0]) / 7) };
 }
 
 const alongAxis = () => ({ title: { text: state.along === "steps" ? "step" : "tokens" }, ...(state.along === "tokens" && { tickformat: "~s" }) });

@@ -1,0 +1,205 @@
+"""A report of a comparison, with all that can happen in one."""
+
+import math
+import random
+
+from torchtitan.compare.report import Curve, Difference, Parity, Report, Run, Spread, Variant
+
+HOSTILE = (
+    "</script><script>window.broken = 1</script> & \"quotes\" 'single' <b>bold</b> %{x} \\u003c"
+)
+UNICODE = "größer → 流水线 🚀 تجربة"
+LONG = "fsdp 2, tensor 2, float8 rowwise, full activation checkpointing, " + "very_long_name" * 8
+STEPS = tuple(range(1, 101))
+PHASES = ("data", "forward", "backward", "clip", "agree", "optimizer", "other", "checkpoint")
+
+
+def spread(values: list[float]) -> Spread:
+    """As `statistics` would have it."""
+    ordered = sorted(values)
+
+    def at(part: float) -> float:
+        place = part * (len(ordered) - 1)
+        below, rest = int(place), place - int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] * (1 - rest) + ordered[above] * rest
+
+    return Spread(at(0.5), at(0.25), at(0.75), ordered[0], ordered[-1], len(ordered))
+
+
+def curve(off: float, seed: int, tokens: int, start: float, end: float) -> Curve:
+    """A descent with noise that is the same in all runs of a seed, times 1 + off at the end."""
+    noise = random.Random(seed)
+    values = [
+        (end + (start - end) * math.exp(-step / 30) + 0.05 * noise.uniform(-1, 1))
+        * (1 + off * step / len(STEPS))
+        for step in STEPS
+    ]
+    return Curve(STEPS, tuple(step * tokens for step in STEPS), tuple(values))
+
+
+def ran(
+    name: str,
+    speed: float,
+    parity: Parity,
+    *,
+    off: float = 0.0,
+    differs: dict[str, object] | None = None,
+    layout: dict[str, int] | None = None,
+    tokens: int = 16_384,
+    rounds: int = 3,
+    seed: int = 0,
+) -> Variant:
+    """A variant that ran, `speed` times as fast as the baseline."""
+    noise = random.Random(name)
+    medians = [10_000 * speed * noise.uniform(0.97, 1.03) for _ in range(rounds)]
+    shares = [noise.uniform(0.2, 1) * weight for weight in (1, 8, 16, 1, 1, 2, 1, 1)]
+    grads = curve(10 * off, seed + 1, tokens, 3.0, 0.6)
+    return Variant(
+        name=name,
+        status="ran",
+        reasons=(),
+        differs=differs or {},
+        ranks=4,
+        layout={"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1} | (layout or {}),
+        tokens_per_step=tokens,
+        runs=tuple(
+            Run(
+                f"runs/{round}-{noise.getrandbits(32):08x}",
+                round,
+                seed,
+                spread([median * noise.uniform(0.95, 1.05) for _ in range(20)]),
+                12.5 + round,
+            )
+            for round, median in enumerate(medians)
+        ),
+        tps=spread(medians),
+        ratio=spread([1.0 if speed == 1 else median / 10_000 for median in medians]),
+        step_s=spread([tokens / 4 / median for median in medians]),
+        memory_gib=11.7 / speed,
+        mfu=0.31234 * speed,
+        time_shares={p: value / sum(shares) for p, value in zip(PHASES, shares, strict=True)},
+        exposed_communication=0.08 * speed,
+        sent_bytes={"dp_shard": 3.1e9 / speed, "loss": 1.2e3}
+        | ({"tp": 1.4e9} if (layout or {}).get("tp", 1) > 1 else {}),
+        sent_note="From the flight recorder; tensor parallelism from a formula",
+        startup_s=14.25,
+        compile_s=6.5 if speed > 1.1 else None,
+        parity=parity,
+        loss=curve(off, seed, tokens, 8.0, 3.2),
+        grad_norm=grads,
+    )
+
+
+def absent(name: str, status: str, reasons: tuple[str, ...]) -> Variant:
+    """A variant without numbers."""
+    return Variant(
+        name=name,
+        status=status,  # type: ignore[arg-type]
+        reasons=reasons,
+        differs={"parallelism.tensor_parallel_degree": 3},
+        ranks=4,
+        layout={"tp": 3},
+        tokens_per_step=16_384,
+        runs=(),
+        tps=None,
+        ratio=None,
+        step_s=None,
+        memory_gib=None,
+        mfu=None,
+        time_shares={},
+        exposed_communication=None,
+        sent_bytes={},
+        sent_note="",
+        startup_s=None,
+        compile_s=None,
+        parity=Parity("not judged", "It has no run."),
+        loss=None,
+        grad_norm=None,
+    )
+
+
+def sample() -> Report:
+    """Four variants that ran and have a parity verdict, one not judged, one that failed, one that
+    cannot run."""
+    same = Parity(
+        "same",
+        "Every loss is within the tolerance, which is ten times what bfloat16 rounds by.",
+        Difference(2e-6, 10, 2.4e-3),
+        Difference(2e-5, 10, 7.3e-2),
+    )
+    seeds = Parity(
+        "within seeds",
+        "Other samples, so only the ends of the curves are compared: seeds differ by 0.012.",
+        Difference(0.019, 76, 0.0),
+    )
+    differs = Parity(
+        "differs", "The loss is off by 6e-4 in the first step.", Difference(6e-4, 1, 2.4e-4)
+    )
+    degree = "parallelism.tensor_parallel_degree"
+    return Report(
+        title="Four devices, a 1B model: <which> layout & precision?",
+        description="One recipe, six ways to lay it out; 100 steps of 16,384 tokens on C4.",
+        created="2026-03-14T15:09:26+01:00",
+        command="torchtitan compare study.toml --out 'comparison <1>'",
+        machine={
+            "device": "NVIDIA H200",
+            "devices": 4,
+            "platform": "Linux-6.8-x86_64",
+            "torch": "2.13.0",
+            "torchtitan": "0.1.0",
+        },
+        conditions={
+            "rounds": 3,
+            "steps": 100,
+            "warm-up": "10 steps left out",
+            "seeds": [0],
+            "recipe": "train_configs/llama3_1b.toml",
+        },
+        baseline="fsdp",
+        variants=(
+            ran(
+                "fsdp",
+                1.0,
+                Parity("baseline", "What the others are compared with."),
+                differs={degree: 1, "compile.enable": False},
+            ),
+            ran(
+                UNICODE,
+                1.18,
+                same,
+                off=2e-5,
+                differs={degree: 2, "compile.enable": True},
+                layout={"dp_shard": 2, "tp": 2},
+            ),
+            ran(
+                LONG,
+                1.04,
+                seeds,
+                off=5e-3,
+                differs={degree: 1, "compile.enable": True},
+                tokens=32_768,
+                seed=5,
+            ),
+            ran(
+                HOSTILE,
+                1.41,
+                differs,
+                off=0.06,
+                differs={degree: 1, "compile.enable": False, "convert": [{"name": "<float8>"}]},
+            ),
+            ran(
+                "exact",
+                0.97,
+                Parity("not judged", "The study has [parity] enable = false for it."),
+                rounds=1,
+            ),
+            absent(
+                "tp 3",
+                "cannot run",
+                (f"{degree}: 3 does not divide the 8 key/value heads of llama3 1B; use 1, 2 or 4",),
+            ),
+            absent("too big", "failed", ("rank 2: out of memory in the backward of <step 1>",)),
+        ),
+        notes=(f"“{LONG[:20]}…” trains on batches twice as large.", "Speeds are of one machine."),
+    )

@@ -1,0 +1,94 @@
+"""The event log of each rank: how it started, what it sends, where its time goes."""
+
+import errno
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collectives import formulas
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import rows, train
+from torchtitan.history import History
+from torchtitan.metrics import EventLog
+from torchtitan.timeline import PHASES
+
+LAYOUTS = {
+    "FSDP 2": ({}, "fsdp", "dp_shard"),
+    "DDP 2": ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},)
+    + ("dp_replicate",) * 2,
+    "TP 2": ({"tensor_parallel_degree": 2}, "tp", "tp"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_tells_its_start_its_traffic_and_its_phases(name: str, tmp_path: Path) -> None:
+    degrees, axis, told = LAYOUTS[name]
+    job = tiny.job(tmp_path, parallelism=degrees, training={"local_batch_size": 4, "steps": 4})
+    run_ranks(train, 2, job)
+    logs = History.open(tmp_path).rank_events()
+    assert list(logs) == [0, 1]
+    for events in logs.values():
+        kinds = [event["event"] for event in events]
+        assert kinds == ["steps", "start", "steps", "traffic", "steps", "steps", "end"]
+        start = events[1]
+        assert start["before_first_step_s"] > 0
+        assert start["first_step_s"] > 0
+        assert start["compile_s"] == 0
+        for event in events[2], events[4], events[5]:
+            assert {"data", "forward", "backward", "clip", "agree", "optimizer"} <= set(
+                event["wall"]
+            )
+            assert set(event["wall"]) <= {*PHASES, "report", "profiling"}
+            assert event["busy"].keys() == event["wall"].keys()
+        assert events[-1]["stopped_by"] is None
+    # What was recorded is what the formulas ask for, and the few numbers that all ranks agree on.
+    asked = sum(one.sent(2) for one in formulas(job, 2) if one.axis == axis)
+    sent = logs[0][3][f"sent/{told}"]
+    assert asked > 100_000 or name == "TP 2"
+    assert asked <= sent <= asked + 500
+
+
+def test_reports_name_the_slowest_rank(tmp_path: Path) -> None:
+    run_ranks(train, 2, tiny.job(tmp_path, training={"steps": 2}))
+    for row in (row for row in rows(tmp_path) if "tps" in row):
+        phases = sum(row[f"time/{name}"] for name in PHASES if f"time/{name}" in row)
+        # The mean over ranks is no more than the worst of them, and there is no gap.
+        assert phases == pytest.approx(row["step_time"], rel=0.2)
+        assert row["slowest/forward"] in (0, 1)
+        assert row["slowest/forward_pct"] >= 0
+
+
+def test_without_events_there_are_none(tmp_path: Path) -> None:
+    run_ranks(train, 1, tiny.job(tmp_path, training={"steps": 2}, metrics={"save_events": False}))
+    assert not (tmp_path / "events").exists()
+
+
+def test_a_disk_that_fails_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events", 3)
+    log.write(1, "start", seconds=2.5)
+
+    def full(data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full:
+        write = staticmethod(full)
+        close = staticmethod(lambda: None)
+
+    assert log.file is not None
+    log.file.close()
+    log.file = Full()  # type: ignore[assignment]
+    with caplog.at_level(logging.ERROR, "torchtitan"):
+        log.write(2, "steps")
+        log.write(3, "steps")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/events/rank3.jsonl: No space left on device; no more events are written"
+    ]
+    (line,) = (tmp_path / "events/rank3.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert (event["step"], event["event"], event["seconds"]) == (1, "start", 2.5)
+    log.close()
