@@ -140,8 +140,9 @@ class Recorder:
         while not self._over.wait(PACE):
             top, now = sys._current_frames()[main], time.monotonic()
             if select.select([self._signals], [], [], 0)[0]:
-                os.read(self._signals, 1)
-                told_at, told_in = now, self.notes
+                # SIGPROF asks for a trace of torch's profiler, and the run goes on.
+                if os.read(self._signals, 1)[0] != signal.SIGPROF:
+                    told_at, told_in = now, self.notes
             elif told_in == self.notes and now - told_at > PATIENCE:
                 frames = list(traceback.walk_stack(top))
                 self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)

@@ -128,8 +128,9 @@ def sent_by_group(collectives: Sequence[Collective]) -> dict[str, int]:
         if one.is_p2p:
             size = float(one.bytes_in) if one.operation == "send" else 0.0
         elif ranks:
+            # Of an all-gather gloo does not always tell the whole, but each rank gives a part.
+            whole = one.bytes_in * (ranks if one.operation == "all_gather" else 1)
             times = 2 if one.operation == "all_reduce" else 1
-            whole = max(one.bytes_in, one.bytes_out)
             size = times * whole * (ranks - 1) / ranks
         else:
             continue
