@@ -95,12 +95,14 @@ def compare_folders(
     """Compare runs that exist; the same report, of what they left.
 
     Raises:
-        RecipeError: where a folder has no run, or two have one name.
+        ConfigError: where a folder has no run.
     """
-    candidates = [of_folder(folder, warmup) for folder in folders]
-    names = [each.name for each in candidates]
+    if len(folders) < 2:
+        raise RecipeError([f"{folders[0]}: is one run; wanted two or more to compare"])
+    names = [folder.name for folder in folders]
     if len({slug(name) for name in names}) < len(names):
-        raise RecipeError([f"got runs {', '.join(names)}; wanted folders with different names"])
+        names = [str(folder) for folder in folders]
+    candidates = [of_folder(*pair, warmup) for pair in zip(names, folders, strict=True)]
     if baseline is not None and baseline not in names:
         raise RecipeError([f"--baseline: got {baseline}; allowed: {', '.join(names)}"])
     found = report(

@@ -22,10 +22,13 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import of_step
 from torchtitan.provenance import RECIPE_FILE
+from torchtitan.timeline import PHASES, REST
 
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Keys, by how they begin, that tell nothing about how a run trains."""
 DATA = ("data.", "debug.seed", "training.seq_len")
+SMALL = 1e-3
+"""A pause that takes no more of the time is not told by itself."""
 MACHINE = ("device", "platform", "torchtitan", "git_commit", "torch", "python")
 
 
@@ -50,7 +53,7 @@ class Candidate:
         return {"ranks": self.ranks} | {k: v for k, v in told if not k.startswith(NO_DIFFERENCE)}
 
 
-def of_folder(folder: Path, warmup: int) -> Candidate:
+def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
     """A run that exists, whoever made it."""
     history = History.open(folder)
     ranks = int(history.environment.get("ranks", 1))
@@ -61,10 +64,10 @@ def of_folder(folder: Path, warmup: int) -> Candidate:
     except CannotRun as error:
         reasons = tuple(error.lines)
     if not history.reports:
-        return Candidate(str(folder), job, ranks, "failed", ("it ended before its first report",))
+        return Candidate(name, job, ranks, "failed", ("it ended before its first report",))
     seed = job.debug.seed if job else 0
     run = Measured(folder, 1, seed, warmup, None)
-    return Candidate(folder.name, job, ranks, "ran", reasons, (run,))
+    return Candidate(name, job, ranks, "ran", reasons, (run,))
 
 
 def report(
@@ -149,6 +152,9 @@ def _shares(runs: Sequence[Measured]) -> dict[str, float]:
         for name, each in run.seconds_by_phase().items():
             seconds[name] = seconds.get(name, 0.0) + each
     total = sum(seconds.values())
+    for name in [name for name in seconds if name not in PHASES]:
+        if seconds[name] < SMALL * total:
+            seconds[REST] = seconds.get(REST, 0.0) + seconds.pop(name)
     return {name: each / total for name, each in seconds.items()} if total else {}
 
 

@@ -179,6 +179,9 @@ def of_recipes(
     Raises:
         RecipeError: where there is nothing to compare, or a variation is not of that form.
     """
+    if not paths and not variations:
+        wanted = "a study, recipes, a recipe and --vary, or folders of runs"
+        raise RecipeError([f"compare: got nothing to compare; wanted {wanted}"])
     conditions = _changed(Conditions(), changes)
     choices = [list(_choices(variation)) for variation in variations]
     plans = []
