@@ -59,7 +59,9 @@ DEBUG_RECIPE = "train_configs/debug_model.toml"
 NOT_RUN = {
     "README.md": ["needs Slurm"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
+    "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
+    "profiling.md": ["needs a run that goes on"],
 }
 
 # What a command is made small by; more than this many steps become this many.

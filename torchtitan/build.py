@@ -22,9 +22,10 @@ from torchtitan.optim import Optimizers, learning_rate_factor, open_optimizers
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
 from torchtitan.parallel.tensor import settle
 from torchtitan.precision import PrecisionWatch
-from torchtitan.profiling import Profiler
+from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
 from torchtitan.startup import Startup
+from torchtitan.statistics import Statistics
 from torchtitan.timeline import Timeline
 from torchtitan.validate import Validator
 
@@ -52,6 +53,7 @@ class Run:
     replicas: Replicas
     validator: Validator
     precision: PrecisionWatch
+    statistics: Statistics
     timeline: Timeline
     meter: Meter
     profiler: Profiler
@@ -122,9 +124,17 @@ def build(job: JobConfig, world: World) -> Run:
         replicas=open_replicas(job, world, data, live),
         validator=Validator(job.validation, validation_data, alone, tokenizer, model, world),
         precision=PrecisionWatch(job.metrics.precision_freq, job.convert, model, world),
+        statistics=open_statistics(job, model, optimizers, world),
         timeline=timeline,
         meter=build_meter(job, world, folder, timeline),
-        profiler=Profiler(job.profiling, folder, world.rank, world.device),
+        profiler=Profiler(
+            job.profiling,
+            folder,
+            world.rank,
+            world.device,
+            timeline,
+            Evidence(world.device, timeline, optimizers, job.flat()),
+        ),
         stop=StopSignal(),
     )
 
@@ -144,6 +154,22 @@ def open_replicas(job: JobConfig, world: World, data: DataStream, live: Live) ->
         recipe={f"[{section}]": tree[section] for section in SAME_RECIPE}
         | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": world.size},
     )
+
+
+def open_statistics(
+    job: JobConfig, model: ParallelModel, optimizers: Optimizers, world: World
+) -> Statistics:
+    """What measures the layers, as the recipe has it."""
+    spec, chosen = MODELS[job.model.name], job.parallelism
+
+    def copies(name: str) -> int:
+        is_logits = spec.tensor_plan.get(name) == "logits"
+        whole = chosen.disable_loss_parallel if is_logits else chosen.disable_sequence_parallel
+        return world.degrees.tp if whole else 1
+
+    units = {name for part in model.parts for unit in stages.units(spec, part) for name in unit}
+    freq = job.metrics.statistics_freq
+    return Statistics(freq, model, optimizers, world, units, copies)
 
 
 def choice(job: JobConfig) -> Choice:
@@ -249,6 +275,7 @@ def build_meter(job: JobConfig, world: World, folder: Path, timeline: Timeline) 
         gather=world.table if world.size > 1 else None,
         timeline=timeline,
         events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
+        straggler_pct=job.metrics.straggler_pct,
     )
 
 

@@ -1,7 +1,6 @@
-"""`torchtitan`: train, check, verify-parallelism, migrate, trace, checkpoint, tokenizer."""
+"""`torchtitan`: train, check, verify-parallelism, generate, trace, checkpoint and other verbs."""
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -12,13 +11,15 @@ from pathlib import Path
 from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.weights import convert
 from torchtitan.checks import load_job, remarks, smallest_world
-from torchtitan.compare import FORMS, compare, compare_folders
+from torchtitan.compare import FORMS, compare, compare_folders, foresee
 from torchtitan.compare import read as read_study
 from torchtitan.compare import summary as summary_of_study
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.data import DATASETS, train_tokenizer
 from torchtitan.device import pick
 from torchtitan.evaluation import commands
+from torchtitan.evaluation.opening import import_modules
+from torchtitan.explain import commands as explain_commands
 from torchtitan.flight import read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, on_terminal
@@ -182,11 +183,7 @@ def diff_checkpoints_verb(arguments: argparse.Namespace, flags: Sequence[str]) -
 
 def convert_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> None:
     """Write weights in another format: a checkpoint of ours, Hugging Face's, or Meta's."""
-    for name in arguments.imports:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"--imports: got {name}; it cannot be imported: {error}") from None
+    import_modules(arguments.imports, "--imports")
     wishes = convert.Wishes(
         source_format=arguments.source_format,
         target_format=arguments.target_format,
@@ -218,7 +215,7 @@ def compare_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     folders = [path for path in paths if path.is_dir()]
     if folders:
         if len(folders) < len(paths) or arguments.vary or flags:
-            raise ConfigError(f"{folders[0]}: is a folder; runs that exist are compared as they are")
+            raise ConfigError(f"{folders[0]}: is a folder; runs are compared as they are")
         output = Path(arguments.output or "outputs/studies/of_runs")
         warmup = 5 if arguments.warmup_steps is None else arguments.warmup_steps
         report = compare_folders(folders, arguments.baseline, output, warmup)
@@ -226,7 +223,14 @@ def compare_verb(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         names = ("ranks", "baseline", "rounds", "warmup_steps", "steps", "seeds", "launcher")
         changes = {name: getattr(arguments, name) for name in (*names, "trace", "output")}
         study = read_study(paths, arguments.vary, flags, **changes)
-        output, report = study.output, compare(study)
+        if arguments.check:
+            print(*foresee(study), sep="\n")
+            return 0
+        try:
+            output, report = study.output, compare(study)
+        except KeyboardInterrupt:
+            print(f"stopped; the same command goes on with what is left ({study.output})")
+            return 130
     print(*summary_of_study(report), *(output / f"report.{form}" for form in FORMS), sep="\n")
     return 0 if report.ran and all(each.status != "failed" for each in report.variants) else 1
 
@@ -294,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-trace", dest="trace", action="store_const", const=False, help="trace no step"
     )
     verb.add_argument("--output", help="folder of the runs and the report")
+    verb.add_argument("--check", action="store_true", help="say what would run; start nothing")
     verb.set_defaults(verb=compare_verb)
 
     verb = add(verbs, "migrate", migrate_verb.__doc__)
@@ -314,6 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.set_defaults(verb=watch_verb)
 
     commands.add_verbs(partial(add, verbs))
+    explain_commands.add_verbs(partial(add, verbs))
 
     group = add(verbs, "checkpoint", "look at checkpoints")
     of_checkpoint = group.add_subparsers(required=True, metavar="VERB")

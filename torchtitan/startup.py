@@ -58,4 +58,8 @@ class Startup:
         # An axis over all ranks shares their group with what is for all of them.
         names = {"all": used[0]} if len(used) == 1 else {}
         sent = sent_by_group(of_step)
-        return {f"sent/{names.get(group, group)}": size for group, size in sent.items()}
+        told: dict[str, Any] = {
+            f"sent/{names.get(group, group)}": size for group, size in sent.items()
+        }
+        # Gloo records none.
+        return told | {"messages": sum(one.is_p2p for one in of_step)}

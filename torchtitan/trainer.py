@@ -127,19 +127,26 @@ class Trainer:
         with run.timeline.phase("agree"):
             loss = world.sum(share, over="loss")
             run.replicas.sum([loss, *run.optimizers.gradients()])
+        statistics: dict[str, float] = {}
+        if run.statistics.is_due(state.step):
+            with run.timeline.pause("statistics"):
+                statistics = run.statistics.measure(batches)
         with run.timeline.phase("clip"):
             grad_norm = run.optimizers.clip(run.job.training.max_norm, run.replicas.max)
-        wishes = (run.stop.requested, run.checkpoint.is_busy)
+        wishes = (run.stop.requested, run.checkpoint.is_busy, run.profiler.wish())
         flags = (torch.full_like(loss, float(wish)) for wish in wishes)
 
         # The one wait for the device in a step: all ranks read the same numbers, to the bit, so
         # they decide alike whether to apply the update and whether to go on.
         with run.timeline.phase("agree"):
             verdict = highest_of_all_ranks(world, loss, grad_norm, tokens, *flags)
-        highest_loss, highest_norm, count, stop, busy = verdict
+        highest_loss, highest_norm, count, stop, busy, traced = verdict
+        run.profiler.agree(int(traced))
         if not run.replicas.agree():
             state.step -= 1
             return bool(stop)
+        if statistics:
+            run.meter.measured(state.step, "statistics", **statistics)
         skip = judge(run.job.spikes, state.history, loss=highest_loss, grad_norm=highest_norm)
         if skip is None:
             self.wait_for_weights()

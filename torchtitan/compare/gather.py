@@ -164,7 +164,7 @@ def _sent(each: Candidate) -> tuple[dict[str, float], str]:
         return {}, ""
     sent, note = each.runs[0].sent
     job = each.job
-    if note or job is None or job.degrees(each.ranks).pp == 1 or "pp" in sent:
+    if note or job is None or job.degrees(each.ranks).pp == 1 or each.runs[0].has_messages:
         return sent, note
     if job.convert:
         return sent, "between stages: not known, as gloo records no messages"
@@ -173,7 +173,7 @@ def _sent(each: Candidate) -> tuple[dict[str, float], str]:
     model = build_empty(spec.build, args, layout.seq_len)
     traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
     between = sum(one.sent(degrees.pp) for one in traffic if one.axis == "pp")
-    return sent | {"pp": between}, "between stages: by formula, as gloo records no messages"
+    return sent | {"pp": sent.get("pp", 0.0) + between}, "between stages: by formula, as gloo records no messages"
 
 
 def _parity(each: Candidate, base: Candidate) -> Parity:

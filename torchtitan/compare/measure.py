@@ -94,6 +94,11 @@ class Measured:
         return seconds or None
 
     @property
+    def has_messages(self) -> bool:
+        """Whether sends and receives were recorded; gloo does not."""
+        return bool(self._event("traffic").get("messages"))
+
+    @property
     def sent(self) -> tuple[dict[str, float], str]:
         """Bytes that rank 0 sends in a step, by axis; and why there are none."""
         event = self._event("traffic")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config import ConfigError
+from torchtitan.data.token_bytes import byte_counts
 
 
 class Tokenizer(Protocol):
@@ -35,6 +36,13 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`; special tokens are written by name."""
 
+    def byte_counts(self) -> list[int]:
+        """How many bytes of text each id stands for; those of special tokens stand for none.
+
+        Raises:
+            BytesUnknown: where they would not add up to the bytes of every text.
+        """
+
 
 class ByteTokenizer:
     """One token per UTF-8 byte, and two special tokens: needs no file and knows every text."""
@@ -50,6 +58,9 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         names = {self.bos: b"<|begin_of_text|>", self.eos: b"<|end_of_text|>"}
         return b"".join(names.get(t) or bytes([t]) for t in tokens).decode(errors="replace")
+
+    def byte_counts(self) -> list[int]:
+        return [1] * 256 + [0, 0]
 
 
 class TiktokenTokenizer:
@@ -91,7 +102,7 @@ class TiktokenTokenizer:
         import tiktoken
 
         content = path.read_bytes()
-        ranks = _tiktoken_ranks(path, content)
+        self._ranks = ranks = _tiktoken_ranks(path, content)
         reserved = self.special_token_count - len(self.named_special_tokens)
         specials = [
             *self.named_special_tokens,
@@ -114,6 +125,12 @@ class TiktokenTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._encoding.decode(list(tokens))
+
+    def byte_counts(self) -> list[int]:
+        counts = [0] * self.vocab_size
+        for token, number in self._ranks.items():
+            counts[number] = len(token)
+        return counts
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
@@ -193,6 +210,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def byte_counts(self) -> list[int]:
+        return byte_counts(self._tokenizer.to_str(), self.vocab_size)
 
 
 def _declared_special_tokens(folder: Path) -> dict[str, Any]:

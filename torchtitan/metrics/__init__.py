@@ -48,9 +48,21 @@ class MetricsConfig(Config):
         description="Report underflow, saturation and scale of each converted layer every this "
         "many steps, by one microbatch more; 0: never.",
     )
+    statistics_freq: int = Field(
+        0,
+        ge=0,
+        description="Report rms, largest value, mean, zeros and what is not finite of activations, "
+        "gradients and weights of each layer every this many steps, by one forward pass more; 0: "
+        "never.",
+    )
+    straggler_pct: float = Field(
+        10.0,
+        ge=0,
+        description="Warn of a rank that in several reports in a row works longer in a phase than "
+        "the median rank by more than this percent of the time of a step; 0: never.",
+    )
     run_name: str | None = Field(
         None,
-        min_length=1,
         description="What the run is called, in Weights & Biases and the like; absent: as its "
         "dump folder.",
     )

@@ -41,6 +41,7 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.sinks import Metrics, Sink, Value
+from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, worked
 from torchtitan.timeline import PHASES, Spent, Timeline
 
 Number = Tensor | float | int
@@ -50,9 +51,6 @@ COUNTED = ("tokens", "skipped")
 
 # Weight of the newest row in the smoothed time a step that the ETA is made from.
 SMOOTHING = 0.3
-
-# Of ranks that their collectives keep in step, these tell which has more to do.
-WORK = ("data", "forward", "backward", "optimizer")
 
 
 class Meter:
@@ -81,6 +79,7 @@ class Meter:
         gather: Callable[[Tensor], Tensor] | None = None,
         timeline: Timeline | None = None,
         events: EventLog | None = None,
+        straggler_pct: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sinks = sinks
@@ -90,6 +89,8 @@ class Meter:
         self.rank, self.gather, self.clock = rank, gather, clock
         self.timeline = timeline or Timeline(device, clock)
         self.events = events or EventLog(None, rank)
+        self.stragglers = StragglerWatch(straggler_pct)
+        self._late: list[Straggler] = []
         self.resume(start_step, start_tokens)
 
         self._values: dict[str, Number] = {}
@@ -103,6 +104,8 @@ class Meter:
         self._peak_memory = 0.0
         self._best_validation = math.inf
         self._stopped_by: str | None = "a failed start"
+        self._opened: set[int] = set()
+        self._failed: dict[int, str] = {}
         self._open = ExitStack()
 
     def resume(self, step: int, tokens: int) -> None:
@@ -115,9 +118,12 @@ class Meter:
             logger.info("%s", self._describe())
         self._begin = self.clock()
         with ExitStack() as opened:
-            for sink in self.sinks:
-                sink.open(self.start_step)
+            # The console closes last, as it opens last, and tells which of the others failed.
+            for sink in reversed(self.sinks):
                 opened.callback(self._close, sink)
+            for sink in self.sinks:
+                self._opened.add(id(sink))
+                self._ask(sink, "open", self.start_step)
             self._open = opened.pop_all()
         self._stopped_by = None
         self.device.reset_memory_peak()
@@ -173,6 +179,10 @@ class Meter:
         self._write(step, {"event": kind, **details})
         self.events.write(step, kind, **details)
 
+    def measured(self, step: int, kind: str, **values: Value) -> None:
+        """Write what was measured of all ranks together, as a row of its own; no rank's event."""
+        self._write(step, {"event": kind, **values})
+
     def go_on_after(self, step: int, tokens: int) -> None:
         """Go on after another `step` than the last; the summary counts what this process did."""
         if self._step > self._row_step:
@@ -182,7 +192,7 @@ class Meter:
         self._step = self._row_step = step
         self._tokens = tokens
         for sink in self.sinks:
-            sink.open(step)
+            self._ask(sink, "open", step)
 
     def summary(self) -> Metrics:
         """The run of this process as a whole, as far as it was logged."""
@@ -200,6 +210,7 @@ class Meter:
             "best_validation_loss": _finite(self._best_validation),
             "memory_gib": max(self._peak_memory, self.device.memory_peak()),
             "stopped_by": self._stopped_by,
+            "failed_sinks": ", ".join(self._failed.values()) or None,
         }
 
     def _write_row(self, notes: Metrics | None = None) -> None:
@@ -246,13 +257,42 @@ class Meter:
             busy={name: seconds.busy for name, seconds in spent.items()},
             memory_gib=self.device.memory_peak(),
         )
+        for late in self._late:
+            self._tell_late(late)
+
+    def _tell_late(self, late: Straggler) -> None:
+        if self.rank == 0:
+            logger.warning(
+                "step %d: rank %d is slow: in %s it works %.3g s a step longer than the median "
+                "rank, %.0f%% of a step",
+                *(self._step, late.rank, late.phase, late.seconds, late.percent),
+            )
+        self.event(self._step, "straggler", **late._asdict())
 
     def _close(self, sink: Sink) -> None:
-        sink.close(self.summary())
+        if id(sink) in self._opened:
+            self._ask(sink, "close", self.summary())
 
     def _write(self, step: int, row: Metrics) -> None:
         for sink in self.sinks:
-            sink.write(step, row)
+            self._ask(sink, "write", step, row)
+
+    def _ask(self, sink: Sink, what: str, *arguments: object) -> None:
+        """Have a sink open, write or close; one that fails does not end the run, but is named.
+
+        From then on it is left out, and only asked to close.
+        """
+        if id(sink) in self._failed and what != "close":
+            return
+        try:
+            getattr(sink, what)(*arguments)
+        except Exception as error:
+            if id(sink) in self._failed:
+                return
+            name, why = type(sink).__name__, " ".join(f"{type(error).__name__}: {error}".split())
+            self._failed[id(sink)] = f"{name} (at step {self._step}: {why})"
+            told = "%s failed to %s at step %d: %s; the run goes on without it"
+            logger.error(told, name, what, self._step, why, exc_info=error)
 
     def _transfer(self) -> dict[str, float]:
         """All recorded values on the host, by one transfer, which waits for the device."""
@@ -281,7 +321,11 @@ class Meter:
             "data_pct": 100 * waited / step_time if step_time else 0.0,
         }
         walls, busy = zip(
-            *((each.wall / steps, each.busy / steps) for each in in_phases), strict=True
+            *(
+                (each.wall / steps, worked(name, each) / steps)
+                for name, each in zip(PHASES, in_phases, strict=True)
+            ),
+            strict=True,
         )
         table = [[*own.values(), *walls, *busy]]
         if self.gather is not None:
@@ -294,8 +338,10 @@ class Meter:
         worst |= {f"time/{name}": each for name, each in zip(PHASES, mean, strict=False) if each}
         if self.gather is None:
             return worst, {}
-        worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=True))
-        return worst | _slowest(worked), {f"rank_{name}": value for name, value in own.items()}
+        all_worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=True))
+        work = {phase: all_worked[phase] for phase in WORK}
+        self._late = self.stragglers.look(work, worst["step_time"])
+        return worst | _slowest(work), {f"rank_{name}": value for name, value in own.items()}
 
     def _mfu(self, tps: float | None) -> float | None:
         if tps is None or self.peak_flops is None:
@@ -316,13 +362,13 @@ class Meter:
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"
 
 
-def _slowest(worked: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _slowest(work: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The rank that worked longest in each phase, and by how much; from seconds of each rank."""
     found: dict[str, float] = {}
-    for phase in WORK:
-        longest, middle = max(worked[phase]), statistics.median_low(worked[phase])
+    for phase, seconds in work.items():
+        longest, middle = max(seconds), statistics.median_low(seconds)
         if middle > 0:
-            found[f"slowest/{phase}"] = worked[phase].index(longest)
+            found[f"slowest/{phase}"] = seconds.index(longest)
             found[f"slowest/{phase}_pct"] = 100 * (longest / middle - 1)
     return found
 

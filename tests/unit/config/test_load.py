@@ -130,6 +130,10 @@ def test_every_boolean_switches_both_ways() -> None:
         ("--compile.components loss model", "compile.components", ["loss", "model"]),
         ("--compile.components loss,model", "compile.components", ["loss", "model"]),
         ("--checkpoint.exclude_from_loading=", "checkpoint.exclude_from_loading", []),
+        # One, or a list.
+        ("--validation.dataset c4", "validation.dataset", "c4"),
+        ("--validation.dataset c4 text", "validation.dataset", ["c4", "text"]),
+        ("--validation.dataset c4,text", "validation.dataset", ["c4", "text"]),
         # A name that begins like a negation.
         (
             "--optimizer.no-weight-decay-on norms",

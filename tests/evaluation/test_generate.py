@@ -1,0 +1,326 @@
+"""Samples are what the full network would give, however they are computed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import small_weights, tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.small_weights import SEQ_LEN, SPEC
+from torchtitan import cli
+from torchtitan.evaluation import generate as generating
+from torchtitan.evaluation.cache import cached
+from torchtitan.evaluation.generate import Row, go_on, read
+from torchtitan.evaluation.layout import Model, open_model, padded
+from torchtitan.evaluation.opening import Place, Subject, open_subject
+from torchtitan.evaluation.sampling import Sampling, choose, generator_of
+from torchtitan.models import MODELS
+from torchtitan.models.attention import SelfAttention, causal_attention
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]
+RECIPE = {"model.tokenizer_path": None}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+def checkpoint(folder: Path, flavor: str = "plain") -> Path:
+    return small_weights.saved(folder / "ours", flavor, RECIPE)
+
+
+def subject_of(path: Path) -> Subject:
+    """Nothing ends a text, so that all samples are as long as wanted."""
+    return open_subject(Place(path))._replace(ends=frozenset())
+
+
+def rows(prompts: Sequence[Sequence[int]]) -> list[Row]:
+    return [Row(prompt, generator_of(0, n)) for n, prompt in enumerate(prompts)]
+
+
+def gone_on(model: Model, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY) -> list[Row]:
+    asked = rows(prompts)
+    go_on(model, asked, 12, how)
+    return asked
+
+
+def without_cache(model: Model, prompt: Sequence[int], count: int) -> list[int]:
+    """The likeliest tokens, each by a forward over all before it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = model.logits(torch.tensor([tokens]))[0, -1, : model.vocabulary]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("at_a_time", [512, 7])
+@pytest.mark.parametrize("flavor", ["plain", "both"])
+def test_cache_changes_nothing(
+    flavor: str, at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generating, "AT_A_TIME", at_a_time)
+    with open_model(subject_of(checkpoint(tmp_path, flavor)), 64, torch.float32) as model:
+        whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
+        with cached(model.network, 64) as cache:
+            torch.testing.assert_close(
+                read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
+            )
+        found = gone_on(model, PROMPTS)
+        for prompt, row in zip(PROMPTS, found, strict=True):
+            assert row.tokens == without_cache(model, prompt, 12)
+            assert row.ended == "length"
+
+
+def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
+    tmp_path: Path,
+) -> None:
+    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
+        seen: list[Tensor] = []
+        sizes: list[int] = []
+
+        def note(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            sizes.append(inputs[0].shape[1])
+            seen.append(output[:, -1])
+
+        hook = model.network.register_forward_hook(note)
+        [row] = gone_on(model, PROMPTS[:1])
+        hook.remove()
+        assert sizes == [len(PROMPTS[0]), *[1] * 11]
+        whole = model.logits(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))[0]
+        torch.testing.assert_close(torch.cat(seen), whole[-12:], atol=1e-5, rtol=0)
+        cores = [m.core for m in model.network.modules() if isinstance(m, SelfAttention)]
+        assert cores == [causal_attention] * 3  # and the cache is gone
+
+
+def test_a_row_knows_nothing_of_the_others(tmp_path: Path) -> None:
+    how = Sampling(temperature=0.9, top_k=40, top_p=0.9)
+    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
+        together = [row.tokens for row in gone_on(model, PROMPTS, how)]
+        for number, prompt in enumerate(PROMPTS):
+            alone = Row(prompt, generator_of(0, number))
+            go_on(model, [alone], 12, how)
+            assert alone.tokens == together[number]
+
+
+def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
+    subject = subject_of(checkpoint(tmp_path))
+    with open_model(subject, 64, torch.float32) as model:
+        first, *others = (row.tokens for row in gone_on(model, PROMPTS))
+        end = next(token for token in first if all(token not in other for other in others))
+        model.subject = subject._replace(ends=frozenset({end}))
+        ended, *rest = gone_on(model, PROMPTS)
+    assert (ended.tokens, ended.ended) == (first[: first.index(end)], "end of text")
+    assert [row.tokens for row in rest] == others
+
+
+def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
+    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
+        asked = rows(PROMPTS)
+        go_on(model, asked, 12, GREEDY, is_enough=lambda row: len(row.tokens) == len(row.prompt))
+    assert [len(row.tokens) for row in asked] == [12, 1, 6]
+    assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_tensor_parallelism_changes_nothing(flavor: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, flavor)
+    [(logits, tokens, sampled)] = run_ranks(measured, 1, path)
+    found = run_ranks(measured, 2, path)
+    for theirs in found:
+        torch.testing.assert_close(theirs[0], logits, atol=1e-5, rtol=0)
+        assert theirs[1:] == (tokens, sampled)
+
+
+def measured(path: Path) -> tuple[Tensor, list[list[int]], list[list[int]]]:
+    """Logits, the likeliest tokens, and some that were drawn."""
+    with open_model(subject_of(path), 64, torch.float32) as model:
+        drawn = gone_on(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
+        return (
+            model.logits(padded(PROMPTS, model.device)),
+            [row.tokens for row in gone_on(model, PROMPTS)],
+            [row.tokens for row in drawn],
+        )
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize("flavor", ["plain", "scaled", "tied"])
+def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint(tmp_path, flavor)
+    folder = small_weights.run(path, tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    with open_model(subject_of(path), 64, torch.float32) as model:
+        model.vocabulary = 300  # they draw from all of it
+        for prompt, row in zip(PROMPTS, gone_on(model, PROMPTS), strict=True):
+            expected = theirs.generate(torch.tensor([prompt]), **settings)[0]
+            assert row.tokens == expected[len(prompt) :].tolist()
+
+
+# --- choosing ---
+
+
+def drawn(logits: list[float], how: Sampling, count: int = 4000) -> Tensor:
+    """How often each token is chosen."""
+    numbers = torch.rand(count, generator=generator_of(1))
+    chosen = choose(torch.tensor(logits).expand(count, -1), numbers, how)
+    return torch.bincount(chosen, minlength=len(logits)) / count
+
+
+def test_tokens_are_drawn_by_their_probability() -> None:
+    logits = [1.0, 3.0, 2.0, -1.0]
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (torch.tensor(logits) / temperature).softmax(-1)
+        found = drawn(logits, Sampling(temperature))
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+def test_what_is_kept_of_the_likeliest() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    cases = {
+        Sampling(top_k=2): [0.625, 0.375, 0, 0],
+        Sampling(top_k=9): [0.5, 0.3, 0.15, 0.05],
+        Sampling(top_p=0.7): [0.625, 0.375, 0, 0],
+        Sampling(top_p=0.81): [0.5263, 0.3158, 0.1579, 0],
+        Sampling(top_p=0.01): [1, 0, 0, 0],
+        Sampling(top_p=0): [1, 0, 0, 0],
+        Sampling(top_k=3, top_p=0.6): [0.625, 0.375, 0, 0],
+        Sampling(temperature=0): [1, 0, 0, 0],
+    }
+    for how, expected in cases.items():
+        found, wanted = drawn(logits, how), torch.tensor(expected, dtype=torch.float32)
+        torch.testing.assert_close(found, wanted, atol=0.03, rtol=0)
+        assert torch.equal(found > 0, wanted > 0), how
+
+
+def test_the_largest_number_still_picks_a_token_that_is_kept() -> None:
+    logits = torch.randn(1, 1000, generator=generator_of(0))
+    almost = torch.tensor([1 - 2**-24])
+    kept = logits[0].topk(5).indices
+    assert choose(logits, almost, Sampling(top_k=5))[0] == kept[-1]
+
+
+# --- the command ---
+
+
+def results(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    assert cli.main(["generate", *words, "--json"]) == 0
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+def test_command_on_a_run_and_on_the_same_weights_elsewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny.job(tmp_path / "run", checkpoint={"enable": True}, training={"steps": 1})
+    run_ranks(train, 2, job)
+    capfd.readouterr()
+    words = ["--prompt", "def f(", "--prompt", "é", "--tokens", "5", "--samples", "2"]
+    run = str(tmp_path / "run")
+    found = results(capfd, run, *words)
+    assert [(one["prompt"], one["sample"]) for one in found] == [
+        *(("def f(", 1), ("def f(", 2)),
+        *(("é", 1), ("é", 2)),
+    ]
+    assert len({str(one["tokens"]) for one in found}) == 4
+    step = str(tmp_path / "run/checkpoint/step-1")
+    assert results(capfd, step, *words, "--batch-size", "1") == found
+    assert results(capfd, run, *words, "--tensor-parallel", "2") == found
+    assert results(capfd, run, *words, "--seed", "1") != found
+
+    hf = str(small_weights.run(tmp_path / "run", tmp_path / "hf"))
+    assert cli.main(["generate", hf, *words]) == 2
+    assert "no tokenizer lies in it; --tokenizer names one" in capfd.readouterr().err
+    assert results(capfd, hf, *words, "--tokenizer", "bytes") == found
+    meta = str(small_weights.run(tmp_path / "run", tmp_path / "meta", target_format="meta"))
+    given = ["--tokenizer", "bytes", "--model", "tiny", "--flavor", "tiny", *words]
+    assert results(capfd, meta, *given) == found
+
+
+def test_tokenizer_beside_weights_and_prompts_in_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    words = ["--vocab-size", "300", "--documents", "20", "--output", str(tokenizer)]
+    assert cli.main(["tokenizer", "train", *words]) == 0
+    recipe = {"model.tokenizer_path": str(tokenizer), "data.add_bos": True}
+    path = small_weights.saved(tmp_path / "ours", recipe=recipe)
+    hf = small_weights.run(path, tmp_path / "hf")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f(\n\n  import os\n")
+    capfd.readouterr()
+    words = ["--prompts-file", str(prompts), "--tokens", "6", "--temperature", "0"]
+    found = results(capfd, str(hf), *words)
+    assert [one["prompt"] for one in found] == ["def f(", "  import os"]
+    assert results(capfd, str(path), *words) == found
+    tokenizer.unlink()
+    assert results(capfd, str(hf), *words) == found  # it has its own
+
+
+def test_text_that_grows_is_the_text_that_is_printed_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(checkpoint(tmp_path)), "--prompt", "a", "--prompt", "b", "--tokens", "20"]
+    assert cli.main(["generate", *words, "--batch-size", "1"]) == 0
+    grown = capfd.readouterr()
+    assert cli.main(["generate", *words]) == 0
+    assert capfd.readouterr().out == grown.out
+    assert grown.out.startswith("=== prompt 1\na\n--- goes on\n")
+    assert "tokens/s" in grown.err
+
+
+def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(tmp_path)
+    [found] = results(capfd, str(path), "--tokens", str(SEQ_LEN), "--temperature", "0")
+    assert len(found["tokens"]) == SEQ_LEN  # type: ignore[arg-type]
+    with open_model(open_subject(Place(path)), SEQ_LEN + 1, torch.float32) as model:
+        assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
+    cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
+    told = capfd.readouterr().err
+    assert "the model was trained on sequences of 96 tokens, and these get up to 97" in told
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(tmp_path)
+    lost = small_weights.saved(tmp_path / "lost", recipe={"model.tokenizer_path": "gone.json"})
+    unsaid = small_weights.saved(tmp_path / "unsaid")
+    cases = {
+        (str(tmp_path / "nowhere"),): "nowhere: there is no such folder",
+        (str(path), "--tensor-parallel", "3"): (
+            "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads; use 1 or 2"
+        ),
+        (str(lost),): "no tokenizer at gone.json: there is neither such a file nor such a folder; "
+        "--tokenizer names another place",
+        (str(unsaid),): f"{unsaid}: it does not say its tokenizer; --tokenizer names it",
+        (str(path), "--prompts-file", "none.txt"): (
+            "--prompts-file: got none.txt; there is no such file"
+        ),
+        (str(path), "--imports", "not_there"): (
+            "--imports: got not_there; it cannot be imported: No module named 'not_there'"
+        ),
+    }
+    for words, message in cases.items():
+        assert cli.main(["generate", *words]) == 2
+        assert message in capsys.readouterr().err
+    for words in (["--top-p", "1.5"], ["--temperature", "-1"], ["--tokens", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["generate", str(path), *words])
+
+
+def test_a_weight_that_is_not_what_was_saved_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(tmp_path)
+    [file] = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
+    assert cli.main(["generate", str(path)]) == 2
+    assert "is not what was saved" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""How many bytes of text each token of a `tokenizer.json` stands for, where that can be known.
+
+The loss of a token depends on how long the tokens are, so models with different tokenizers are
+compared by their loss for each byte of text. For that the bytes of all tokens of a text have to add
+up to those of the text. They do in byte-level byte-pair encoding, which writes every byte as one
+character and loses none on the way; so it is checked here, step by step, that nothing is lost.
+A tokenizer that changes the text before it cuts it (Unicode normal forms, SentencePiece's blanks)
+has tokens that stand for more than one text, and for none of them is there a number.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+KEEPS_ALL = ("Split", "Digits", "Punctuation")
+"""Pre-tokenizers that only cut, unless their behavior is to remove what they cut at."""
+
+
+class BytesUnknown(ValueError):
+    """A tokenizer does not tell how many bytes its tokens stand for; the message says why."""
+
+
+def byte_counts(content: str, vocab_size: int) -> list[int]:
+    """Bytes of each token id of a `tokenizer.json`; special tokens, which no text has, stand for 0.
+
+    Raises:
+        BytesUnknown: where they do not add up to the bytes of every text.
+    """
+    description = json.loads(content)
+    if reason := next(_reasons(description), None):
+        raise BytesUnknown(reason)
+    counts = [0] * vocab_size
+    for token, number in description["model"]["vocab"].items():
+        counts[number] = len(token)  # a character is a byte
+    for added in description.get("added_tokens") or ():
+        counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return counts
+
+
+def _reasons(description: Mapping[str, Any]) -> Iterator[str]:
+    """Why bytes may be lost, or added, or be no bytes at all."""
+    model = description["model"]
+    if normalizer := description.get("normalizer"):
+        yield f"it changes the text first ({normalizer['type']})"
+    if model.get("type") != "BPE":
+        yield f"it is no byte-pair encoding ({model.get('type')})"
+        return
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            yield f"its tokens have marks of their own ({key})"
+    steps = list(_steps(description.get("pre_tokenizer")))
+    if [step["type"] for step in steps].count("ByteLevel") != 1:
+        yield "it does not work on bytes (no ByteLevel in pre_tokenizer)"
+        return
+    for step in steps:
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space", True):
+            yield "it adds a blank to a text (add_prefix_space)"
+        elif step.get("behavior") == "Removed":
+            yield f"it drops what it cuts at ({step['type']})"
+        elif step["type"] not in ("ByteLevel", *KEEPS_ALL):
+            yield f"what it does to blanks is not known here ({step['type']})"
+    if missing := sum(character not in model["vocab"] for character in alphabet()):
+        yield f"{missing} of the 256 bytes have no token"
+    for added in description.get("added_tokens") or ():
+        if not added["special"] and (added.get("lstrip") or added.get("rstrip")):
+            yield f"the token {added['content']!r} swallows blanks"
+
+
+def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if pre_tokenizer is None:
+        return
+    if pre_tokenizer["type"] == "Sequence":
+        for step in pre_tokenizer["pretokenizers"]:
+            yield from _steps(step)
+    else:
+        yield pre_tokenizer
+
+
+def alphabet() -> list[str]:
+    """The character by which byte-level encodings write each byte, as GPT-2 began it.
+
+    A byte that is a printable character of Latin-1 is written as it; the others follow from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

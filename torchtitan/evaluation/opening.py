@@ -1,0 +1,152 @@
+"""Finds out what there is to evaluate: weights, which network they are of, and the tokenizer.
+
+A checkpoint of ours says all of it, since it holds the recipe of its run. Beside weights from
+elsewhere lie a config file and the tokenizer's own. What neither says, a flag has to.
+"""
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan.checkpoint import inspect
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.weights.foreign import weights_of
+from torchtitan.checkpoint.weights.network import Network, named
+from torchtitan.checkpoint.weights.opening import OPEN, Verified, find_format
+from torchtitan.config import ConfigError
+from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.models import MODELS
+
+BYTES = "bytes"
+"""The tokenizer that is in no file."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is, and what is said of it beside."""
+
+    path: Path
+    """A run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights."""
+    model: str | None = None
+    flavor: str | None = None
+    tokenizer: str | None = None
+    """A file or folder, or BYTES; None: as the place says."""
+    format: str | None = None
+    """A key of OPEN; None: by the files."""
+    imports: tuple[str, ...] = ()
+    """Modules that add to MODELS."""
+
+
+class Subject(NamedTuple):
+    """What is evaluated; its weights are still on disk."""
+
+    source: TensorSource
+    network: Network
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """What stands before every text: BOS, where it did in training."""
+    ends: frozenset[int]
+    """Tokens that end a text."""
+    seq_len: int | None
+    """How long sequences were in training, where that is known."""
+    dtype: torch.dtype
+    """What it was computed in, or else what its weights are in."""
+
+
+def open_subject(place: Place) -> Subject:
+    """Find out what is at a place.
+
+    Raises:
+        ConfigError: where there is no such model, or something has to be said that is not.
+    """
+    import_modules(place.imports, "--imports")
+    kind = place.format or find_format(place.path)
+    subject = _open_ours(place) if kind == "ours" else _open_foreign(place, kind)
+    weights_of(subject.source, subject.network)
+    check_vocabulary(subject.tokenizer, subject.network.args.vocab_size)
+    return subject
+
+
+def _open_ours(place: Place) -> Subject:
+    path = inspect.find(place.path)[-1]
+    recipe = read_state(path, look_at(path))["recipe"]
+    import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
+    names = place.model or recipe["model.name"], place.flavor or recipe["model.flavor"]
+    source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
+    if place.tokenizer is None and key not in recipe:
+        raise ConfigError(f"{path}: it does not say its tokenizer; --tokenizer names it")
+    try:
+        tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(recipe[key])
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --tokenizer names another place") from None
+    computed = recipe.get("training.mixed_precision_param")
+    return Subject(
+        source,
+        named(path, MODELS, *names),
+        tokenizer,
+        _begin(tokenizer, recipe.get("data.add_bos", True)),
+        frozenset({tokenizer.eos}),
+        recipe.get("training.seq_len"),
+        getattr(torch, computed) if computed in DTYPES else _stored(source),
+    )
+
+
+def _open_foreign(place: Place, kind: str) -> Subject:
+    opened = OPEN[kind](place.path, place.model, place.flavor)
+    extras = opened.extras
+    if place.tokenizer is None and extras.tokenizer is None:
+        raise ConfigError(f"{place.path}: no tokenizer lies in it; --tokenizer names one")
+    tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(str(extras.tokenizer))
+    said = [extras.eos, (extras.generation or {}).get("eos_token_id")]
+    ends = {tokenizer.eos, *(number for one in said for number in _numbers(one))}
+    return Subject(
+        opened.source,
+        opened.network,
+        tokenizer,
+        _begin(tokenizer, True),
+        frozenset(ends),
+        extras.seq_len,
+        _stored(opened.source),
+    )
+
+
+def _tokenizer(place: Place) -> Tokenizer:
+    return load_tokenizer(None if place.tokenizer == BYTES else place.tokenizer)
+
+
+def _begin(tokenizer: Tokenizer, add_bos: bool) -> tuple[int, ...]:
+    return (tokenizer.bos,) if add_bos and tokenizer.bos is not None else ()
+
+
+def _numbers(said: Any) -> list[int]:
+    return said if isinstance(said, list) else [] if said is None else [said]
+
+
+def _stored(source: TensorSource) -> torch.dtype:
+    return next(kind[0] for name, kind in source.shapes().items() if name.startswith("model."))
+
+
+def check_weights(subject: Subject) -> None:
+    """Read every weight of a checkpoint of ours once, by the digest that it was saved with.
+
+    Raises:
+        Damaged: where one is not what was saved.
+    """
+    if isinstance(subject.source, Verified):
+        for name in subject.network.parameters():
+            subject.source.read(f"model.{name}")
+
+
+def import_modules(names: Iterable[str], where: str) -> None:
+    """Import modules that add to MODELS; `where` they are named."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None
