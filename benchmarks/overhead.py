@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py            # one process
     python benchmarks/overhead.py --ranks 2  # FSDP2 on two
+    python benchmarks/overhead.py --metrics  # what reporting costs, with every sink
 
 Both sides train the debug model from the same first weights on the same batches, 2,048 tokens a
 step, with clipping, fused AdamW and a learning rate schedule, without activation checkpointing.
@@ -13,6 +14,11 @@ ten steps.
 Speed: both live in one process and take turns, a block of steps each; the ratio is taken block by
 block, so that a machine that slows down slows both. Start and memory, on one process: each side in
 fresh processes of its own, in turns; ours is the command a user types.
+
+Reporting: the same trainer twice, with every sink (metrics.jsonl, the event log, TensorBoard,
+Weights & Biases offline, the console) and with a meter that does nothing. They take turns as above,
+but what is asked for is smaller than the noise of most machines. So the processor time is counted
+too, of the calls themselves and of the threads and processes that the sinks started.
 """
 
 import argparse
@@ -26,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -35,10 +42,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
+from processor_time import NoMeter, Spent, processor_of_children, processor_of_threads
 
 from torchtitan.build import Run, build
 from torchtitan.checks import load_job
 from torchtitan.device import pick
+from torchtitan.logging import configure
 from torchtitan.parallel import World, open_world
 from torchtitan.trainer import Trainer
 
@@ -129,6 +138,71 @@ def profile_step(steps: int = 20) -> dict[str, float]:
     return {name: round(1000 * value / steps, 2) for name, value in parts.items()}
 
 
+def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the metrics path costs: the ratio of both sides, and its own processor time."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+    seconds: dict[str, list[float]] = {"all sinks": [], "no meter": []}
+    costs: dict[str, list[float]] = {"calls": [], "calls, wall": [], "threads": [], "processes": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        words = [
+            *flags(folder, 1, 100_000),
+            "--metrics.enable_tensorboard",
+            "--metrics.enable_wandb",
+        ]
+        # A block holds one report.
+        words += ["--metrics.log_freq", str(arguments.steps)]
+        job = load_job(RECIPE, words, 1, pick().type).config
+        configure()
+        world = stack.enter_context(open_world(job.degrees(1), job.comm))
+        watched, bare = build(job, world), build(job, world)
+        # Two runs cannot have one event log and one metrics.jsonl, and this one has none of them.
+        bare.meter = NoMeter()  # type: ignore[assignment]
+        bare.timeline._note = lambda: None  # type: ignore[method-assign]
+        spent, before = Spent(), set(threading.enumerate())
+        for name in ("record", "flush"):
+            spent.watch(watched.meter, name)
+        spent.watch(watched.timeline, "_note")
+        steps = {
+            "no meter": stack.enter_context(ours(bare)),
+            "all sinks": stack.enter_context(ours(watched)),
+        }
+        threads = set(threading.enumerate()) - before
+
+        def now() -> list[float]:
+            others = processor_of_threads(threads), processor_of_children()
+            return [spent.processor, spent.wall, *others]
+
+        for block in range(-1, arguments.blocks):
+            for name in list(steps)[:: 1 if block % 2 else -1]:
+                costs_before, begin = now(), time.perf_counter()
+                for _ in range(arguments.steps):
+                    steps[name]()
+                taken = (time.perf_counter() - begin) / arguments.steps
+                if block >= 0:  # the first of each warms up
+                    seconds[name].append(taken)
+                if block >= 0 and name == "all sinks":
+                    for kind, then, at in zip(costs, costs_before, now(), strict=True):
+                        costs[kind].append(1000 * (at - then) / arguments.steps)
+    # The shortest, as a busy machine makes steps longer, but not the processor time in them.
+    shortest = 1000 * min(min(values) for values in seconds.values())
+    pairs = zip(seconds["no meter"], seconds["all sinks"], strict=True)
+    in_process = [a + b for a, b in zip(costs["calls"], costs["threads"], strict=True)]
+    return {
+        "what": "ratio: steps per second, all sinks / no meter, block by block; "
+        "percent: processor time of calls and threads, of the time of a step in the fastest block",
+        "ratio": spread([none / every for none, every in pairs]),
+        "percent_of_step": spread([100 * cost / shortest for cost in in_process]),
+        "milliseconds_of_step": {
+            "fastest block": round(shortest, 1),
+            **{name: spread([1000 * v for v in values]) for name, values in seconds.items()},
+        },
+        "milliseconds_a_step": {name: spread(values) for name, values in costs.items()},
+        "blocks": arguments.blocks,
+        "steps_per_block": arguments.steps,
+        "load_average": os.getloadavg(),
+    }
+
+
 def run_ranks(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """`take_turns` on every rank, each in a process of its own; what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
@@ -181,13 +255,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1, help="1, or FSDP2 on this many")
     parser.add_argument("--blocks", type=int, default=20, help="blocks of each side")
-    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--steps", type=int, help="steps in a block; absent: 5, --metrics: 10")
     parser.add_argument("--warmup", type=int, default=5, help="steps of each side, not counted")
     parser.add_argument("--starts", type=int, default=5, help="fresh starts of each side")
     parser.add_argument("--profile", action="store_true", help="where our step's time goes")
+    parser.add_argument("--metrics", action="store_true", help="what reporting costs")
     parser.add_argument("--output", type=Path, help="file for the result")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.steps = arguments.steps or (10 if arguments.metrics else 5)
     if arguments.report:
         measured = take_turns(arguments)
         if os.environ.get("RANK", "0") == "0":
@@ -196,6 +272,8 @@ def main() -> None:
 
     if arguments.profile:
         result = {"milliseconds_of_our_step": profile_step(), **about(arguments)}
+    elif arguments.metrics:
+        result = {**reporting(arguments), **about(arguments)}
     else:
         result = compare(arguments)
     text = json.dumps(result, indent=1)

@@ -33,6 +33,17 @@ def test_overhead(ranks: int, tmp_path: Path) -> None:
     assert ("memory_gib" in result) == (ranks == 1)
 
 
+def test_cost_of_reporting(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    small = ["--metrics", "--blocks", "2", "--steps", "1", "--output", str(output)]
+    command = [sys.executable, "benchmarks/overhead.py", *small]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    result = json.loads(output.read_text())
+    assert result["ratio"]["median"] > 0
+    assert result["percent_of_step"]["median"] > 0
+    assert set(result["milliseconds_a_step"]) == {"calls", "calls, wall", "threads", "processes"}
+
+
 @pytest.mark.parametrize("path", RESULTS)
 def test_results_say_how_they_were_made(path: Path) -> None:
     result = json.loads(path.read_text())
@@ -41,11 +52,21 @@ def test_results_say_how_they_were_made(path: Path) -> None:
 
 def test_page_quotes_the_results() -> None:
     page = (ROOT / "benchmarks/README.md").read_text()
-    assert len(RESULTS) == 2
+    assert len(RESULTS) == 3
     for path in RESULTS:
         ratio = json.loads(path.read_text())["ratio"]
         low, middle, high = (f"{ratio[k]:.3f}" for k in ("quartile_1", "median", "quartile_3"))
         assert f"{middle} ({low} to {high})" in page
+    reporting = json.loads((ROOT / "benchmarks/results/overhead_metrics.json").read_text())
+    low, middle, high = (
+        f"{reporting['percent_of_step'][k]:.2f}" for k in ("quartile_1", "median", "quartile_3")
+    )
+    assert f"{middle} % ({low} to {high})" in page
+    for kind, milliseconds in reporting["milliseconds_a_step"].items():
+        low, middle, high = (
+            f"{milliseconds[k]:.2f}" for k in ("quartile_1", "median", "quartile_3")
+        )
+        assert f"| {kind} | {middle} ({low} to {high}) |" in page
     profile = json.loads((ROOT / "benchmarks/results/profile_cpu_1_rank.json").read_text())
     for part, milliseconds in profile["milliseconds_of_our_step"].items():
         assert f"| {part} | {milliseconds:.2f} |" in page

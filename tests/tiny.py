@@ -51,5 +51,7 @@ def job(dump_folder: Path | str = "unused", **sections: dict[str, Any]) -> JobCo
     """The tiny recipe with the given keys changed, section by section."""
     names = SECTIONS.keys() | sections.keys()
     merged = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in names}
+    # Most tests have nowhere to write to.
+    merged["metrics"] = {"save_events": str(dump_folder) != "unused"} | merged["metrics"]
     merged["job"] = merged.get("job", {}) | {"dump_folder": str(dump_folder)}
     return JobConfig.model_validate(merged)

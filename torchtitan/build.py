@@ -14,7 +14,14 @@ from torchtitan.elastic import StopSignal
 from torchtitan.fault_tolerance import Alone, ReplicaGroup, Replicas
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import logger
-from torchtitan.metrics import EVENTS_FOLDER, EventLog, Meter, SinkContext, build_sinks
+from torchtitan.metrics import (
+    EVENTS_FOLDER,
+    EventLog,
+    Meter,
+    SinkContext,
+    StragglerWatch,
+    build_sinks,
+)
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
@@ -275,7 +282,7 @@ def build_meter(job: JobConfig, world: World, folder: Path, timeline: Timeline) 
         gather=world.table if world.size > 1 else None,
         timeline=timeline,
         events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
-        straggler_pct=job.metrics.straggler_pct,
+        stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
     )
 
 

@@ -312,9 +312,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = add(verbs, "watch", watch_verb.__doc__)
     verb.add_argument("runs", nargs="+", type=Path, help="job.dump_folder of a run: outputs/x")
-    verb.add_argument(
-        "--refresh", type=_seconds, default=2.0, metavar="SECONDS", help="absent: 2"
-    )
+    verb.add_argument("--refresh", type=_seconds, default=2.0, metavar="SECONDS", help="absent: 2")
     verb.add_argument("--once", action="store_true", help="print what is, and end")
     verb.set_defaults(verb=watch_verb)
 

@@ -15,7 +15,8 @@ from torchtitan.logging import logger
 # What Linux sends for each thread of a launcher that is gone, where that was asked for.
 ORPHANED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# Ctrl-C; what schedulers send before they kill; what Slurm sends with --signal=USR1.
+# Ctrl-C; what schedulers send before they kill; what Slurm sends with --signal=USR1. SIGPROF is
+# `torchtitan.profiling`'s, and stops nothing.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, ORPHANED)
 
 DIVERGED = 3

@@ -74,6 +74,7 @@ def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> No
         "seed": job.debug.seed,
         "ranks": ranks,
         "device": device.name,
+        "device_type": device.type,
         "platform": platform.platform(),
         **versions(),
     }

@@ -14,9 +14,11 @@ of ranks that are kept in step by their collectives it still tells which one has
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
+
+from torch.profiler import record_function
 
 from torchtitan.device import Device, Stamp
 
@@ -33,6 +35,8 @@ PHASES = ("data", "forward", "backward", "pipeline", "clip", "agree", "optimizer
     other      what is left
 """
 REST = "other"
+TRACED = "phase: "
+"""What the name of a phase begins with in a trace of torch's profiler."""
 
 
 class Spent(NamedTuple):
@@ -51,6 +55,10 @@ class Timeline:
         self._moments: list[tuple[str, Stamp, float]] = []
         self._inside = [REST]
         self._paused = False
+        self.is_traced = False
+        """Whether a profiler runs; to be changed between steps."""
+        self.left_in: str | None = None
+        """The phase that an error came out of, the innermost."""
         self.begin()
 
     def begin(self) -> None:
@@ -66,9 +74,14 @@ class Timeline:
             return
         self._inside.append(name)
         self._note()
+        self.left_in, is_whole = None, False
         try:
-            yield
+            with record_function(f"{TRACED}{name}") if self.is_traced else nullcontext():
+                yield
+            is_whole = True
         finally:
+            if not is_whole:
+                self.left_in = self.left_in or name
             self._inside.pop()
             self._note()
 

@@ -57,3 +57,25 @@ def test_ranks_of_a_sample_read_the_same_data() -> None:
     assert [seen["data_rank"] for seen in found] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert found[0]["members"]["tp"] == [0, 1]  # the innermost axis: the nearest ranks
     assert found[0]["members"]["pp"] == [0, 4]
+
+
+def uneven(level: str | None) -> tuple[str, str]:
+    """What becomes of a collective to which one rank gives more than the other."""
+    with open_world(Degrees(dp_shard=2), CommConfig(debug_level=level), Device("cpu")) as world:
+        world.after_first_step()
+        given = torch.ones(4 + world.rank)
+        taken = [torch.empty_like(given) for _ in range(2)]
+        error = ""
+        if level == "detail":
+            try:
+                dist.all_gather(taken, given, group=world.patient)
+            except RuntimeError as raised:
+                error = str(raised)
+        return str(dist.get_debug_level()), error
+
+
+@pytest.mark.parametrize("level", [None, "off", "info", "detail"])
+def test_the_level_of_checks_takes_effect(level: str | None) -> None:
+    for found, error in run_ranks(uneven, 2, level):
+        assert found == f"DebugLevel.{(level or 'off').upper()}"
+        assert ("Detected mismatch between collectives" in error) == (level == "detail")

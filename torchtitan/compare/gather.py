@@ -173,7 +173,9 @@ def _sent(each: Candidate) -> tuple[dict[str, float], str]:
     model = build_empty(spec.build, args, layout.seq_len)
     traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
     between = sum(one.sent(degrees.pp) for one in traffic if one.axis == "pp")
-    return sent | {"pp": sent.get("pp", 0.0) + between}, "between stages: by formula, as gloo records no messages"
+    return sent | {
+        "pp": sent.get("pp", 0.0) + between
+    }, "between stages: by formula, as gloo records no messages"
 
 
 def _parity(each: Candidate, base: Candidate) -> Parity:

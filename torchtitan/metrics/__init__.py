@@ -13,6 +13,7 @@ from torchtitan.config import Config
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
+from torchtitan.metrics.stragglers import StragglerWatch
 
 __all__ = [
     "EVENTS_FOLDER",
@@ -22,6 +23,7 @@ __all__ = [
     "MetricsConfig",
     "Sink",
     "SinkContext",
+    "StragglerWatch",
     "build_sinks",
     "check_metrics",
 ]

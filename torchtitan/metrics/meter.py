@@ -79,7 +79,7 @@ class Meter:
         gather: Callable[[Tensor], Tensor] | None = None,
         timeline: Timeline | None = None,
         events: EventLog | None = None,
-        straggler_pct: float = 0.0,
+        stragglers: StragglerWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sinks = sinks
@@ -89,7 +89,7 @@ class Meter:
         self.rank, self.gather, self.clock = rank, gather, clock
         self.timeline = timeline or Timeline(device, clock)
         self.events = events or EventLog(None, rank)
-        self.stragglers = StragglerWatch(straggler_pct)
+        self.stragglers = stragglers or StragglerWatch(0)
         self._late: list[Straggler] = []
         self.resume(start_step, start_tokens)
 
@@ -255,7 +255,7 @@ class Meter:
             steps=steps,
             wall={name: seconds.wall for name, seconds in spent.items()},
             busy={name: seconds.busy for name, seconds in spent.items()},
-            memory_gib=self.device.memory_peak(),
+            memory_gib=own.get("rank_memory_gib", worst["memory_gib"]),
         )
         for late in self._late:
             self._tell_late(late)

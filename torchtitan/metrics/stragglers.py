@@ -30,7 +30,7 @@ class Straggler(NamedTuple):
     phase: str
     rank: int
     seconds: float
-    """In which it worked longer than the median rank, a step."""
+    """In which it worked longer than the median rank of its stage, a step."""
     percent: float
     """The same, of the time of a step."""
 
@@ -40,28 +40,39 @@ def worked(phase: str, spent: Spent) -> float:
     return spent.wall if phase in ALONE else spent.busy
 
 
-def slowest(seconds: Mapping[str, Sequence[float]], step_seconds: float) -> list[Straggler]:
-    """Of each phase the rank that worked longest, from the seconds a step of all ranks."""
+def slowest(
+    seconds: Mapping[str, Sequence[float]], step_seconds: float, stages: int = 1
+) -> list[Straggler]:
+    """Of each phase the rank that worked longest, from the seconds a step of all ranks.
+
+    Stages of a pipeline have different work, so a rank is compared with those of its own: with
+    `stages` of them, that many equal parts of the ranks, in order. All read data alike.
+    """
     found = []
     for phase, of_ranks in seconds.items():
-        longest = max(of_ranks)
-        late = longest - statistics.median_low(of_ranks)
-        percent = 100 * late / step_seconds if step_seconds else 0.0
-        found.append(Straggler(phase, of_ranks.index(longest), late, percent))
+        size = len(of_ranks) if phase in ALONE else len(of_ranks) // stages
+        if size < 2:
+            continue
+        parts = (of_ranks[begin : begin + size] for begin in range(0, len(of_ranks), size))
+        usual = [statistics.median_low(part) for part in parts]
+        late = [own - usual[rank // size] for rank, own in enumerate(of_ranks)]
+        percent = 100 * max(late) / step_seconds if step_seconds else 0.0
+        found.append(Straggler(phase, late.index(max(late)), max(late), percent))
     return found
 
 
 class StragglerWatch:
     """Tells of a rank that is slowest in a phase, report after report."""
 
-    def __init__(self, limit: float) -> None:
-        """`limit` in percent of a step, 0: never."""
-        self.limit = limit
+    def __init__(self, limit: float, stages: int = 1) -> None:
+        """`limit` in percent of a step, 0: never; `stages` of a pipeline."""
+        self.limit, self.stages = limit, stages
         self._in_a_row: dict[tuple[str, int], int] = {}
 
     def look(self, seconds: Mapping[str, Sequence[float]], step_seconds: float) -> list[Straggler]:
         """The stragglers that are to be told of, once each until they catch up."""
-        late = [one for one in slowest(seconds, step_seconds) if 0 < self.limit < one.percent]
+        found = slowest(seconds, step_seconds, self.stages)
+        late = [one for one in found if 0 < self.limit < one.percent]
         before, self._in_a_row = self._in_a_row, {}
         for one in late:
             key = one.phase, one.rank

@@ -19,6 +19,7 @@ IN_THE_WAY: Mapping[str, tuple[Any, str]] = {
     "spikes.sigma": (0, "an update is made before its spike is seen, and cannot be skipped"),
     "spikes.max_rollbacks": (0, "no step is skipped, so no row of them is rolled back"),
     "metrics.precision_freq": (0, "a microbatch that is only looked at would change weights"),
+    "metrics.statistics_freq": (0, "a gradient is gone before it is looked at"),
     "optimizer.offload_states": (False, "the backward would wait for the host's updates"),
 }
 """Of keys that updates in the backward rule out: the one value that can be, and why no other."""

@@ -102,7 +102,11 @@ class Plain:
         return share
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        return torch.stack([self._loss(batch) for batch in batches]).sum()
+        total = torch.stack([self._loss(batch) for batch in batches]).sum()
+        for module in self.sharded:
+            # Else the next forward would use what is gathered, also after an update.
+            module.reshard()
+        return total
 
     def _loss(self, batch: Batch) -> Tensor:
         documents = batch.documents if self.document_mask else None

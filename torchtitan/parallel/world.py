@@ -84,6 +84,13 @@ class CommConfig(Config):
     save_traces_file_prefix: str = Field(
         "rank_", description="What the name of a trace has before the number of its rank."
     )
+    debug_level: Literal["off", "info", "detail"] | None = Field(
+        None,
+        description="What torch checks and tells of collectives (TORCH_DISTRIBUTED_DEBUG, which "
+        "holds where this is absent). info: more in its log; detail: before each, all ranks "
+        "compare operation, shapes and dtypes, and fail where they differ; each collective is then "
+        "several times as slow, and init_timeout_seconds holds after the first step too.",
+    )
 
 
 class Launch(NamedTuple):
@@ -192,6 +199,8 @@ class World:
 
     def after_first_step(self) -> None:
         """From now on a rank that does not answer is found sooner."""
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+            return  # torch cannot change the timeout of a group that checks what it is given
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in {id(group): group for group in self.groups.values()}.values():
             torch_private.set_timeout(group, timeout)
@@ -272,6 +281,10 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
     launch = Launch.read()
     device = device or pick(launch.local_rank)
     device.make_current()
+    if comm.debug_level is not None:
+        # Each group reads it when it is made.
+        level = getattr(dist.DebugLevel, comm.debug_level.upper())  # type: ignore[attr-defined]
+        dist.set_debug_level(level)  # type: ignore[attr-defined]
     owner = not dist.is_initialized()
     if owner:
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{device.backend}"

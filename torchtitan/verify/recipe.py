@@ -144,7 +144,8 @@ def make_short(draft: Draft, steps: int | None, default: int) -> None:
     # Adam moves every weight by about this, however small its gradient is, even one of rounding.
     draft.lower("optimizer.lr", 1e-3, "weights are compared to a hundredth of it")
     # Nothing but steps is done, so these have nothing to say; a row of metrics a step is read.
-    draft.tree |= {"validation": {}, "profiling": {}, "metrics": {"log_freq": 1}}
+    metrics = {"log_freq": 1, "save_events": False}
+    draft.tree |= {"validation": {}, "profiling": {}, "metrics": metrics}
 
 
 def _make_layout_small(draft: Draft) -> None:

@@ -278,6 +278,7 @@ def test_the_summary_of_a_finished_run():
         "loss": 0.5,
         "best_validation_loss": None,
         "stopped_by": None,
+        "failed_sinks": None,
     }
 
 
@@ -348,32 +349,101 @@ def test_a_failed_run_is_closed_and_summed_up_without_a_collective(error):
     assert kept.summary["tokens"] == 1000
 
 
-def test_a_sink_that_fails_is_heard_and_the_others_are_closed():
-    class Broken(Kept):
-        def close(self, _summary):
-            raise OSError("disk full")
+class Broken(Kept):
+    """A sink that fails at one thing."""
 
+    def __init__(self, at, error):
+        super().__init__()
+        self.at, self.error, self.asked = at, error, []
+
+    def fail(self, what):
+        self.asked.append(what)
+        if what == self.at:
+            raise self.error
+
+    def open(self, start_step):
+        self.fail("open")
+
+    def write(self, step, metrics):
+        self.fail("write")
+
+    def close(self, summary):
+        self.fail("close")
+
+
+@pytest.mark.parametrize(
+    ("at", "asked", "step"),
+    [
+        ("open", ["open", "close"], 0),
+        ("write", ["open", "write", "close"], 1),
+        ("close", ["open", "write", "write", "write", "write", "close"], 20),
+    ],
+)
+def test_a_sink_that_fails_does_not_end_the_run_and_is_named(at, asked, step, caplog):
+    first, broken, last = Kept(), Broken(at, OSError("disk\n full")), Kept()
+    meter, _, clock = make()
+    meter.sinks = [first, broken, last]
+    with meter:
+        run(meter, clock, range(1, 21))
+        meter.event(20, "note")
+    assert broken.asked == asked
+    assert len(first.rows) == len(last.rows) == 4
+    assert last.summary["failed_sinks"] == f"Broken (at step {step}: OSError: disk full)"
+    assert meter.summary()["failed_sinks"] == last.summary["failed_sinks"]
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.message == (
+        f"Broken failed to {at} at step {step}: OSError: disk full; the run goes on without it"
+    )
+    assert record.exc_info[1] is broken.error
+
+
+def test_a_sink_that_fails_again_when_it_is_closed_is_told_of_once(caplog):
+    class Gone(Broken):
+        def fail(self, what):
+            super().fail(what)
+            if what == "close":
+                raise ValueError("still")
+
+    meter, _, clock = make()
+    meter.sinks = [Gone("write", OSError("first"))]
+    with meter:
+        run(meter, clock, [1])
+    assert meter.summary()["failed_sinks"] == "Gone (at step 1: OSError: first)"
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+
+
+def test_a_run_that_rolls_back_leaves_a_failed_sink_alone():
+    broken = Broken("write", OSError())
+    meter, _, clock = make()
+    meter.sinks = [broken]
+    with meter:
+        run(meter, clock, range(1, 11))
+        meter.go_on_after(5, 5000)
+    assert broken.asked == ["open", "write", "close"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", ["open", "write", "close"])
+def test_a_wish_to_end_that_meets_a_sink_ends_the_run_and_the_others_are_closed(at, error):
     first, last = Kept(), Kept()
     meter, _, clock = make()
-    meter.sinks = [first, Broken(), last]
-    with pytest.raises(OSError, match="disk full"), meter:
-        run(meter, clock, [1])
+    meter.sinks = [first, Broken(at, error()), last]
+
+    def train():
+        with meter:
+            run(meter, clock, [1])
+
+    with pytest.raises(error):
+        train()
     assert first.summary is not None
-    assert last.summary is not None
+    assert (last.summary is None) == (last.started is None) == (at == "open")
 
 
-def test_a_sink_that_does_not_open_closes_those_before_it():
-    class Broken(Kept):
-        def open(self, _start_step):
-            raise OSError("read-only")
-
-    first, last = Kept(), Kept()
-    meter, _, _ = make()
-    meter.sinks = [first, Broken(), last]
-    with pytest.raises(OSError, match="read-only"), meter:
-        pass
-    assert first.summary["stopped_by"] == "a failed start"
-    assert last.started is last.summary is None
+def test_a_run_without_failures_names_no_sink():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1])
+    assert kept.summary["failed_sinks"] is None
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import json
 import logging
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.device import Device
 from torchtitan.metrics import (
     SINKS,
@@ -109,6 +111,11 @@ def test_console_summary_of_a_finished_run():
     ]
 
 
+def test_console_summary_names_sinks_that_failed():
+    lines = summary_text(SUMMARY | {"failed_sinks": "TensorBoard (at step 12: gone)"}).splitlines()
+    assert lines[-1] == "  sinks that failed     TensorBoard (at step 12: gone)"
+
+
 def test_console_summary_of_a_run_that_did_not_finish():
     first = summary_text(SUMMARY | {"step": 37, "stopped_by": "KeyboardInterrupt"}).splitlines()[0]
     assert first == "stopped by KeyboardInterrupt at step 37 of 100"
@@ -117,7 +124,7 @@ def test_console_summary_of_a_run_that_did_not_finish():
 
 def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, tmp_path):
     caplog.set_level(logging.INFO, "torchtitan")
-    clock = iter(range(0, 1000, 2)).__next__
+    times = [0.0]
     sink = Console(SinkContext(tmp_path, total_steps=2))
     meter = Meter(
         [sink],
@@ -128,11 +135,12 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
         peak_flops=None,
         devices=1,
         device=Device("cpu"),
-        clock=lambda: float(clock()),
+        clock=lambda: times[-1],
     )
 
     def fail():
         with meter:
+            times.append(2.0)
             meter.record(loss=4.25, grad_norm=1.0, lr=1e-3, tokens=4096)
             meter.flush(1)
             raise KeyError
@@ -272,25 +280,47 @@ def test_jsonl_of_other_ranks_has_its_own_name(tmp_path):
     ]
 
 
-def test_tensorboard_can_be_read_back(tmp_path):
+def points(folder, name="loss"):
+    """Steps and values of a scalar, as they are read back."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start, written in ((0, [10, 20, 30]), (20, [25])):
-        sink = TensorBoard(SinkContext(tmp_path, tensorboard_folder="boards"))
-        sink.open(start)
-        for step in written:
-            sink.write(step, {"loss": step / 10, "mfu": None, "note": "text", "tokens": step})
-        sink.close(SUMMARY)
-    events = EventAccumulator(str(tmp_path / "boards"))
+    events = EventAccumulator(str(folder))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss", "tokens"]
-    # The point at step 30 was superseded by the resumed run.
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 1.0), (20, 2.0), (25, 2.5)]
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def texts(folder):
+    """The same of the text, by the reader that TensorBoard itself uses; the other forgets none."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = events.Tensors("run/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
+def write_tensorboard(folder, start_step, written, **about):
+    sink = TensorBoard(SinkContext(folder, tensorboard_folder="boards", **about))
+    sink.open(start_step)
+    for step, loss in written.items():
+        sink.write(step, {"loss": loss, "mfu": None, "note": "text", "tokens": step})
+    sink.close(SUMMARY)
+
+
+def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
+    write_tensorboard(tmp_path, 0, {10: 1.0, 20: 2.0, 30: 3.0, 40: 4.0})
+    write_tensorboard(tmp_path, 20, {25: 2.5, 30: 7.0})
+    assert points(tmp_path / "boards") == [(10, 1.0), (20, 2.0), (25, 2.5), (30, 7.0)]
+    assert points(tmp_path / "boards", "tokens") == [(s, s) for s in (10, 20, 25, 30)]
+
+
+def test_tensorboard_of_a_fresh_run_forgets_an_earlier_one(tmp_path):
+    write_tensorboard(tmp_path, 0, {0: 9.0, 10: 1.0, 20: 2.0})
+    write_tensorboard(tmp_path, 0, {5: 5.0})
+    assert points(tmp_path / "boards") == [(5, 5.0)]
 
 
 def test_tensorboard_that_is_rolled_back_forgets_later_points(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     sink = TensorBoard(SinkContext(tmp_path))
     sink.open(0)
     for step in (10, 20, 30):
@@ -298,36 +328,126 @@ def test_tensorboard_that_is_rolled_back_forgets_later_points(tmp_path):
     sink.open(20)
     sink.write(25, {"loss": 2.5})
     sink.close(SUMMARY)
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 1.0), (20, 2.0), (25, 2.5)]
+    assert points(tmp_path / "tb") == [(10, 1.0), (20, 2.0), (25, 2.5)]
 
 
-def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
+def test_tensorboard_shows_name_tags_and_recipe(tmp_path):
+    about = {"run_name": "long", "tags": ("a", "b")}
+    write_tensorboard(tmp_path, 0, {10: 1.0}, recipe={"training.steps": 30}, **about)
+    for _ in range(2):  # resumed twice from the same step
+        write_tensorboard(tmp_path, 10, {20: 1.0}, recipe={"data.note": "x|y\nz"}, run_name="short")
+    assert texts(tmp_path / "boards") == [
+        (1, "**long**\n\nTags: a, b\n\n| key | value |\n|---|---|\n| training.steps | 30 |"),
+        (11, "**short**\n\n| key | value |\n|---|---|\n| data.note | x\\|y z |"),
+    ]
+
+
+def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypatch):
+    # It writes in a thread of its own, which ends by the error that the caller is told of.
+    monkeypatch.setattr(threading, "excepthook", lambda ended: None)
+    sink = TensorBoard(SinkContext(tmp_path))
+    sink.open(0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+
+    def fill():
+        for step in range(1000):
+            sink.write(step, ROW)
+
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            fill()
+        with pytest.raises(OSError, match="File too large"):
+            sink.close(SUMMARY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Weights & Biases without a network."""
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("WANDB_PROJECT", "shelf")
-    sink = WandB(SinkContext(tmp_path / "run", recipe={"training": {"steps": 3}}))
-    sink.open(0)
+    for name, value in WANDB_OFFLINE.items():
+        monkeypatch.setenv(name, value)
+
+
+def write_wandb(folder, start_step, written, **about):
+    sink = WandB(SinkContext(folder, **about))
+    sink.open(start_step)
     try:
-        sink.write(1, ROW)
-        sink.write(2, {"validation_loss": 3.5})
-        assert sink.run.project == "shelf"
-        assert sink.run.name == "run"
-        assert sink.run.config["training"] == {"steps": 3}
-        assert sink.run.summary["loss"] == 4.25
-        # Steps of a run of W&B cannot go back: another one goes on.
-        sink.open(1)
-        sink.write(2, {"other_loss": 3.5})
+        for step, loss in written.items():
+            sink.write(step, {"loss": loss, "note": "text"})
     finally:
         sink.close(SUMMARY)
-    first, second = sorted((tmp_path / "run").rglob("*.wandb"), key=lambda p: p.stat().st_ctime_ns)
-    assert first.parent.name.startswith("offline-run-")
-    assert b"validation_loss" in first.read_bytes()
-    assert b"other_loss" in second.read_bytes()
+    return sink.run
+
+
+def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
+    about = {"recipe": {"training": {"steps": 3}}, "tags": ("a", "b")}
+    write_wandb(tmp_path / "run", 0, {1: 4.5, 2: 3.5}, **about)
+    [(run, history)] = offline_runs(tmp_path / "run")
+    assert run.project == "torchtitan"
+    assert run.display_name == "run"
+    assert list(run.tags) == ["a", "b"]
+    assert not run.resume
+    config = {update.key: update.value_json for update in run.config.update}
+    assert json.loads(config["training"]) == {"steps": 3}
+    assert history == [(1, 4.5), (2, 3.5)]
+
+
+def test_wandb_that_is_resumed_goes_on_with_the_same_run(tmp_path, offline):
+    write_wandb(tmp_path, 0, {10: 1.0, 20: 2.0, 30: 3.0})
+    write_wandb(tmp_path, 20, {30: 7.0, 40: 4.0})
+    (first, before), (second, after) = offline_runs(tmp_path)
+    assert first.run_id == second.run_id == (tmp_path / "wandb_run_id").read_text().strip()
+    assert second.resume
+    # Steps that come again are kept: W&B would drop them if they were its own steps.
+    assert before + after == [(10, 1.0), (20, 2.0), (30, 3.0), (30, 7.0), (40, 4.0)]
+
+
+def test_wandb_that_starts_afresh_is_another_run(tmp_path, offline):
+    ids = [write_wandb(tmp_path, 0, {10: 1.0}).id for _ in range(2)]
+    assert ids[0] != ids[1] == (tmp_path / "wandb_run_id").read_text().strip()
+
+
+def test_wandb_that_is_rolled_back_keeps_the_steps_that_come_again(tmp_path, offline):
+    sink = WandB(SinkContext(tmp_path))
+    sink.open(0)
+    try:
+        sink.write(20, {"loss": 2.0})
+        sink.open(10)
+        sink.write(11, {"loss": 1.5})
+        sink.write(20, {"loss": 1.0})
+    finally:
+        sink.close(SUMMARY)
+    assert [history for _, history in offline_runs(tmp_path)] == [[(20, 2.0), (11, 1.5), (20, 1.0)]]
+
+
+def test_wandb_draws_everything_over_the_step(tmp_path, offline):
+    write_wandb(tmp_path, 0, {10: 1.0})
+    [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    metrics = [record.metric for record in ended(path) if record.HasField("metric")]
+    assert [(m.name or m.glob_name, m.step_metric) for m in metrics] == [
+        ("step", ""),
+        ("*", "step"),
+    ]
+
+
+def test_variables_of_wandb_win(tmp_path, offline, monkeypatch):
+    import wandb
+
+    words = {"RUN_ID": "mine", "NAME": "called", "TAGS": "x,y", "PROJECT": "shelf"}
+    for name, value in words.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    (tmp_path / "wandb_run_id").write_text("earlier")
+    wandb.teardown()  # it reads its variables once in a process
+    write_wandb(tmp_path, 20, {21: 1.0}, run_name="other", tags=("a",))
+    wandb.teardown()
+    [(run, _)] = offline_runs(tmp_path)
+    assert (run.run_id, run.display_name, list(run.tags)) == ("mine", "called", ["x", "y"])
+    assert run.project == "shelf"
+    assert run.resume
 
 
 def test_sinks_of_rank_0_follow_the_settings(tmp_path):

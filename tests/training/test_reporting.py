@@ -1,0 +1,183 @@
+"""What reporting does to a run: it waits for nothing, ends nothing, and goes on after a kill."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import losses, rows, train
+from tests.wandb_files import WANDB_OFFLINE, offline_run
+from torchtitan.build import build
+from torchtitan.checkpoint import Start
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.parallel import Launch, open_world
+from torchtitan.train import choose
+from torchtitan.trainer import Trainer
+
+ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
+    for name, value in WANDB_OFFLINE.items():
+        monkeypatch.setenv(name, value)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device, if the tensors were on one, by step."""
+
+    WORDS = ("tolist", "numpy", "cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.found = 0, Counter[int]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Behind `item`, and behind the truth, the int and the float of a tensor.
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.found[self.step] += 1
+        return function(*args, **(kwargs or {}))
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.found[self.step] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+
+def waits_by_step(job: JobConfig) -> dict[int, int]:
+    """Train; what waited in each step, up to the beginning of the next."""
+    with (
+        open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world,
+        ExitStack() as put_back,
+    ):
+        run, waits = build(job, world), Waits()
+        for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
+            real = getattr(owner, word)
+            put_back.callback(setattr, owner, word, real)
+            setattr(owner, word, waits.counting(real))
+        trainer = Trainer(run, waits.begin)
+        trainer.has_shown = True  # the text of the first sequence, which is on the host
+        with closing(run.data), waits:
+            trainer.train(Start(None))
+        return dict(waits.found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_a_step_that_is_reported_waits_more_than_once(ranks: int, tmp_path: Path) -> None:
+    job = tiny.job(tmp_path, training={"steps": 12}, metrics={"log_freq": 5, **ALL_SINKS})
+    for found in run_ranks(waits_by_step, ranks, job):
+        # A step waits once, for its verdict. A report waits once for its values and, where there
+        # are several ranks, once for their times, which are known only then.
+        reported = 1 + ranks
+        expected = {step: reported if step in (1, 5, 10, 12) else 1 for step in range(1, 13)}
+        assert found == expected
+
+
+def killed(job: JobConfig, at_step: int) -> None:
+    """Train, until the process kills itself in the middle of a step."""
+
+    def kill(step: int) -> None:
+        if step == at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        with closing(run.data):
+            Trainer(run, kill).train(choose(job))
+
+
+def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = tiny.job(
+        tmp_path / "run",
+        training={"steps": 7},
+        checkpoint={"enable": True, "interval": 3},
+        metrics={"log_freq": 1, **ALL_SINKS},
+    )
+    with pytest.raises(AssertionError):
+        run_ranks(killed, 1, job, 6)  # steps 4 and 5 are reported, but not saved
+    before = losses(tmp_path / "run")
+    run_ranks(train, 1, job)
+
+    curve = losses(tmp_path / "run")
+    assert list(before) == [1, 2, 3, 4, 5]
+    assert list(curve) == [1, 2, 3, 4, 5, 6, 7]
+    board = EventAccumulator(str(tmp_path / "run/tb"))
+    board.Reload()
+    # Seconds, unlike losses, are not the same when a step is done again.
+    for key in ("loss", "step_time"):
+        newest = {row["step"]: row[key] for row in rows(tmp_path / "run") if key in row}
+        points = [(event.step, event.value) for event in board.Scalars(key)]
+        assert points == [(step, pytest.approx(value)) for step, value in newest.items()]
+
+    # Of the process that was killed W&B may have written nothing yet; the id was noted before.
+    run_id = (tmp_path / "run/wandb_run_id").read_text().strip()
+    folders = sorted((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert [folder.name.split("-")[3] for folder in folders] == [run_id, run_id]
+    record, later = offline_run(folders[1])
+    assert record.resume
+    assert later == [(step, curve[step]) for step in (4, 5, 6, 7)]
+
+
+def with_broken_sinks(job: JobConfig) -> Any:
+    """Train with two sinks that fail; the summary."""
+
+    class Unopened:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def open(self, start_step: int) -> None:
+            raise self.error
+
+        def write(self, step: int, metrics: Any) -> None: ...
+
+        def close(self, summary: Any) -> None:
+            raise self.error
+
+    class Full(Unopened):
+        def open(self, start_step: int) -> None: ...
+
+        def write(self, step: int, metrics: Any) -> None:
+            if step == 2:
+                raise self.error
+
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        if world.rank == 0:
+            broken = Unopened(ConnectionError("no route")), Full(OSError(28, "No space left"))
+            run.meter.sinks = [*broken, *run.meter.sinks]
+        with closing(run.data):
+            Trainer(run).train(Start(None))
+        return run.meter.summary()
+
+
+def test_sinks_that_fail_on_one_rank_change_nothing_of_the_run(tmp_path: Path) -> None:
+    summaries = run_ranks(with_broken_sinks, 2, tiny.job(tmp_path / "broken"))
+    run_ranks(train, 2, tiny.job(tmp_path / "whole"))
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert summaries[0]["failed_sinks"] == (
+        "Unopened (at step 0: ConnectionError: no route), "
+        "Full (at step 2: OSError: [Errno 28] No space left)"
+    )
+    assert summaries[1]["failed_sinks"] is None

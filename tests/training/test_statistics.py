@@ -1,0 +1,180 @@
+"""What is said of each layer: the same on every layout, and saying it changes nothing."""
+
+import dataclasses
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import layouts
+from tests.layouts import Case, case, schedule
+from tests.ranks import run_ranks
+from tests.runs import rows, train
+from torchtitan.build import build
+from torchtitan.checkpoint import Start
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.optim.group import local
+from torchtitan.parallel import Launch, open_world
+from torchtitan.statistics import CHUNK, Seen, values
+from torchtitan.trainer import Trainer
+
+UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
+
+
+def test_values_are_those_of_all_parts() -> None:
+    whole = torch.tensor([3.0, -4.0, 0.0, 0.0, math.inf, math.nan])
+    seen = Seen(torch.device("cpu"))
+    for part in whole.split(4):
+        seen.look(part)
+    found = values(seen.sums.tolist(), float(seen.largest), copies=1)
+    assert found == {
+        "rms": pytest.approx(2.5),
+        "absmax": 4.0,
+        "mean": -0.25,
+        "zeros": pytest.approx(1 / 3),
+        "non_finite": 2,
+    }
+
+
+def test_large_tensors_are_looked_at_in_pieces() -> None:
+    seen = Seen(torch.device("cpu"))
+    seen.look(torch.full((CHUNK + 3,), 2.0, dtype=torch.bfloat16))
+    assert seen.sums.tolist() == [CHUNK + 3, 2 * (CHUNK + 3), 4 * (CHUNK + 3), 0, 0]
+
+
+def test_a_rank_without_any_of_it_and_copies_do_not_count() -> None:
+    assert values([4, 0, 4, 0, 2], 1.0, copies=2)["non_finite"] == 1
+    seen = Seen(torch.device("cpu"))
+    seen.look(torch.zeros(0, 5))
+    assert seen.sums.tolist() == [0.0] * 5
+
+
+def recipe(folder: Path, layout: Case, freq: int = 2, steps: int = 2) -> JobConfig:
+    return layouts.job(
+        layout,
+        "SGD",
+        model={"flavor": "flat"},
+        job={"dump_folder": str(folder)},
+        training={"steps": steps},
+        metrics={"statistics_freq": freq},
+    )
+
+
+def measured(folder: Path) -> dict[str, float]:
+    """The only report of a run."""
+    [row] = [row for row in rows(folder) if row.get("event") == "statistics"]
+    assert row["step"] == 2
+    return {key: value for key, value in row.items() if "/" in key}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("one")
+    run_ranks(train, 1, recipe(folder, case()))
+    return measured(folder)
+
+
+def test_every_layer_and_parameter_is_told_of(one_rank: dict[str, float]) -> None:
+    told = {key.rpartition("/")[0] for key in one_rank}
+    assert {key for key in told if key.startswith("activation")} == {
+        f"activation/{name}" for name in UNITS
+    }
+    parameters = {key.partition("/")[2] for key in told if key.startswith("weight")}
+    assert parameters == {key.partition("/")[2] for key in told if key.startswith("gradient")}
+    assert len(parameters) == 2 * 9 + 3
+    assert one_rank["weight/norm.weight/mean"] == pytest.approx(1.0, rel=0.1)
+    assert all(value == 0 for key, value in one_rank.items() if key.endswith("non_finite"))
+    # The rows of tokens that the batch does not have.
+    assert 0 < one_rank["gradient/tok_embeddings.weight/zeros"] < 1
+
+
+WHOLE = {"disable_sequence_parallel": True, "disable_loss_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        case(shard=2, recompute={"mode": "full"}),
+        case(tp=2),
+        case(tp=2, **WHOLE),
+        schedule("1F1B"),
+        case(cp=2),
+    ],
+)
+def test_values_do_not_depend_on_the_layout(
+    layout: Case, one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    run_ranks(train, layout.ranks, recipe(tmp_path, layout))
+    found = measured(tmp_path)
+    assert found.keys() == one_rank.keys()
+    for key, value in found.items():
+        name, _, which = key.rpartition("/")
+        scale = one_rank[f"{name}/rms"] if which == "mean" else one_rank[key]
+        assert abs(value - one_rank[key]) <= 1e-5 * abs(scale), key
+
+
+def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_path: Path) -> None:
+    for name, layout in {"one": case(), "two": case(tp=2, **WHOLE)}.items():
+        run_ranks(with_an_infinite_weight, layout.ranks, recipe(tmp_path / name, layout))
+    one, two = measured(tmp_path / "one"), measured(tmp_path / "two")
+    # Of gradients there are more with the vocabulary split: 0 times what is not a number is none.
+    counts = {
+        key: value
+        for key, value in one.items()
+        if key.endswith("non_finite") and not key.startswith("gradient")
+    }
+    assert counts == {key: two[key] for key in counts}
+    assert counts["weight/norm.weight/non_finite"] == 1
+    # The norm gives one number for each of 8 x 32 tokens that is not finite.
+    assert counts["activation/norm/non_finite"] == 8 * 32
+    assert counts["activation/layers.1/non_finite"] == 0
+
+
+def with_an_infinite_weight(job: JobConfig) -> None:
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        [norm] = [p for p, name in run.optimizers.names.items() if name == "norm.weight"]
+        local(norm.detach())[0] = math.inf
+        with closing(run.data):
+            Trainer(run).train(Start(None))
+
+
+def compiled(granularity: str) -> dict[str, dict[str, Any]]:
+    settings = {"enable": True, "backend": "aot_eager", "granularity": granularity}
+    simple = {"data_parallel_impl": "simple_fsdp"} if granularity == "model" else {}
+    return {"compile": settings, "parallelism": simple}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("layout", "sections"),
+    [
+        (case(shard=2), {}),
+        (case(shard=2, fsdp_reshard_after_forward="never"), {}),
+        (case(), compiled("block")),
+        pytest.param(case(shard=2), compiled("model"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_run_is_the_same_to_the_bit(
+    layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    layout = dataclasses.replace(layout, sections=layout.sections | sections)
+    weights = [
+        run_ranks(train, layout.ranks, recipe(tmp_path / str(freq), layout, freq, steps=4))[0]
+        for freq in (0, 2)
+    ]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+    assert not [row for row in rows(tmp_path / "0") if row.get("event") == "statistics"]
+    found = [row for row in rows(tmp_path / "2") if row.get("event") == "statistics"]
+    assert [row["step"] for row in found] == [2, 4]
+    values = {key: value for key, value in found[0].items() if "/" in key}
+    assert values.keys() == one_rank.keys()
+    for name in UNITS:
+        key = f"activation/{name}/rms"
+        assert values[key] == pytest.approx(one_rank[key], rel=1e-5)

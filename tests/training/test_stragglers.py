@@ -1,0 +1,102 @@
+"""The rank that the others wait for is named, with the phase."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import rows
+from torchtitan.build import build
+from torchtitan.checkpoint import Start
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
+from torchtitan.parallel import Launch, open_world
+from torchtitan.timeline import Spent
+from torchtitan.trainer import Trainer
+
+
+def test_what_a_rank_costs_is_a_share_of_the_step() -> None:
+    seconds = {"data": [0.1, 0.1, 0.4], "forward": [2.0, 1.0, 1.0]}
+    assert slowest(seconds, 2.0) == [
+        Straggler("data", 2, 0.30000000000000004, 15.000000000000002),
+        Straggler("forward", 0, 1.0, 50.0),
+    ]
+
+
+def test_stages_of_a_pipeline_have_different_work() -> None:
+    seconds = {"data": [0.1, 0.1, 0.1, 0.3], "forward": [1.0, 1.2, 3.0, 3.0]}
+    found = [(late.phase, late.rank) for late in slowest(seconds, 4.0, stages=2)]
+    assert found == [("data", 3), ("forward", 1)]
+    # A rank that is alone in its stage has no other to be compared with.
+    assert [late.phase for late in slowest(seconds, 4.0, stages=4)] == ["data"]
+
+
+def test_waiting_for_data_is_the_ranks_own() -> None:
+    assert worked("data", Spent(wall=2.0, busy=0.5)) == 2.0
+    assert worked("forward", Spent(wall=2.0, busy=0.5)) == 0.5
+
+
+def test_a_straggler_is_told_of_once_until_it_catches_up() -> None:
+    watch = StragglerWatch(10)
+    late, even = {"forward": [1.0, 1.5]}, {"forward": [1.0, 1.0]}
+    told = [len(watch.look(seconds, 2.0)) for seconds in [late] * 5 + [even] + [late] * 3]
+    assert told == [0, 0, 1, 0, 0, 0, 0, 0, 1]
+
+
+def test_another_rank_each_time_is_chance() -> None:
+    watch = StragglerWatch(10)
+    told = [watch.look({"forward": [1.0, 1.5][::turn]}, 2.0) for turn in (1, -1) * 4]
+    assert not any(told)
+
+
+def test_a_limit_of_none_tells_of_none() -> None:
+    watch = StragglerWatch(0)
+    assert not any(watch.look({"forward": [1.0, 9.0]}, 2.0) for _ in range(5))
+
+
+def with_slow_ranks(job: JobConfig) -> None:
+    """Train, with rank 0 slow to read and rank 1 slow to compute."""
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        if world.rank == 0:
+            run.data = Slow(run.data)  # type: ignore[assignment]
+        else:
+            run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
+        with closing(run.data):
+            Trainer(run).train(Start(None))
+
+
+class Slow:
+    """Batches that take their time."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __next__(self) -> Any:
+        time.sleep(0.1)
+        return next(self.data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.data, name)
+
+
+def work(seconds: float) -> None:
+    """Keep the processor busy."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_slow_ranks_of_a_run_are_named_with_their_phases(tmp_path: Path) -> None:
+    run_ranks(with_slow_ranks, 2, tiny.job(tmp_path, training={"steps": 5}))
+    found = [row for row in rows(tmp_path) if row.get("event") == "straggler"]
+    told = {(row["phase"], row["rank"]) for row in found}
+    assert {("data", 0), ("forward", 1)} <= told
+    assert all(row["percent"] > 10 for row in found)
+    # What the others wait is not taken for work of theirs.
+    assert ("data", 1) not in told
+    assert ("forward", 0) not in told

@@ -1,0 +1,1 @@
+"""Looks inside a run: where its time went, what a trace says, what to try."""

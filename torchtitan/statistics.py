@@ -1,0 +1,174 @@
+"""What goes on in each layer: at a set pace, of activations, gradients and weights,
+
+    rms         the root of the mean of squares
+    absmax      the largest absolute value
+    mean        the mean
+    zeros       the share of elements that are 0
+    non_finite  how many elements are infinite or not a number; the others are of the rest
+
+as `activation/<module>/<which>`, `gradient/<parameter>/<which>` and `weight/<parameter>/<which>` in
+a row of metrics.jsonl, and as scalars in the other sinks.
+
+They are over the whole of each tensor, on however many ranks it lies, and over the whole global
+batch, so that they do not depend on the layout. Gradients are those of the step itself, before they
+are clipped. Activations are what embedding, blocks, norm and output give, in a forward pass more,
+without a backward and outside of what is compiled: the run itself does not change.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.data import Batch
+from torchtitan.logging import logger
+from torchtitan.optim import Optimizers
+from torchtitan.optim.group import local
+from torchtitan.parallel import ParallelModel, World
+
+# Elements that are looked at together: few copies of a tensor are made, and none of a large one.
+CHUNK = 2**22
+
+Sums = Tensor
+"""Of what was seen, in float64 (5,): elements, their sum, of squares, zeros, not finite."""
+
+
+class Statistics:
+    """Measures activations, gradients and weights when due."""
+
+    def __init__(
+        self,
+        every: int,
+        model: ParallelModel,
+        optimizers: Optimizers,
+        world: World,
+        units: Collection[str],
+        copies: Callable[[str], int],
+    ) -> None:
+        """
+        Args:
+            every: so many steps; 0: never.
+            units: names of the modules whose output is measured.
+            copies: how many ranks have the same output of the module of this name.
+        """
+        self.every = every
+        self.model, self.optimizers, self.world = model, optimizers, world
+        self.units, self.copies = units, copies
+        self.sizes = {
+            f"{kind}/{name}": parameter.numel()
+            for parameter, name in optimizers.names.items()
+            for kind in ("gradient", "weight")
+        }
+        """Elements of each parameter on all ranks together, without copies."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is something to measure in this step."""
+        return self.every > 0 and step % self.every == 0
+
+    def measure(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Of the step's microbatches, its gradients, and the weights before it; on all ranks."""
+        seen: dict[str, Seen] = {}
+        with torch.compiler.set_stance("force_eager"), self._watching(seen):
+            self.model.evaluate(batches)
+        for parameter, name in self.optimizers.names.items():
+            of_kind = {"gradient": parameter.grad, "weight": parameter}
+            for kind, tensor in of_kind.items():
+                if tensor is not None:
+                    self._seen(seen, f"{kind}/{name}").look(local(tensor.detach()))
+        return self._over_ranks(seen)
+
+    @contextmanager
+    def _watching(self, seen: "dict[str, Seen]") -> Iterator[None]:
+        hooks = []
+        for part in self.model.parts:
+            for name, module in part.named_modules():
+                if name in self.units:
+                    note = partial(self._note, seen, f"activation/{name}")
+                    hooks.append(module.register_forward_hook(note))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(
+        self, seen: "dict[str, Seen]", key: str, module: nn.Module, inputs: Any, output: Tensor
+    ) -> None:
+        self._seen(seen, key).look(output.detach())
+
+    def _seen(self, seen: "dict[str, Seen]", key: str) -> "Seen":
+        return seen.setdefault(key, Seen(self.world.device.torch_device))
+
+    def _over_ranks(self, seen: "dict[str, Seen]") -> dict[str, float]:
+        """The values of everything that any rank has a part of."""
+        sizes: dict[str, int] = {}
+        for those_of_rank in self.world.gather({key: self.sizes.get(key, 0) for key in seen}):
+            sizes |= those_of_rank
+        nothing = Seen(self.world.device.torch_device)
+        each = [seen.get(key, nothing) for key in sizes]
+        sums = torch.stack([one.sums for one in each])
+        largest = torch.stack([one.largest for one in each])
+        dist.all_reduce(sums)
+        self.world.max(largest)
+        found: dict[str, float] = {}
+        for (key, size), row, peak in zip(
+            sizes.items(), sums.tolist(), largest.tolist(), strict=True
+        ):
+            copies = row[0] / size if size else self.copies(key.partition("/")[2])
+            found |= {f"{key}/{name}": value for name, value in values(row, peak, copies).items()}
+        if self.world.rank == 0:
+            logger.info("%s", summary(found))
+        return found
+
+
+class Seen:
+    """What this rank saw of a tensor, without copies of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums: Sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self.largest = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def look(self, tensor: Tensor) -> None:
+        """Add a part of it, or of another microbatch."""
+        for piece in torch.split(tensor.reshape(-1), CHUNK):
+            if not len(piece):
+                continue
+            exact = piece.double()
+            finite = exact.isfinite()
+            exact = exact.where(finite, 0.0)
+            counts = (exact.new_tensor(len(piece)), exact.sum(), exact.square().sum())
+            shares = ((exact == 0).logical_and(finite).sum(), (~finite).sum())
+            self.sums += torch.stack([*counts, *shares]).to(self.sums)
+            self.largest = torch.maximum(self.largest, exact.abs().max().to(self.largest))
+
+
+def values(sums: Sequence[float], largest: float, copies: float) -> dict[str, float]:
+    """What is told of a tensor."""
+    elements, total, squares, zeros, lost = sums
+    finite = max(elements - lost, 1)
+    return {
+        "rms": (squares / finite) ** 0.5,
+        "absmax": largest,
+        "mean": total / finite,
+        "zeros": zeros / elements,
+        "non_finite": round(lost / copies),
+    }
+
+
+def summary(found: dict[str, float]) -> str:
+    """The extremes, in a line."""
+    parts = []
+    for kind in ("activation", "gradient", "weight"):
+        peaks = {k: v for k, v in found.items() if k.startswith(kind) and k.endswith("/absmax")}
+        if peaks:
+            key = max(peaks, key=peaks.__getitem__)
+            parts.append(f"largest {kind} {peaks[key]:.3g} ({key.split('/')[1]})")
+    lost = [key for key, value in found.items() if key.endswith("/non_finite") and value]
+    if lost:
+        parts.append(f"not finite: {', '.join(key.rpartition('/')[0] for key in lost[:3])}")
+    return f"statistics: {', '.join(parts)}"
