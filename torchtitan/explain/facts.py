@@ -106,12 +106,11 @@ def read_facts(folder: Path) -> Facts:
     history = History.open(folder)
     recipe, environment = history.recipe, history.environment
     ranks = environment.get("ranks")
-    per_rank = history.rank_events()
-    starts = [
-        event for events in per_rank.values() for event in events if event["event"] == "start"
-    ]
-    last_starts = [row for row in starts if row["step"] == starts[-1]["step"]]
-    rows = steady(history.rows, {row["step"] for row in starts})
+    # An earlier launch may have had more.
+    per_rank = {n: rows for n, rows in history.rank_events().items() if n < (ranks or n + 1)}
+    starts = [[row for row in rows if row["event"] == "start"] for rows in per_rank.values()]
+    last_starts = [of_rank[-1] for of_rank in starts if of_rank]
+    rows = steady(history.rows, {row["step"] for of_rank in starts for row in of_rank})
     all_reports, reports = history.reports, [row for row, _ in rows]
     device = environment.get("device")
     seconds, pauses = _seconds(rows)

@@ -87,6 +87,14 @@ def test_facts_are_those_of_the_steps_after_the_first(whole: Path) -> None:
     )
 
 
+def test_logs_of_ranks_that_are_no_more_do_not_count(whole: Path) -> None:
+    start = {"step": 1, "event": "start", "first_step_s": 99.0}
+    log(whole, 8, start)
+    assert read_facts(whole).first_step_s == 10.0
+    log(whole, 1, {**start, "first_step_s": 99.0}, {**start, "first_step_s": 30.0})
+    assert read_facts(whole).first_step_s == 30.0
+
+
 def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(whole)]) == 0
     told = capsys.readouterr().out

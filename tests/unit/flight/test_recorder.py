@@ -142,6 +142,20 @@ def test_rank_that_does_not_move_on_after_sigterm_says_where_it_is(
     signal.signal(signal.SIGTERM, moved_on)
 
 
+def test_a_rank_that_is_asked_for_a_trace_is_not_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.flight.recorder.PACE", 0.01)
+    monkeypatch.setattr("torchtitan.flight.recorder.PATIENCE", 0.05)
+    before = signal.signal(signal.SIGPROF, lambda number, frame: None)
+    with recorder(tmp_path) as mine:
+        mine.step(4)
+        os.kill(os.getpid(), signal.SIGPROF)
+        threading.Event().wait(0.3)
+        assert not (tmp_path / "comm_traces/0.json").exists()
+    signal.signal(signal.SIGPROF, before)
+
+
 @pytest.mark.parametrize("prefix", ["rank_1", "elsewhere/rank_"])
 def test_prefix_that_hides_the_rank_is_refused(prefix: str) -> None:
     with pytest.raises(
