@@ -118,7 +118,7 @@ class Trainer:
         if run.precision.is_due(state.step):
             with run.timeline.pause("precision"):
                 found = run.precision.measure(state.step, batches[0], tokens)
-            run.meter.event(state.step, "precision", **found)
+            run.meter.measured(state.step, "precision", **found)
         run.optimizers.zero_grad()
         if run.optimizers.in_backward:
             self.wait_for_weights()

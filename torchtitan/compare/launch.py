@@ -69,7 +69,9 @@ def launch(task: Task, launcher: str) -> Outcome:
     outcome_file(task.folder).unlink(missing_ok=True)
     recipe = write_recipe(task)
     words = shlex.split(launcher.replace("{ranks}", str(task.ready.plan.ranks)))
-    local = [sys.executable, "-m", "torchtitan.launch", "--processes", str(task.ready.plan.ranks)]
+    # A run that dies and starts again tells nothing about speed.
+    local = [sys.executable, "-m", "torchtitan.launch", "--max-restarts", "0", "--processes"]
+    local.append(str(task.ready.plan.ranks))
     command = [*(words or local), "--job.config_file", str(recipe)]
     launched = time.time()
     with log_of(task).open("wb") as log:
