@@ -42,19 +42,19 @@ def test_waiting_for_data_is_the_ranks_own() -> None:
 def test_a_straggler_is_told_of_once_until_it_catches_up() -> None:
     watch = StragglerWatch(10)
     late, even = {"forward": [1.0, 1.5]}, {"forward": [1.0, 1.0]}
-    told = [len(watch.look(seconds, 2.0)) for seconds in [late] * 5 + [even] + [late] * 3]
+    told = [len(watch.look(slowest(seconds, 2.0))) for seconds in [late] * 5 + [even] + [late] * 3]
     assert told == [0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
 def test_another_rank_each_time_is_chance() -> None:
     watch = StragglerWatch(10)
-    told = [watch.look({"forward": [1.0, 1.5][::turn]}, 2.0) for turn in (1, -1) * 4]
+    told = [watch.look(slowest({"forward": [1.0, 1.5][::turn]}, 2.0)) for turn in (1, -1) * 4]
     assert not any(told)
 
 
 def test_a_limit_of_none_tells_of_none() -> None:
     watch = StragglerWatch(0)
-    assert not any(watch.look({"forward": [1.0, 9.0]}, 2.0) for _ in range(5))
+    assert not any(watch.look(slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
 
 
 def with_slow_ranks(job: JobConfig) -> None:

@@ -118,7 +118,7 @@ def test_the_rank_that_is_furthest_behind_is_named(tmp_path):
     for phase, (rank, percent) in behind.items():
         row |= {f"slowest/{phase}": rank, f"slowest/{phase}_pct": percent}
     shown = lines(write(tmp_path / "run", [row]))
-    assert shown[-1] == "slowest     rank 5 in backward: 12% longer than the median"
+    assert shown[-1] == "slowest     rank 5 in backward: 12% of a step behind the median"
 
 
 def test_a_run_that_has_not_reported_yet(tmp_path):

@@ -18,7 +18,7 @@ What a row holds, besides every value that was recorded under a name of its own:
 | data_pct | percent of the time, pauses excluded, that the device waited for data |
 | time/<phase> | seconds a step that went into a phase, mean over ranks; see `torchtitan.timeline` |
 | slowest/<phase> | with several ranks: which of them worked longest in it |
-| slowest/<phase>_pct | how much longer than the median rank, in percent |
+| slowest/<phase>_pct | how much longer than the median rank, in percent of the time of a step |
 | eta_s | seconds left, from a smoothed time a step, pauses included |
 | checkpoint_s, validation_s, ... | seconds of each pause entered since the last row |
 
@@ -29,7 +29,7 @@ row holds the worst rank's; with several ranks, `rank_step_time` and the like ho
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -340,8 +340,11 @@ class Meter:
             return worst, {}
         all_worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=True))
         work = {phase: all_worked[phase] for phase in WORK}
-        self._late = self.stragglers.look(work, worst["step_time"])
-        return worst | _slowest(work), {f"rank_{name}": value for name, value in own.items()}
+        found = self.stragglers.slowest(work, worst["step_time"])
+        self._late = self.stragglers.look(found)
+        for one in found:
+            worst |= {f"slowest/{one.phase}": one.rank, f"slowest/{one.phase}_pct": one.percent}
+        return worst, {f"rank_{name}": value for name, value in own.items()}
 
     def _mfu(self, tps: float | None) -> float | None:
         if tps is None or self.peak_flops is None:
@@ -360,17 +363,6 @@ class Meter:
         if self.peak_flops is None:
             return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"
-
-
-def _slowest(work: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The rank that worked longest in each phase, and by how much; from seconds of each rank."""
-    found: dict[str, float] = {}
-    for phase, seconds in work.items():
-        longest, middle = max(seconds), statistics.median_low(seconds)
-        if middle > 0:
-            found[f"slowest/{phase}"] = seconds.index(longest)
-            found[f"slowest/{phase}_pct"] = 100 * (longest / middle - 1)
-    return found
 
 
 def _finite(value: float) -> float | None:

@@ -69,9 +69,14 @@ class StragglerWatch:
         self.limit, self.stages = limit, stages
         self._in_a_row: dict[tuple[str, int], int] = {}
 
-    def look(self, seconds: Mapping[str, Sequence[float]], step_seconds: float) -> list[Straggler]:
-        """The stragglers that are to be told of, once each until they catch up."""
-        found = slowest(seconds, step_seconds, self.stages)
+    def slowest(
+        self, seconds: Mapping[str, Sequence[float]], step_seconds: float
+    ) -> list[Straggler]:
+        """The slowest rank of each phase in a report, from the seconds a step of all ranks."""
+        return slowest(seconds, step_seconds, self.stages)
+
+    def look(self, found: Sequence[Straggler]) -> list[Straggler]:
+        """Of the slowest of a report those that are to be told of, once until they catch up."""
         late = [one for one in found if 0 < self.limit < one.percent]
         before, self._in_a_row = self._in_a_row, {}
         for one in late:

@@ -133,7 +133,7 @@ def slowest(report: Row) -> Iterator[tuple[str, str]]:
         worst = max(phases, key=lambda phase: float(over[f"{phase}_pct"] or 0.0))
         percent = show(over[f"{worst}_pct"], ".0f")
         phase = worst.removeprefix("slowest/")
-        yield "slowest", f"rank {over[worst]} in {phase}: {percent}% longer than the median"
+        yield "slowest", f"rank {over[worst]} in {phase}: {percent}% of a step behind the median"
 
 
 def event_line(row: Row) -> str:
