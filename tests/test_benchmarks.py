@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_overhead(ranks: int, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = ["--blocks", "2", "--steps", "1", "--warmup", "0", "--starts", "2"]

@@ -36,8 +36,18 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
     return result
 
 
+LONG = (
+    *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
+    *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation",),
+)
+"""Others have each part of these; they take half a minute each on two cores."""
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in LAYOUTS],
+)
 def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
     layout = LAYOUTS[name]
     if device == "cuda" and torch.cuda.device_count() < layout.ranks:

@@ -26,7 +26,8 @@ from torchtitan.parallel.world import make_world
 from torchtitan.timeline import Timeline
 
 # A rank of each kind: the first, and in a pipeline the last too.
-CASES = [(name, 0) for name in RANKS if name != "debug_model"] + [("llama3_405b", 511)]
+CASES = [(name, 0) for name in RANKS if name != "debug_model"]
+CASES.append(pytest.param("llama3_405b", 511, marks=pytest.mark.slow))
 
 
 def leave_out_the_vote(pipeline: Pipeline) -> None:

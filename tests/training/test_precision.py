@@ -68,7 +68,7 @@ def recipe(folder: Path, layout: Case, watched: int) -> JobConfig:
         (case(2, tp=2, convert=ROWWISE), ()),
         # What is gathered for three linears is rounded once.
         (case(tp=2, convert=SENT_SO), ("wk/input", "wv/input", "w3/input")),
-        (case(shard=2, tp=2, convert=MICROSCALED), ()),
+        pytest.param(case(shard=2, tp=2, convert=MICROSCALED), (), marks=pytest.mark.slow),
     ],
 )
 def test_every_layer_is_reported_and_the_run_is_the_same(
