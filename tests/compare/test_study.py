@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.test_recipes import FOLDER, tokenizer  # noqa: F401  (a fixture)
+from torchtitan.checkpoint import lock
+from torchtitan.cli import main
 from torchtitan.compare.launch import launch_all
 from torchtitan.compare.prepare import prepare, tasks
 from torchtitan.compare.study import Study, is_study, of_recipes, read_study, slug
@@ -198,6 +200,16 @@ def test_runs_are_launched_once_and_not_again(tmp_path: Path) -> None:
     launch_all(todo[:1], command)
     assert calls()[4:] == ["0/round-1"]
     assert (todo[0].folder.with_name("round-1.before-1") / "half").exists()
+
+
+def test_two_comparisons_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, f'output = "{tmp_path}/out"\n' + variants("", ""))
+    with lock(tmp_path / "out"):
+        assert main(["compare", str(path)]) == 2
+    assert f"output: another run writes into {tmp_path}/out" in capsys.readouterr().err
+    assert not (tmp_path / "out/runs").exists()
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

@@ -154,8 +154,10 @@ def sweep(folder: Path) -> list[str]:
 
 
 @contextmanager
-def lock(dump_folder: Path) -> Iterator[None]:
+def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
     """Nobody else writes into the folder meanwhile; the kernel lets go when this process ends.
+
+    `key` is what names the folder.
 
     Raises:
         ConfigError: where another run does, or nobody can.
@@ -164,13 +166,13 @@ def lock(dump_folder: Path) -> Iterator[None]:
         dump_folder.mkdir(parents=True, exist_ok=True)
         opened = (dump_folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"job.dump_folder: cannot write into {dump_folder}: {error}") from None
+        raise ConfigError(f"{key}: cannot write into {dump_folder}: {error}") from None
     with opened as file:
         if not _take(file):
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ConfigError(
-                f"job.dump_folder: another run writes into {dump_folder} ({holder}); wait for its "
+                f"{key}: another run writes into {dump_folder} ({holder}); wait for its "
                 "end, or choose another folder"
             )
         file.truncate(0)

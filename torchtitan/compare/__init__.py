@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint import lock
 from torchtitan.compare import html, markdown
 from torchtitan.compare.gather import Candidate, of_folder, report
 from torchtitan.compare.launch import is_done, launch_all, read_outcome, write_whole
@@ -66,14 +67,16 @@ def compare(study: Study) -> Report:
     """Check all variants, make the runs that are not there yet, and write the report.
 
     Raises:
-        RecipeError: before anything is started, where a setting does not exist or is not valid.
+        ConfigError: before anything is started, where a setting does not exist or is not valid, or
+            another comparison writes into the folder.
     """
     variants = prepare(study)
     for ready in variants:
         for line in ready.problems:
             logger.warning("%s cannot run: %s", ready.name, line)
     todo = tasks(study, variants)
-    launch_all(todo, launcher(study))
+    with lock(study.output, "output"):
+        launch_all(todo, launcher(study))
     conditions = study.conditions
     last = conditions.warmup_steps + conditions.steps
     told = conditions.model_dump(exclude={"title", "description", "baseline", "output"})
