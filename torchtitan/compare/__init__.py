@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.checkpoint import lock
 from torchtitan.compare import html, markdown
 from torchtitan.compare.gather import Candidate, of_folder, report
-from torchtitan.compare.launch import is_done, launch_all, read_outcome, write_whole
+from torchtitan.compare.launch import is_done, launch_all, read_outcome, terminable, write_whole
 from torchtitan.compare.measure import Measured
 from torchtitan.compare.prepare import Ready, Task, launcher, prepare, tasks
 from torchtitan.compare.report import Report
@@ -75,7 +75,7 @@ def compare(study: Study) -> Report:
         for line in ready.problems:
             logger.warning("%s cannot run: %s", ready.name, line)
     todo = tasks(study, variants)
-    with lock(study.output, "output"):
+    with lock(study.output, "output"), terminable():
         launch_all(todo, launcher(study))
     conditions = study.conditions
     last = conditions.warmup_steps + conditions.steps

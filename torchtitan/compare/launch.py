@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +37,16 @@ class Outcome:
     """Unix seconds."""
     seconds: float
     last_lines: tuple[str, ...] = ()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM is as Ctrl-C: the run under way is ended too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def launch_all(tasks: Sequence[Task], launcher: str) -> None:
