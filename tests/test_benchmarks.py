@@ -78,6 +78,7 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.slow
 def test_two_ranks_against_one(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     command = ["benchmarks/parallel.py", "--quick", "--sides", "FSDP", "PP", "--output", output]
@@ -159,6 +160,7 @@ def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_saving_and_loading(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     command = [sys.executable, "benchmarks/checkpoint.py", "--quick", "--output", str(output)]

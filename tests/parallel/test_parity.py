@@ -38,9 +38,10 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
 
 LONG = (
     *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
-    *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation",),
+    *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation", "TP 2 x PP 2, Float8 rowwise"),
+    *("TP 2 x PP 2, ZBVZeroBubble", "SimpleFSDP 2 x PP 2, ZBVZeroBubble"),
 )
-"""Others have each part of these; they take half a minute each on two cores."""
+"""Others have each part of these; they take up to a minute each on two cores."""
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -26,8 +26,9 @@ from torchtitan.parallel.world import make_world
 from torchtitan.timeline import Timeline
 
 # A rank of each kind: the first, and in a pipeline the last too.
-CASES = [(name, 0) for name in RANKS if name != "debug_model"]
-CASES.append(pytest.param("llama3_405b", 511, marks=pytest.mark.slow))
+SLOW = [("llama3_70b", 0), ("llama3_405b", 511)]
+CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 def leave_out_the_vote(pipeline: Pipeline) -> None:
