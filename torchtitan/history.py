@@ -78,6 +78,17 @@ class History:
         return dict(sorted(found.items()))
 
 
+def seconds_of(row: Row, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each phase, and of each pause, in the steps that a report is of."""
+    phases = {k.removeprefix("time/"): v * steps for k, v in row.items() if k.startswith("time/")}
+    pauses = {
+        key.removesuffix("_s"): value
+        for key, value in row.items()
+        if key.endswith("_s") and key != "eta_s" and isinstance(value, float)
+    }
+    return phases, pauses
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """The JSON objects of a file, one a line; a line that is not whole is left out."""
     yield from parse_rows(path.read_bytes())

@@ -8,9 +8,7 @@ from pathlib import Path
 from torchtitan.compare.launch import read_outcome
 from torchtitan.compare.report import Curve, Run, Spread
 from torchtitan.explain.trace import read_trace
-from torchtitan.history import History, Row
-
-NO_PAUSES = ("eta_s",)
+from torchtitan.history import History, Row, seconds_of
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -126,12 +124,7 @@ class Measured:
 
 
 def _phases(row: Row, steps: int) -> dict[str, float]:
-    phases = {key[5:]: value * steps for key, value in row.items() if key.startswith("time/")}
-    pauses = {
-        key[:-2]: value
-        for key, value in row.items()
-        if key.endswith("_s") and key not in NO_PAUSES and isinstance(value, float)
-    }
+    phases, pauses = seconds_of(row, steps)
     return phases | pauses if phases else {}
 
 

@@ -13,7 +13,7 @@ from torchtitan.device import peak_flops
 from torchtitan.explain.state import State, state_of
 from torchtitan.explain.stragglers import Slowest, slowest_by_phase
 from torchtitan.explain.trace import read_trace
-from torchtitan.history import History, Row
+from torchtitan.history import History, Row, seconds_of
 from torchtitan.timeline import PHASES
 
 AXES = {
@@ -25,7 +25,6 @@ AXES = {
 }
 # A trace may be of hundreds of megabytes.
 MOST_TRACES = 8
-NO_PAUSES = ("eta_s",)
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,9 @@ def _seconds(rows: Sequence[tuple[Row, int]]) -> tuple[dict[str, float], dict[st
     phases: dict[str, float] = {}
     pauses: dict[str, float] = {}
     for row, steps in rows:
-        for key, value in row.items():
-            if key.startswith("time/"):
-                name = key.removeprefix("time/")
-                phases[name] = phases.get(name, 0.0) + value * steps
-            elif key.endswith("_s") and key not in NO_PAUSES and isinstance(value, float):
-                name = key.removesuffix("_s")
-                pauses[name] = pauses.get(name, 0.0) + value
+        for sums, found in zip((phases, pauses), seconds_of(row, steps), strict=True):
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
     return {name: phases[name] for name in PHASES if name in phases}, pauses
 
 
