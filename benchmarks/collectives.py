@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torchtitan.build import layout_of
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
-from torchtitan.flight import Collective, recorded
+from torchtitan.flight_recorder import Collective, recorded
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import run_ranks
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import Traffic, of_step
-from torchtitan.verify.measure import training
+from torchtitan.tools.verify.measure import training
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"

@@ -9,8 +9,8 @@ from pathlib import Path
 from torchtitan.config import show
 from torchtitan.config.help import Section, sections
 from torchtitan.data import DATASETS
-from torchtitan.dialect import TABLE, Converted, Kept, Moved
 from torchtitan.job import JobConfig
+from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved
 from torchtitan.models import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.parallel import Launch
+from torchtitan.tools.verify.measure import UnevenTargets
 from torchtitan.trainer import Trainer
-from torchtitan.verify.measure import UnevenTargets
 
 FOLDER = Path(os.environ["MEETING"])
 FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()

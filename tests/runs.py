@@ -15,10 +15,10 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
+from torchtitan.tools.verify.measure import Recorder, training
 from torchtitan.torch_private import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
-from torchtitan.verify.measure import Recorder, training
 
 __all__ = ["Recorder", "Trace", "losses", "rows", "trace", "train", "weights", "whole"]
 

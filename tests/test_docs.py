@@ -44,12 +44,13 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.test_house import LAYERS
-from torchtitan import cli, launch, train
+from torchtitan import launch, train
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.dialect import TABLE
 from torchtitan.job import JobConfig
+from torchtitan.legacy_recipes import TABLE
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

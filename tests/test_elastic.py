@@ -21,7 +21,7 @@ from torchtitan import launch
 from torchtitan import train as entry
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
-from torchtitan.elastic import DIVERGED
+from torchtitan.resilience.stop import DIVERGED
 from torchtitan.trainer import Trainer
 
 TINY = ["--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_launch import RECIPE, ROOT, SMALL, environment
-from torchtitan.cli import main
-from torchtitan.flight import read_traces
+from torchtitan.flight_recorder import read_traces
+from torchtitan.tools.cli import main
 
 TINY = [
     "--job.imports=tests.tiny,tests.faults",

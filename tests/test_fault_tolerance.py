@@ -27,7 +27,7 @@ from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import build_stream, load_tokenizer
-from torchtitan.fault_tolerance.transport import transport
+from torchtitan.resilience.replicas.transport import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
 RECIPE_OF_ALL = [

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,20 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
-    ["cli", "launch"],
-    ["verify", "compare", "evaluation"],
-    ["explain", "watch"],
+    ["tools.cli", "launch"],
+    ["tools.verify", "tools.compare", "tools.evaluate"],
+    ["tools.explain", "tools.watch"],
+    ["tools.history"],
     ["train"],
     ["trainer"],
     ["build"],
-    ["history"],
-    ["provenance", "startup"],
+    ["provenance"],
     ["checks"],
-    ["job", "migrate"],
-    [
-        *("checkpoint", "metrics", "profiling", "flight", "elastic", "spikes", "validate"),
-        *("fault_tolerance", "dialect", "precision", "statistics"),
-    ],
+    ["job"],
+    ["checkpoint", "metrics", "profiling", "resilience", "validate", "legacy_recipes"],
+    ["flight_recorder"],
     ["parallel"],
-    ["models", "data", "optim", "convert", "losses", "agent", "timeline"],
+    ["models", "data", "optim", "convert", "losses", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]
@@ -47,7 +46,12 @@ def modules() -> list[Path]:
 
 def unit(path: Path) -> str:
     """The module or package of `torchtitan` that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return _unit(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def _unit(parts: Sequence[str]) -> str:
+    """Of the tools each is a part of its own."""
+    return ".".join(parts[:2] if parts[0] == "tools" else parts[:1])
 
 
 def imported_units(tree: ast.AST) -> set[str]:
@@ -57,14 +61,16 @@ def imported_units(tree: ast.AST) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
             names |= {f"torchtitan.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools":
+            names |= {f"torchtitan.tools.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, "imports are absolute"
             names.add(node.module)
-    return {name.split(".")[1] for name in names if name.startswith("torchtitan.")}
+    return {_unit(name.split(".")[1:]) for name in names if name.startswith("torchtitan.")}
 
 
 def test_every_module_has_a_layer() -> None:
-    assert {unit(path) for path in modules()} - {"__init__"} == LEVEL.keys()
+    assert {unit(path) for path in modules()} - {"__init__", "tools.__init__"} == LEVEL.keys()
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -95,7 +101,7 @@ def test_no_failure_is_swallowed_and_nothing_is_global(path: Path) -> None:
 
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
-    code = "import sys, torchtitan.cli; print(*sys.modules)"
+    code = "import sys, torchtitan.tools.cli; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(found.stdout.split())
     assert not loaded & {*HEAVY, *SLOW_TORCH}
@@ -106,7 +112,7 @@ def test_importing_needs_no_accelerator_and_changes_no_logging() -> None:
         "import torch\n"
         "def refuse(*args): raise RuntimeError('touched CUDA')\n"
         "torch.cuda._lazy_init = torch.cuda.get_device_name = refuse\n"
-        "import logging, torchtitan.cli\n"
+        "import logging, torchtitan.tools.cli\n"
         "assert not logging.getLogger('torchtitan').handlers\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

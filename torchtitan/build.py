@@ -10,8 +10,6 @@ import torch
 
 from torchtitan.checkpoint import Checkpointer, Choice, Contents, Live, TrainState
 from torchtitan.data import DataStream, Tokenizer, build_stream, check_vocabulary, load_tokenizer
-from torchtitan.elastic import StopSignal
-from torchtitan.fault_tolerance import Alone, ReplicaGroup, Replicas
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -22,17 +20,19 @@ from torchtitan.metrics import (
     StragglerWatch,
     build_sinks,
 )
+from torchtitan.metrics.precision import PrecisionWatch
+from torchtitan.metrics.startup import Startup
+from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Optimizers, learning_rate_factor, open_optimizers
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
 from torchtitan.parallel.tensor import settle
-from torchtitan.precision import PrecisionWatch
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
-from torchtitan.startup import Startup
-from torchtitan.statistics import Statistics
+from torchtitan.resilience.replicas import Alone, ReplicaGroup, Replicas
+from torchtitan.resilience.stop import StopSignal
 from torchtitan.timeline import Timeline
 from torchtitan.validate import Validator
 

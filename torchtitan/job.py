@@ -9,7 +9,6 @@ from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.config import Config, ListOf, OneOf
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
-from torchtitan.fault_tolerance import FaultToleranceConfig
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models.attention import AttentionMask
@@ -22,7 +21,8 @@ from torchtitan.parallel import (
     ParallelismConfig,
 )
 from torchtitan.profiling import ProfilingConfig
-from torchtitan.spikes import SpikesConfig
+from torchtitan.resilience.replicas import FaultToleranceConfig
+from torchtitan.resilience.spikes import SpikesConfig
 from torchtitan.validate import ValidationConfig
 
 DTYPES = Literal["float32", "bfloat16"]

@@ -16,15 +16,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from torchtitan.agent import Agent, describe
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks import problems_of_restarts
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
-from torchtitan.elastic import DIVERGED, status_of_stop
-from torchtitan.flight import RankTrace, read_traces, report
+from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
+from torchtitan.resilience.agent import Agent, describe
+from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import choose, read, refuse, saves
 
 # Enough for what happens to machines in a night; what fails at once each time ends soon.

@@ -15,12 +15,12 @@ from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import Tokenizer, open_source, unigram_loss
 from torchtitan.device import pick
-from torchtitan.elastic import DIVERGED, status_of_stop, stop_without_launcher
-from torchtitan.flight import Recorder
+from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
+from torchtitan.resilience.stop import DIVERGED, status_of_stop, stop_without_launcher
 from torchtitan.trainer import Trainer, TrainingDiverged
 
 USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]

@@ -12,7 +12,7 @@ from torchtitan.checkpoint import Start
 from torchtitan.data import preview
 from torchtitan.logging import logger
 from torchtitan.parallel import Launch, World
-from torchtitan.spikes import judge
+from torchtitan.resilience.spikes import judge
 
 
 class TrainingDiverged(RuntimeError):

@@ -37,11 +37,11 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checkpoint.weights.opening import Verified
-from torchtitan.cli import main
 from torchtitan.config import ConfigError
 from torchtitan.data import train_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.tools.cli import main
 from torchtitan.train import choose
 
 

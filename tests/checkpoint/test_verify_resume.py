@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint import contents
-from torchtitan.cli import main
 from torchtitan.data import Batch, DataStream
 from torchtitan.data.lanes import Lane, Record
 from torchtitan.device import Device
 from torchtitan.parallel import ParallelModel
-from torchtitan.verify import ranks, record
-from torchtitan.verify.record import Note, Off
-from torchtitan.verify.resume_report import Resumption
+from torchtitan.tools.cli import main
+from torchtitan.tools.verify import ranks, record
+from torchtitan.tools.verify.record import Note, Off
+from torchtitan.tools.verify.resume_report import Resumption
 
 TINY = """
 [model]

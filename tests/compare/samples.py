@@ -3,7 +3,7 @@
 import math
 import random
 
-from torchtitan.compare.report import Curve, Difference, Parity, Report, Run, Spread, Variant
+from torchtitan.tools.compare.report import Curve, Difference, Parity, Report, Run, Spread, Variant
 
 HOSTILE = (
     "</script><script>window.broken = 1</script> & \"quotes\" 'single' <b>bold</b> %{x} \\u003c"

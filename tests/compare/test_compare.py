@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from torchtitan.cli import main
-from torchtitan.compare import compare_folders
-from torchtitan.compare.measure import Measured, spread
-from torchtitan.compare.parity import JUDGED, difference, judge
-from torchtitan.compare.report import Curve, Spread
 from torchtitan.config import RecipeError
 from torchtitan.provenance import to_toml
+from torchtitan.tools.cli import main
+from torchtitan.tools.compare import compare_folders
+from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.parity import JUDGED, difference, judge
+from torchtitan.tools.compare.report import Curve, Spread
 
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
 

@@ -15,9 +15,9 @@ from plotly.offline import get_plotlyjs
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
-from torchtitan.compare.html import page
-from torchtitan.compare.report import Report, Variant
-from torchtitan.compare.words import verdict
+from torchtitan.tools.compare.html import page
+from torchtitan.tools.compare.report import Report, Variant
+from torchtitan.tools.compare.words import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -146,10 +146,10 @@ def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None
 
 def test_an_ordinary_wheel_has_the_files_of_the_page() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    package = ROOT / "torchtitan/compare"
+    package = ROOT / "torchtitan/tools/compare"
     declared = {
         file
-        for glob in settings["package-data"]["torchtitan.compare"]
+        for glob in settings["package-data"]["torchtitan.tools.compare"]
         for file in package.glob(glob)
     }
     assert {path for path in (package / "page").iterdir() if path.is_file()} == declared

@@ -6,11 +6,11 @@ import pytest
 
 from tests.recipes.test_recipes import FOLDER, tokenizer  # noqa: F401  (a fixture)
 from torchtitan.checkpoint import lock
-from torchtitan.cli import main
-from torchtitan.compare.launch import launch_all
-from torchtitan.compare.prepare import prepare, tasks
-from torchtitan.compare.study import Study, is_study, of_recipes, read_study, slug
 from torchtitan.config import RecipeError
+from torchtitan.tools.cli import main
+from torchtitan.tools.compare.launch import launch_all
+from torchtitan.tools.compare.prepare import prepare, tasks
+from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
 
 DEBUG = FOLDER / "debug_model.toml"
 STUDIES = sorted((FOLDER / "studies").glob("*.toml"))

@@ -12,15 +12,15 @@ from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import SEQ_LEN, SPEC
-from torchtitan import cli
-from torchtitan.evaluation import generate as generating
-from torchtitan.evaluation.cache import cached
-from torchtitan.evaluation.generate import Row, go_on, read
-from torchtitan.evaluation.layout import Model, open_model, padded
-from torchtitan.evaluation.opening import Place, Subject, open_subject
-from torchtitan.evaluation.sampling import Sampling, choose, generator_of
 from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
+from torchtitan.tools import cli
+from torchtitan.tools.evaluate import generate as generating
+from torchtitan.tools.evaluate.cache import cached
+from torchtitan.tools.evaluate.generate import Row, go_on, read
+from torchtitan.tools.evaluate.layout import Model, open_model, padded
+from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
+from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]

@@ -8,11 +8,11 @@ import torch
 
 from tests import small_weights
 from tests.small_weights import SPEC
-from torchtitan import cli
-from torchtitan.evaluation.layout import open_model
-from torchtitan.evaluation.opening import Place, open_subject
 from torchtitan.losses import cross_entropy
 from torchtitan.models import MODELS
+from torchtitan.tools import cli
+from torchtitan.tools.evaluate.layout import open_model
+from torchtitan.tools.evaluate.opening import Place, open_subject
 
 pytest.importorskip("lm_eval")
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from tests import small_weights
 from tests.ranks import run_ranks
 from tests.small_weights import SPEC
-from torchtitan import cli
 from torchtitan.config import ConfigError
-from torchtitan.evaluation.harness import Together, Wish, as_table, before, read_wish
-from torchtitan.evaluation.layout import Model, open_model
-from torchtitan.evaluation.opening import Place, open_subject
-from torchtitan.evaluation.sampling import Sampling
-from torchtitan.evaluation.scoring import Score, Window, score_texts, windows
 from torchtitan.losses import cross_entropy
 from torchtitan.models import MODELS
+from torchtitan.tools import cli
+from torchtitan.tools.evaluate.harness import Together, Wish, as_table, before, read_wish
+from torchtitan.tools.evaluate.layout import Model, open_model
+from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.sampling import Sampling
+from torchtitan.tools.evaluate.scoring import Score, Window, score_texts, windows
 
 CONTEXT = [256, *b"The quick brown fox"]
 TEXTS = [[*b" jumps over the lazy dog"], [*b" is"], [*b"."], []]

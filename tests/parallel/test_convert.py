@@ -18,11 +18,11 @@ from torchtitan import convert
 from torchtitan.checks import problems_of_machine
 from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.device import Device
-from torchtitan.flight.records import recorded
+from torchtitan.flight_recorder.records import recorded
 from torchtitan.job import JobConfig
 from torchtitan.models.llama3.model import Llama3
 from torchtitan.models.spec import build_empty
-from torchtitan.verify.measure import training
+from torchtitan.tools.verify.measure import training
 
 SENT_SO = (Float8(emulate=True, enable_tensor_parallel_float8_all_gather=True),)
 

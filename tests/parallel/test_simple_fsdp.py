@@ -20,8 +20,8 @@ from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import CompileConfig, Precision, bucketing, compile, simple_fsdp
 from torchtitan.parallel.bucketing import Plan, Tally
+from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private import compilations, local_extent
-from torchtitan.verify.measure import training
 
 # Of the compiler's own doings; a user does not see them.
 pytestmark = [

@@ -15,14 +15,14 @@ import pytest
 from torch import Tensor
 
 from torchtitan.checks import load_job, problems
-from torchtitan.cli import main
 from torchtitan.data import Batch
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
-from torchtitan.verify.measure import Difference, Step
-from torchtitan.verify.ranks import SPARED
-from torchtitan.verify.recipe import Checked, as_checked
-from torchtitan.verify.report import Comparison
+from torchtitan.tools.cli import main
+from torchtitan.tools.verify.measure import Difference, Step
+from torchtitan.tools.verify.ranks import SPARED
+from torchtitan.tools.verify.recipe import Checked, as_checked
+from torchtitan.tools.verify.report import Comparison
 
 RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 
@@ -264,7 +264,7 @@ def test_a_parameter_that_no_rank_has_is_a_fault() -> None:
 def test_the_bar_is_drawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.verify.ranks.on_terminal", lambda: True)
+    monkeypatch.setattr("torchtitan.tools.verify.ranks.on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert verify(SHARD) == 0
     assert "SGD with momentum on 2 ranks" in capsys.readouterr().err

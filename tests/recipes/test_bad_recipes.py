@@ -12,13 +12,13 @@ import pytest
 
 from torchtitan import optim
 from torchtitan.checks import load_job, problems_of_machine, problems_of_restarts
-from torchtitan.cli import main
 from torchtitan.config import RecipeError
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.parallel import cuda_graphs
+from torchtitan.tools.cli import main
 
 TABLE = Path(__file__).with_name("bad_recipes.txt")
 DEFAULTS = JobConfig()
@@ -182,7 +182,7 @@ def test_recipes_that_extend_each_other(tmp_path: Path, monkeypatch: pytest.Monk
     assert line.endswith(": a.toml -> b.toml -> c.toml -> a.toml")
 
 
-@pytest.mark.parametrize("command", ["torchtitan.cli check", "torchtitan.train"])
+@pytest.mark.parametrize("command", ["torchtitan.tools.cli check", "torchtitan.train"])
 def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text(

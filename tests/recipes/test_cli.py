@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from torchtitan.checks import load_job
-from torchtitan.cli import main
 from torchtitan.config import ConfigError, json_schema
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.tools.cli import main
 from torchtitan.train import main as train
 from torchtitan.train import split_recipe
 

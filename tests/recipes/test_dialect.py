@@ -10,9 +10,9 @@ import pytest
 from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
 from torchtitan.convert import CONVERTERS, MXFP8, Float8
-from torchtitan.dialect import TABLE, Converted, Gone, Kept, Moved, entry
 from torchtitan.job import JobConfig
-from torchtitan.migrate import migrate
+from torchtitan.legacy_recipes import TABLE, Converted, Gone, Kept, Moved, entry
+from torchtitan.legacy_recipes.migrate import migrate
 
 FOLDER = Path(__file__).parent / "old"
 OLD = sorted(FOLDER.glob("*.toml"))

@@ -10,11 +10,11 @@ import tokenizers
 import torch
 
 from torchtitan.checks import load_job
-from torchtitan.cli import main
 from torchtitan.config.files import read_recipe
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
+from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 RECIPES = sorted(FOLDER.glob("*.toml"))

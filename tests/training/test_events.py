@@ -11,9 +11,9 @@ from benchmarks.collectives import formulas
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan.history import History
 from torchtitan.metrics import EventLog
 from torchtitan.timeline import PHASES
+from torchtitan.tools.history import History
 
 LAYOUTS = {
     "FSDP 2": ({}, "fsdp", "dp_shard"),

@@ -18,10 +18,10 @@ from tests.runs import losses, train
 from torchtitan.build import build
 from torchtitan.checkpoint import saved_steps, staging
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.cli import main
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.tools.cli import main
 from torchtitan.trainer import Trainer, TrainingDiverged
 
 ALONE = case(batch=8)

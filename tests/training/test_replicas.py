@@ -21,9 +21,9 @@ from torchtitan import torch_private
 from torchtitan.build import build
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
-from torchtitan.fault_tolerance import FaultToleranceConfig, ReplicaGroup
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
+from torchtitan.resilience.replicas import FaultToleranceConfig, ReplicaGroup
 from torchtitan.trainer import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]

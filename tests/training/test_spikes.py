@@ -21,12 +21,12 @@ from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.cli import main
 from torchtitan.data import Batch
 from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.tools.cli import main
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer, TrainingDiverged
 

@@ -17,9 +17,9 @@ from torchtitan.build import build
 from torchtitan.checkpoint import Start
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.metrics.statistics import CHUNK, Seen, values
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
-from torchtitan.statistics import CHUNK, Seen, values
 from torchtitan.trainer import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")

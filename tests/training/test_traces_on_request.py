@@ -11,13 +11,14 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan import cli, train
+from torchtitan import train
 from torchtitan.build import build
 from torchtitan.checkpoint import Start
 from torchtitan.device import Device
-from torchtitan.explain.trace import read_trace
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.tools import cli
+from torchtitan.tools.explain.trace import read_trace
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

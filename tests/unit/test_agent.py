@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.ranks import run_ranks
-from torchtitan.agent import Agent, describe
+from torchtitan.resilience.agent import Agent, describe
 
 HOPELESS = 3
 RESTARTS = 2

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from torchtitan.checks import remarks
-from torchtitan.spikes import SpikesConfig, judge, usual_of
+from torchtitan.resilience.spikes import SpikesConfig, judge, usual_of
 
 FOUR = SpikesConfig(sigma=2, window=4)
 

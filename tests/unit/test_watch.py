@@ -11,9 +11,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from torchtitan import cli
-from torchtitan.watch.rows import Seen, Tail, sparkline
-from torchtitan.watch.view import View, state
+from torchtitan.tools import cli
+from torchtitan.tools.watch.rows import Seen, Tail, sparkline
+from torchtitan.tools.watch.view import View, state
 
 NOW = 1_800_000_000.0
 RECIPE = """

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from torchtitan import dialect
+from torchtitan import legacy_recipes
 from torchtitan.checks.computing import (
     problems_of_compiler,
     problems_of_cuda_graphs,
@@ -80,8 +80,8 @@ def load_job(
         recipe,
         flags,
         over=over,
-        translate=dialect.translate,
-        new_name=dialect.new_name,
+        translate=legacy_recipes.translate,
+        new_name=legacy_recipes.new_name,
         prepare=_import_first,
         check=check,
     )

@@ -3,12 +3,13 @@
 import shutil
 from collections.abc import Iterator
 
-from torchtitan import convert, fault_tolerance, optim
+from torchtitan import convert, optim
 from torchtitan.checks.layout import DEGREES, smallest_world
 from torchtitan.config import Problem
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs, simple_fsdp
+from torchtitan.resilience import replicas
 
 
 def problems_of_precision(job: JobConfig) -> Iterator[Problem]:
@@ -78,7 +79,7 @@ def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
     """What this very machine cannot do; a check made for another one does not ask."""
     anywhere = set(problems_of_compiler(job, None))
     yield from (p for p in problems_of_compiler(job, device_type) if p not in anywhere)
-    for key, message in fault_tolerance.problems_of_machine(job.fault_tolerance):
+    for key, message in replicas.problems_of_machine(job.fault_tolerance):
         yield Problem(key, message)
     if job.convert:
         capability = Device("cuda").capability if device_type == "cuda" else None

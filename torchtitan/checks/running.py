@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan import fault_tolerance
 from torchtitan.config import Problem, show
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.resilience import replicas
 
 FOLDERS = (
     "checkpoint.folder",
@@ -86,7 +86,7 @@ def problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
 
 
 def problems_of_groups(job: JobConfig) -> Iterator[Problem]:
-    for key, message in fault_tolerance.problems(job.fault_tolerance):
+    for key, message in replicas.problems(job.fault_tolerance):
         yield Problem(key, message, ("fault_tolerance",))
     if job.fault_tolerance.enable and job.spikes.max_rollbacks:
         message = "replica groups, each with checkpoints of its own, cannot roll back; use 0"

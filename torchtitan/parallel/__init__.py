@@ -29,6 +29,7 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.executor import Executor, SingleStage
 from torchtitan.parallel.fsdp import Precision
 from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.pipeline import Pipeline, Shapes
@@ -72,56 +73,12 @@ class Layout:
     convert: tuple[ConverterConfig, ...] = ()
 
 
-class Runner(Protocol):
-    """Computes with the parts of a model."""
-
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor: ...
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A model that is whole on every rank, as far as the pipeline is concerned."""
-
-    model: nn.Module
-    loss: LossFunction | None
-    """None: the model gives it."""
-    sharded: "list[FSDPModule]"
-    document_mask: bool
-    timeline: Timeline
-
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        share = torch.zeros((), device=tokens.device)
-        for batch in batches:
-            fsdp.reduce_after(self.sharded, is_last=batch is batches[-1])
-            with self.timeline.phase("forward"):
-                loss = self._loss(batch) / tokens
-            with self.timeline.phase("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            share += loss.detach()
-        return share
-
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        total = torch.stack([self._loss(batch) for batch in batches]).sum()
-        for module in self.sharded:
-            # Else the next forward would use what is gathered, also after an update.
-            module.reshard()
-        return total
-
-    def _loss(self, batch: Batch) -> Tensor:
-        documents = batch.documents if self.document_mask else None
-        known = (batch.tokens, batch.positions, documents)
-        if self.loss is None:
-            return cast(Tensor, self.model(*known, batch.targets))
-        return self.loss(self.model(*known), batch.targets)
-
-
 @dataclass(frozen=True)
 class ParallelModel:
     """This rank's parts of the model and what can be done with them."""
 
     parts: list[nn.Module]
-    runner: Runner
+    executor: Executor
     cut: Callable[[Batch], Batch]
     """From whole sequences to this rank's part of them."""
     confirm: Callable[[], None]
@@ -143,7 +100,7 @@ class ParallelModel:
             the shares add up to it.
         """
         self.before_pass()
-        share = self.runner.forward_backward([self.cut(batch) for batch in batches], tokens)
+        share = self.executor.forward_backward([self.cut(batch) for batch in batches], tokens)
         tensor.settle(parameter for part in self.parts for parameter in part.parameters())
         return share
 
@@ -154,7 +111,7 @@ class ParallelModel:
         There are as many batches as in a training step, each of the same size.
         """
         self.before_pass()
-        return self.runner.evaluate([self.cut(batch) for batch in batches])
+        return self.executor.evaluate([self.cut(batch) for batch in batches])
 
 
 def parallelize(
@@ -230,9 +187,9 @@ def parallelize(
                 cpu_offload=layout.cpu_offload,
                 pin_memory=world.device.type == "cuda",
             )
-    runner: Runner
+    executor: Executor
     if degrees.pp > 1:
-        runner = Pipeline(
+        executor = Pipeline(
             parts,
             plan,
             world.groups["pp"],
@@ -246,7 +203,7 @@ def parallelize(
         )
     else:
         sharded = fsdp.sharded_modules(parts[0])
-        runner = Plain(parts[0], loss_of_logits, sharded, layout.document_mask, timeline)
+        executor = SingleStage(parts[0], loss_of_logits, sharded, layout.document_mask, timeline)
     cut = partial(
         context.shard,
         rank=dist.get_rank(world.groups["cp"]),
@@ -257,7 +214,7 @@ def parallelize(
     blocks_here = sum(len(spec.blocks(part)) for part in parts)
     return ParallelModel(
         parts,
-        runner,
+        executor,
         cut,
         confirm=partial(_confirm, layout, blocks_here),
         before_pass=partial(_before_pass, layout, parts),

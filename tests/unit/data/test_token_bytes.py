@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from tests.unit.data.test_tokenizer import write_tiktoken
-from torchtitan import cli
 from torchtitan.data import Tokenizer, load_tokenizer
 from torchtitan.data.token_bytes import BytesUnknown, alphabet
+from torchtitan.tools import cli
 
 TEXTS = [
     "",

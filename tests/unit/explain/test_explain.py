@@ -9,13 +9,13 @@ import pytest
 
 from tests.unit.explain.folders import log, note, row, steps, write_run
 from tests.unit.explain.test_trace import event, step
-from torchtitan import cli
 from torchtitan.config import ConfigError
-from torchtitan.explain.advice import MEASURING, RULES, Advice, advise
-from torchtitan.explain.facts import Facts, Traces, read_facts
-from torchtitan.explain.page import page
-from torchtitan.explain.stragglers import Slowest, slowest_by_phase
 from torchtitan.job import JobConfig
+from torchtitan.tools import cli
+from torchtitan.tools.explain.advice import MEASURING, RULES, Advice, advise
+from torchtitan.tools.explain.facts import Facts, Traces, read_facts
+from torchtitan.tools.explain.page import page
+from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
 
 RECIPE = """
 [model]

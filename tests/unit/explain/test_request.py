@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.explain.folders import note, row, write_run
 from torchtitan.config import ConfigError
-from torchtitan.explain.request import NoAnswer, profile
-from torchtitan.explain.state import state_of
 from torchtitan.profiling import REQUEST_FILE
+from torchtitan.tools.explain.request import NoAnswer, profile
+from torchtitan.tools.explain.state import state_of
 
 # More than a process number can be.
 NOBODY = 2**22 + 1

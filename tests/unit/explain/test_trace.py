@@ -10,8 +10,8 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.config import ConfigError
-from torchtitan.explain.intervals import length, union, within, without
-from torchtitan.explain.trace import Operator, Share, read_trace
+from torchtitan.tools.explain.intervals import length, union, within, without
+from torchtitan.tools.explain.trace import Operator, Share, read_trace
 
 MAIN, WORKER = 1, 2
 

@@ -1,0 +1,164 @@
+"""What a process records of itself, and what it writes when it fails."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from torchtitan.checks import load_job
+from torchtitan.config import ConfigError
+from torchtitan.flight_recorder import Collective, Recorder, read_traces, recorded, report
+from torchtitan.flight_recorder.recorder import ToldToEnd
+from torchtitan.parallel import CommConfig
+from torchtitan.tools.cli import main
+
+DEBUG = str(Path(__file__).parents[3] / "train_configs/debug_model.toml")
+SMALL = ["--training.seq_len=32", "--training.steps=2", "--validation.steps=1"]
+
+
+def recorder(folder: Path, rank: int = 0, world_size: int = 1) -> Recorder:
+    return Recorder(CommConfig(), folder, rank, world_size, "cpu", shared=(ConfigError,))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "comm_traces").iterdir()}
+
+
+def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, world_size=2)
+    for state, step in (("starting", 0), ("training", 1), ("training", 1000)):
+        if step:
+            mine.step(step)
+        (trace,) = read_traces(tmp_path / "comm_traces")
+        assert (trace.state, trace.step, trace.world_size) == (state, step, 2)
+        assert trace.pid == os.getpid()
+
+
+def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
+    assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
+    assert names(tmp_path) == {"0.step"}
+    assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 ended well at step 2"]
+
+
+def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), recorder(tmp_path):
+        raise ConfigError("a mistake in the recipe")
+    assert names(tmp_path) == {"0.step"}
+
+
+def test_traces_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+    for rank in (0, 5):
+        with pytest.raises(ValueError), recorder(tmp_path, rank, 6):
+            raise ValueError
+    assert {"0.json", "0.stack", "rank_0", "5.json", "rank_5", "5.step"} <= names(tmp_path)
+    recorder(tmp_path, 0, 2)
+    assert names(tmp_path) == {"0.step"}
+
+
+def fail(folder: Path) -> None:
+    with recorder(folder, dist.get_rank(), 2) as mine:
+        mine.step(3)
+        dist.all_reduce(torch.zeros(7))
+        raise ValueError("no")
+
+
+def test_ring_is_written_on_gloo(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ValueError: no"):
+        run_ranks(fail, 2, tmp_path)
+    traces = read_traces(tmp_path / "comm_traces")
+    assert traces
+    for trace in traces:
+        assert (trace.fate, trace.step) == ("raised", 3)
+        assert "test_recorder.py" in report([trace])[0]
+        last = trace.last_finished
+        assert last is not None
+        assert str(last) == "all_reduce #1 on all (ranks 0 and 1)"
+        assert last.tensors == "float32 [7]"
+
+
+def collectives() -> list[Collective]:
+    """One of each that a layout uses, on a group of all and on one called pair."""
+    pair = dist.new_group(group_desc="pair")
+    dist.all_reduce(torch.zeros(3, dtype=torch.bfloat16))
+    dist.all_gather([torch.zeros(4, 5)] * 2, torch.zeros(4, 5), group=pair)
+    half, whole = torch.zeros(6), torch.zeros(12)
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(half, whole, group=pair)
+    dist.all_to_all_single(torch.zeros(8), torch.zeros(8), group=pair)
+    dist.barrier()
+    return recorded()
+
+
+def test_collectives_of_this_process() -> None:
+    for found in run_ranks(collectives, 2):
+        told = [
+            (c.operation, c.group.purpose, c.sequence, c.bytes_in, c.bytes_out, c.group.ranks)
+            for c in found[-5:]
+        ]
+        assert told == [
+            ("all_reduce", "all", 1, 6, 6, (0, 1)),
+            ("all_gather", "pair", 1, 80, 160, (0, 1)),
+            # Gloo carries it out as an all-reduce.
+            ("reduce_scatter", "pair", 2, 48, 48, (0, 1)),
+            ("all_to_all", "pair", 3, 32, 32, (0, 1)),
+            ("barrier", "all", 2, 0, 0, (0, 1)),
+        ]
+        assert found[-3].carried_out == "all_reduce"
+        assert all("test_recorder.py" in c.caller for c in found[-5:])
+
+
+def test_sigterm_outside_the_loop_ends_the_process_with_traces(tmp_path: Path) -> None:
+    with pytest.raises(ToldToEnd) as told, recorder(tmp_path):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert told.value.code == 128 + signal.SIGTERM
+    (trace,) = read_traces(tmp_path / "comm_traces")
+    assert trace.fate == "told"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_rank_that_does_not_move_on_after_sigterm_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PACE", 0.01)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PATIENCE", 0.05)
+    moved_on = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with recorder(tmp_path) as mine:
+        # As in the loop, where the signal is a request.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        mine.step(4)
+        os.kill(os.getpid(), signal.SIGTERM)
+        written = threading.Event()
+        while not (tmp_path / "comm_traces/0.json").exists():
+            written.wait(0.01)
+        (trace,) = read_traces(tmp_path / "comm_traces")
+        assert (trace.fate, trace.step) == ("stuck", 4)
+        assert "hung at step 4 outside communication" in report([trace])[0]
+    # It was slow and no more: a good end takes that back.
+    assert names(tmp_path) == {"0.step"}
+    signal.signal(signal.SIGTERM, moved_on)
+
+
+def test_a_rank_that_is_asked_for_a_trace_is_not_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PACE", 0.01)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PATIENCE", 0.05)
+    before = signal.signal(signal.SIGPROF, lambda number, frame: None)
+    with recorder(tmp_path) as mine:
+        mine.step(4)
+        os.kill(os.getpid(), signal.SIGPROF)
+        threading.Event().wait(0.3)
+        assert not (tmp_path / "comm_traces/0.json").exists()
+    signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.parametrize("prefix", ["rank_1", "elsewhere/rank_"])
+def test_prefix_that_hides_the_rank_is_refused(prefix: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"comm.save_traces_file_prefix: .* wanted the first part"
+    ):
+        load_job(None, [f"--comm.save_traces_file_prefix={prefix}"], 1, "cpu")

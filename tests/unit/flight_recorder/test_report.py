@@ -1,0 +1,238 @@
+"""Traces made by hand, as NCCL and gloo leave them, and what is said of them."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config import ConfigError
+from torchtitan.flight_recorder import read_traces, report
+from torchtitan.flight_recorder.records import load, name_ranks
+from torchtitan.flight_recorder.traces import read_crash
+from torchtitan.tools.cli import main
+
+TP = {"name": "7", "desc": "mesh_tp", "ranks": "[2, 3]"}
+ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
+
+
+def record(
+    group: dict[str, str], number: int, operation: str = "nccl:all_reduce", **changes: Any
+) -> dict[str, Any]:
+    """What torch records of a collective of 5 float32; finished unless `changes` says otherwise."""
+    return {
+        "record_id": number,
+        "process_group": (group["name"], group["desc"]),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "profiling_name": operation,
+        "time_created_ns": 1_700_000_000_000_000_000 + number,
+        "input_sizes": [[5]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[5]],
+        "output_dtypes": ["Float"],
+        "state": "completed",
+        "retired": True,
+        "is_p2p": False,
+        "frames": [
+            {"name": "all_reduce", "filename": "x/torch/distributed/other.py", "line": 1},
+            {"name": "sum", "filename": "/home/me/torchtitan/parallel/world.py", "line": 12},
+        ],
+    } | changes
+
+
+def waiting(group: dict[str, str], number: int, **changes: Any) -> dict[str, Any]:
+    return record(group, number, state="scheduled", retired=False, **changes)
+
+
+def leave(
+    folder: Path,
+    rank: int,
+    *records: dict[str, Any],
+    error: str = "",
+    kind: str = "collective",
+    **step: Any,
+) -> None:
+    """Write what a rank leaves: its step, its ring if it has one, and what it raised."""
+    note = {"state": "training", "step": 7, "world_size": 4} | step
+    (folder / f"{rank}.step").write_text(json.dumps(note).ljust(511) + "\n")
+    if records:
+        config = {group["name"]: group for group in (TP, ALL)}
+        ring = {"version": "2.10", "pg_config": config, "entries": list(records)}
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(ring, protocol=2))
+    if error:
+        failure = {
+            "time": 1.7e9,
+            "error": error,
+            "kind": kind,
+            "place": "me.py:3 (f)",
+            "groups": {},
+        }
+        (folder / f"{rank}.json").write_text(json.dumps(failure))
+
+
+def test_healthy_run(tmp_path: Path) -> None:
+    for rank in range(4):
+        leave(tmp_path, rank, state="finished", step=100)
+    assert report(read_traces(tmp_path)) == ["ranks 0-3 ended well at step 100"]
+
+
+def test_rank_that_was_killed(tmp_path: Path) -> None:
+    for rank in (0, 1, 3):
+        leave(tmp_path, rank, record(ALL, 1), waiting(ALL, 2), error="Connection closed by peer")
+    leave(tmp_path, 2)
+    assert report(read_traces(tmp_path)) == [
+        "rank 2 died, killed from outside, at step 7 and could write nothing more",
+        "ranks 0, 1 and 3 waited at step 7 in all_reduce #2 on all (ranks 0-3) of float32 [5] for "
+        "rank 2, called at torchtitan/parallel/world.py:12 (sum)",
+        "likely cause: the system: memory ran out (dmesg tells), somebody stopped the process, or "
+        "a machine is gone",
+    ]
+
+
+def test_rank_that_stays_behind(tmp_path: Path) -> None:
+    """NCCL: nothing but rings. Rank 2 stands still; 3 waits for it in tp, 0 and 1 for both."""
+    leave(tmp_path, 0, record(ALL, 1), waiting(ALL, 2))
+    leave(tmp_path, 1, record(ALL, 1), waiting(ALL, 2))
+    leave(tmp_path, 2, record(ALL, 1), record(TP, 41))
+    leave(tmp_path, 3, record(ALL, 1), record(TP, 41), waiting(TP, 42), waiting(TP, 43))
+    lines = report(read_traces(tmp_path))
+    assert lines[0] == (
+        "rank 2 hung at step 7 outside communication; its last collective, all_reduce #41 on tp "
+        "(ranks 2 and 3), was finished"
+    )
+    assert "ranks 0 and 1 waited at step 7 in all_reduce #2 on all" in lines[1]
+    assert "for ranks 2 and 3, called" in lines[1]
+    assert lines[2].startswith("rank 3 waited at step 7 in all_reduce #42 on tp")
+    assert "for rank 2, called" in lines[2]
+
+
+def test_collective_that_holds_the_later_ones_is_named(tmp_path: Path) -> None:
+    """Gloo marks the one that failed as done, so another one under way looks like the oldest."""
+    gloo = {"operation": "gloo:all_gather", "state": "scheduled"}
+    ring = [record(TP, 41, **gloo), record(TP, 42, **gloo), waiting(TP, 43)]
+    leave(tmp_path, 3, *ring, error="Timed out")
+    leave(tmp_path, 2, record(TP, 41, **gloo))
+    (line,) = (line for line in report(read_traces(tmp_path)) if line.startswith("rank 3"))
+    assert "in all_gather #42 on tp" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "called"),
+    [
+        ({"operation": "nccl:all_gather"}, "all_gather of float32 [5]"),
+        ({"input_sizes": [[6]], "output_sizes": [[6]]}, "all_reduce of float32 [6]"),
+        ({"input_dtypes": ["Half"], "output_dtypes": ["Half"]}, "all_reduce of float16 [5]"),
+    ],
+)
+def test_ranks_that_call_different_things(
+    change: dict[str, Any], called: str, tmp_path: Path
+) -> None:
+    for rank in (0, 1, 3):
+        leave(tmp_path, rank, record(ALL, 1), waiting(ALL, 2))
+    leave(tmp_path, 2, record(ALL, 1), waiting(ALL, 2, **change))
+    first, *_, last = report(read_traces(tmp_path))
+    assert first == (
+        "#2 on all (ranks 0-3) differs at step 7: ranks 0, 1 and 3 all_reduce of float32 [5], "
+        f"rank 2 {called}"
+    )
+    assert "different ways through the program" in last
+
+
+def test_send_and_receive(tmp_path: Path) -> None:
+    p2p = {"is_p2p": True, "p2p_seq_id": 9, "operation": "nccl:recv 0<-1"}
+    leave(tmp_path, 2, waiting(TP, 1, **p2p), world_size=0)
+    leave(tmp_path, 3, record(TP, 1), world_size=0)
+    lines = report(read_traces(tmp_path))
+    assert "rank 2 waited at step 7 in recv 0<-1 #9 on tp (ranks 2 and 3)" in lines[1]
+    assert "for rank 3, called" in lines[1]
+
+
+def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    leave(tmp_path, 2, waiting(TP, 1), record(ALL, 1), world_size=0)
+    leave(tmp_path, 3, waiting(ALL, 2), record(ALL, 1), world_size=0)
+    *_, last = report(read_traces(tmp_path))
+    assert last.startswith("likely cause: the ranks waited for each other")
+
+
+def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path: Path) -> None:
+    leave(tmp_path, 0, waiting(ALL, 1), error="Connection closed by peer")
+    leave(tmp_path, 1, error="ValueError: no", kind="other")
+    leave(tmp_path, 3, error="ToldToEnd: 143", kind="told")
+    assert report(read_traces(tmp_path)) == [
+        "rank 1 raised ValueError: no at step 7, in me.py:3 (f)",
+        "rank 2 left nothing: never started, or wrote to another disk",
+        "rank 0 waited at step 7 in all_reduce #1 on all (ranks 0-3) of float32 [5] for ranks 1-3, "
+        "called at torchtitan/parallel/world.py:12 (sum)",
+        "rank 3 was told to end at step 7, in me.py:3 (f)",
+        "likely cause: what was raised; a rank that fails takes the others with it",
+    ]
+
+
+def test_rank_that_crashed(tmp_path: Path) -> None:
+    leave(tmp_path, 0, state="starting", step=0, world_size=1)
+    (tmp_path / "0.stack").write_text(
+        "Fatal Python error: Aborted\n\n"
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/lib/python/threading.py", line 324 in wait\n\n'
+        "Current thread 0x2 (most recent call first):\n"
+        '  File "/venv/torch/distributed/distributed_c10d.py", line 7 in all_reduce\n'
+        '  File "/home/me/torchtitan/parallel/world.py", line 12 in sum\n'
+    )
+    first, _ = report(read_traces(tmp_path))
+    assert first == (
+        "rank 0 crashed before its first step: Aborted at torchtitan/parallel/world.py:12 (sum)"
+    )
+    assert read_crash("") == ""
+
+
+def test_trace_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    leave(tmp_path, 0, record(ALL, 1), world_size=1)
+    whole = (tmp_path / "rank_0").read_bytes()
+    (tmp_path / "rank_0").write_bytes(whole[: len(whole) // 2])
+    (trace,) = read_traces(tmp_path)
+    assert (trace.fate, trace.collectives) == ("lost", [])
+
+
+def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, 0, state="finished", world_size=1)
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "rank 0 ended well at step 7\n"
+
+
+@pytest.mark.parametrize("name", ["", "nowhere"])
+def test_folder_without_traces_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(tmp_path / name)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+class Malice:
+    """Would run a command in whoever reads it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_nothing_in_a_trace_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, 0, record(ALL, 1, frames=Malice(tmp_path / "mark")))
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "rank_0: it asks for posix.system" in capsys.readouterr().err
+    assert not (tmp_path / "mark").exists()
+
+
+def test_other_pickles_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"x: this is no trace"):
+        load(pickle.dumps([1]), "x")
+
+
+def test_ranks_in_words() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([1, 0]) == "ranks 0 and 1"
+    assert name_ranks([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5 and 7-10"

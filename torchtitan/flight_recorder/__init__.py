@@ -1,0 +1,18 @@
+"""What each rank was doing when a run failed: recorded, kept, and told in plain words."""
+
+from torchtitan.flight_recorder.recorder import Recorder
+from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_group
+from torchtitan.flight_recorder.report import report
+from torchtitan.flight_recorder.traces import RankTrace, read_traces
+
+__all__ = [
+    "Collective",
+    "Group",
+    "RankTrace",
+    "Recorder",
+    "Shape",
+    "read_traces",
+    "recorded",
+    "report",
+    "sent_by_group",
+]

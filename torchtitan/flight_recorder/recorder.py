@@ -1,0 +1,243 @@
+"""Writes what will be asked about this process when it, or another rank, is gone.
+
+A process that is killed can write nothing, so what it does is written beforehand: each step into
+one line of a file, which costs microseconds, and each collective into the ring of torch's Flight
+Recorder. The ranks that are left write their rings out. They are told soon: gloo raises an error in
+them, NCCL's watchdog ends them and writes the ring itself, and a launcher sends them SIGTERM.
+
+A thread looks after the main one, which may never come back to Python. It writes the traces of a
+rank that does not move on after SIGTERM, and ends one that waits too long in a send or receive of
+gloo, whose timeouts torch cannot change after the group is made.
+
+Nothing is asked of other ranks: after a failure nobody may be there.
+"""
+
+import faulthandler
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from torchtitan import torch_private
+from torchtitan.flight_recorder.records import place
+from torchtitan.flight_recorder.report import tell_rank
+from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
+from torchtitan.logging import logger
+from torchtitan.parallel import CommConfig
+
+# Seconds in which a rank that is told to end should have come to its next step, or to its end; a
+# launcher such as torchrun waits 30 before it kills.
+PATIENCE = 5.0
+# Seconds between two looks at the main thread.
+PACE = 1.0
+# More than any note has, so that each covers the one before.
+NOTE_BYTES = 511
+# Seconds; gloo marks a collective as done after the program has gone on.
+SETTLING = 0.1
+# Notes until the end of the first step: of the start and of that step.
+FIRST_STEP = 2
+# What functions that wait for a send or receive are called, in torch and here.
+P2P = re.compile(r"send|recv|p2p|exchange", re.IGNORECASE)
+COMMUNICATION = ("/torch/distributed/", "/torchtitan/parallel/")
+
+Frames = Iterable[tuple[FrameType, int]]
+"""Frames with their lines, innermost first."""
+
+
+class Recorder:
+    """Make it before the process group, enter it while the group is there, tell it every step."""
+
+    def __init__(
+        self,
+        config: CommConfig,
+        dump_folder: Path,
+        rank: int,
+        world_size: int,
+        device_type: str,
+        shared: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
+        self.folder = dump_folder / config.save_traces_folder
+        self.prefix, self.has_ring = config.save_traces_file_prefix, config.trace_buf_size > 0
+        self.rank, self.world_size, self.device_type = rank, world_size, device_type
+        self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
+        self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
+        self._over = threading.Event()
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._forget(rank)
+        if rank == 0:
+            found = [path.stem for path in self.folder.glob("*.step")]
+            for other in [int(stem) for stem in found if stem.isdecimal()]:
+                if other >= world_size:
+                    self._forget(other)
+        self._line = os.open(self.folder / f"{rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._note("starting", 0)
+        # Torch reads these when the first process group is made.
+        os.environ["TORCH_FR_BUFFER_SIZE"] = str(config.trace_buf_size)
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{self.folder}/{self.prefix}"
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+
+    def __enter__(self) -> Self:
+        self._crash = open(self.folder / f"{self.rank}.stack", "w")
+        self._handles_crashes = not faulthandler.is_enabled()
+        if self._handles_crashes:
+            faulthandler.enable(self._crash)
+        # A handler in Python runs when the main thread is back there; this pipe is written at once.
+        self._handler = signal.signal(signal.SIGTERM, end)
+        self._signals, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._previous = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, name="flight", daemon=True)
+        self._watcher.start()
+        return self
+
+    def step(self, step: int) -> None:
+        """From here on this rank is in `step`."""
+        self._note("training", step)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._previous)
+        self._watcher.join()
+        os.close(self._wake)
+        os.close(self._signals)
+        if self._handles_crashes:
+            faulthandler.disable()
+        self._crash.close()
+        if error is None or isinstance(error, self.shared):
+            self._forget(self.rank, but_step=True)
+            self._note("ended" if error else "finished", self.at)
+        else:
+            self._write(*evidence(error))
+            self._tell()
+        os.close(self._line)
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def _watch(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        told_at = told_in = since = 0.0
+        waiting: FrameType | None = None
+        while not self._over.wait(PACE):
+            top, now = sys._current_frames()[main], time.monotonic()
+            if select.select([self._signals], [], [], 0)[0]:
+                # SIGPROF asks for a trace of torch's profiler, and the run goes on.
+                if os.read(self._signals, 1)[0] != signal.SIGPROF:
+                    told_at, told_in = now, self.notes
+            elif told_in == self.notes and now - told_at > PATIENCE:
+                frames = list(traceback.walk_stack(top))
+                self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
+                if self._others_failed():
+                    os._exit(1)  # there is nothing to wait for
+                told_in = 0
+            # A frame that is held is not made again, so the same one is the same call.
+            held, waiting = waiting, top if waits_in_p2p(traceback.walk_stack(top)) else None
+            if waiting is None or waiting is not held:
+                since = now
+            elif now - since > self._limit():
+                error = f"TimeoutError: nothing came in {self._limit()} seconds"
+                self._write(error, "p2p", traceback.walk_stack(top))
+                self._tell()
+                os._exit(1)
+
+    def _others_failed(self) -> bool:
+        paths = [self.folder / f"{rank}.json" for rank in range(self.world_size)]
+        others = [read_failure(path) for path in paths if path.stem != str(self.rank)]
+        return any(failure is not None and failure.error for failure in others)
+
+    def _limit(self) -> int:
+        """Seconds; as for collectives, other ones until the end of the first step."""
+        return self.limit if self.notes > FIRST_STEP else self.first_limit
+
+    def _note(self, state: State, step: int) -> None:
+        note = {
+            "state": state,
+            "step": step,
+            "world_size": self.world_size,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "host": self.host,
+        }
+        os.pwrite(self._line, json.dumps(note).ljust(NOTE_BYTES).encode() + b"\n", 0)
+        self.at, self.notes = step, self.notes + 1
+
+    def _write(self, error: str, kind: Kind, frames: Frames) -> None:
+        """Write the evidence of a failure; `frames` innermost first."""
+        where = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames]
+        failure = Failure(time.time(), error, kind, place(where), torch_private.group_members())
+        self._save(f"{self.rank}.json", json.dumps(vars(failure)).encode())
+        if self.has_ring:
+            time.sleep(SETTLING)
+            rings = torch_private.flight_records(self.device_type)
+            names = (f"{self.prefix}{self.rank}", f"{self.rank}.gloo")
+            for name, ring in zip(names, rings, strict=False):
+                self._save(name, ring)
+
+    def _tell(self) -> None:
+        if self.world_size > 1:
+            told = tell_rank(read_rank(self.folder, self.rank))
+            logger.error("%s; all ranks: torchtitan trace %s", told, self.folder)
+
+    def _save(self, name: str, content: bytes) -> None:
+        unfinished = self.folder / f"{name}.writing"
+        unfinished.write_bytes(content)
+        unfinished.replace(self.folder / name)
+
+    def _forget(self, rank: int, but_step: bool = False) -> None:
+        """Remove what a rank left in an earlier run, or on its way to a good end of this one."""
+        names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in ("json", "stack", "gloo"))]
+        for name in (*names, *([] if but_step else [f"{rank}.step"])):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+class ToldToEnd(SystemExit):
+    """SIGTERM came, and outside the loop nothing is lost by ending."""
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM; a process that is failing already has its traces to write."""
+    if sys.exception() is None:
+        raise ToldToEnd(128 + number)
+
+
+def evidence(error: BaseException) -> tuple[str, Kind, Frames]:
+    """An error in words, where it was raised, and its frames; of the first of a chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    words = " ".join(f"{type(error).__name__}: {error}".strip(": ").split())
+    # What gloo raises has no type of its own.
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in words.lower()
+    if isinstance(error, ToldToEnd):
+        return words, "told", frames
+    if of_gloo or isinstance(error, dist.DistError):
+        return words, "p2p" if waits_in_p2p(frames) else "collective", frames
+    return words, "other", frames
+
+
+def waits_in_p2p(frames: Frames) -> bool:
+    """Whether one of the innermost frames is of a function that waits for a send or receive."""
+    codes = [frame.f_code for frame, _ in itertools.islice(frames, 4)]
+    return any(
+        P2P.search(code.co_qualname) and any(part in code.co_filename for part in COMMUNICATION)
+        for code in codes
+    )

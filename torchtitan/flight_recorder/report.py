@@ -1,0 +1,167 @@
+"""Says in plain words what the traces of a run that failed tell: who, where, when, and who waited.
+
+All ranks of a group enter its collectives in the same order, so they number them alike. A rank that
+has not come to the number that others wait in is the one that they wait for, and one that is waited
+for and waits for nobody is where the failure began.
+"""
+
+import re
+from collections.abc import Sequence
+
+from torchtitan.flight_recorder.records import Collective, Group, name_ranks
+from torchtitan.flight_recorder.traces import Fate, RankTrace
+
+# Operations to which the ranks of a group may give tensors of different sizes.
+UNEVEN = ("all_to_all", "gather", "scatter")
+# Lines about the ranks of one fate; a large run has as many groups that wait as ranks.
+MOST_LINES = 8
+
+# What probably happened, by what is found first in this order.
+CAUSES = {
+    "raised": "what was raised; a rank that fails takes the others with it",
+    "mismatch": "the ranks took different ways through the program; look at what differs between "
+    "them before this call: data, settings, a condition on the rank",
+    "crashed": "a fault in native code, or in what it was given; gloo also aborts on tensors of "
+    "unequal sizes",
+    "missing": "a process that did not start; its own output tells more",
+    "lost": "the system: memory ran out (dmesg tells), somebody stopped the process, or a machine "
+    "is gone",
+    "stuck": "what that rank was doing there; the others waited until their time was up",
+    "exchanging": "not to be seen here; some rank did not come to its send or receive",
+    "waiting": "the ranks waited for each other: they entered different groups, or took different "
+    "ways through the program",
+}
+
+
+def report(traces: Sequence[RankTrace]) -> list[str]:
+    """What went wrong, then who waited for it, then the likely cause; a line each."""
+    run = _Run(traces)
+    found = {
+        "raised": run.tell("raised"),
+        "mismatch": run.mismatches(),
+        "crashed": run.tell("crashed"),
+        "missing": run.missing(),
+        "lost": run.tell("lost"),
+        "stuck": run.tell("stuck"),
+        "exchanging": run.tell("exchanging"),
+        "waiting": run.tell("waiting"),
+    }
+    cause = [f"likely cause: {CAUSES[kind]}" for kind, lines in found.items() if lines]
+    told = [line for lines in found.values() for line in lines]
+    return [*told, *run.tell("told"), *run.tell("done"), *cause[:1]]
+
+
+def tell_rank(trace: RankTrace) -> str:
+    """What one rank knows of its own failure."""
+    return f"this rank {_Run([trace]).say(trace)}"
+
+
+class _Run:
+    """The ranks of a run beside each other."""
+
+    def __init__(self, traces: Sequence[RankTrace]) -> None:
+        self.traces = traces
+        self.by_rank = {trace.rank: trace for trace in traces}
+        # The newest collective that each rank has come to, by group.
+        self.reached: dict[Group, dict[int, int]] = {}
+        for trace in traces:
+            for c in trace.collectives:
+                if not c.is_p2p:
+                    self.reached.setdefault(c.group, {})[trace.rank] = c.sequence
+
+    def tell(self, fate: Fate) -> list[str]:
+        """A line for all ranks of which the same is to be said."""
+        said: dict[str, list[int]] = {}
+        for trace in self.traces:
+            if trace.fate == fate:
+                said.setdefault(self.say(trace), []).append(trace.rank)
+        lines = [f"{name_ranks(ranks)} {words}" for words, ranks in said.items()]
+        rest = sum(len(ranks) for ranks in list(said.values())[MOST_LINES:])
+        return [*lines[:MOST_LINES], *([f"{rest} other ranks: {fate}"] if rest else [])]
+
+    def say(self, trace: RankTrace) -> str:
+        """What became of a rank, without its number."""
+        when = f"at step {trace.step}" if trace.step else "before its first step"
+        failure, waiting, last = trace.failure, trace.waiting, trace.last_finished
+        error = failure.error if failure else ""
+        where = f", in {failure.place}" if failure and failure.place else ""
+        ended = f"; its last collective, {last}, was finished" if last else ""
+        match trace.fate:
+            case "done":
+                how = "well" if trace.state == "finished" else "by an error of all ranks"
+                return f"ended {how} {when}"
+            case "told":
+                return f"was told to end {when}{where}"
+            case "raised":
+                return f"raised {error} {when}{where}"
+            case "crashed":
+                return f"crashed {when}: {trace.crash}"
+            case "lost":
+                return f"{self._loss()} {when} and could write nothing more"
+            case "stuck":
+                return f"hung {when} outside communication{where}{ended}"
+            case "exchanging":
+                return f"waited {when} in a send or receive{where} (gloo keeps no record of these)"
+            case "waiting":
+                assert waiting is not None
+                return f"waited {when} in {self._wait(trace, waiting)}"
+
+    def _wait(self, trace: RankTrace, c: Collective) -> str:
+        absent = self._absent(trace.rank, c)
+        # Several may be under way; the one that an absent rank would have come to next holds them.
+        come = [self.reached.get(c.group, {}).get(rank) for rank in absent]
+        if known := [number for number in come if number is not None]:
+            first = (min(known) + 1, c.group, c.is_p2p)
+            held = (o for o in trace.collectives if (o.sequence, o.group, o.is_p2p) == first)
+            c = next(held, c)
+        given = f" of {c.tensors}" if c.tensors else ""
+        for_whom = f" for {name_ranks(absent)}" if absent and len(self.traces) > 1 else ""
+        at = f", called at {c.caller}" if c.caller else ""
+        return f"{c}{given}{for_whom}{at}"
+
+    def _absent(self, rank: int, c: Collective) -> list[int]:
+        """The ranks that have not come to a collective in which `rank` waits."""
+        if c.is_p2p:
+            pair = [int(number) for number in re.findall(r"\d+", c.carried_out)]
+            others = [c.group.ranks[at] for at in pair if at < len(c.group.ranks)]
+            return [other for other in others if other != rank]
+        reached = self.reached.get(c.group, {})
+        members = c.group.ranks or tuple(reached)
+        return [other for other in members if other != rank and reached.get(other, 0) < c.sequence]
+
+    def _loss(self) -> str:
+        """What happened to a rank that left no word, by what the others were told."""
+        if any(trace.fate == "raised" for trace in self.traces):
+            return "was ended by the launcher, as all ranks are when one fails,"
+        errors = " ".join(trace.failure.error for trace in self.traces if trace.failure)
+        if re.search("closed|reset", errors):
+            return "died, killed from outside,"
+        if re.search("timed? ?out", errors, re.IGNORECASE):
+            return "did not answer any more, frozen or cut off,"
+        return "died or froze"
+
+    def missing(self) -> list[str]:
+        """The ranks that left nothing at all."""
+        size = max([0, *(trace.world_size for trace in self.traces)])
+        missing = [rank for rank in range(size) if rank not in self.by_rank]
+        why = "left nothing: never started, or wrote to another disk"
+        return [f"{name_ranks(missing)} {why}"] if missing else []
+
+    def mismatches(self) -> list[str]:
+        """The first collective of each group to which its ranks came with different things."""
+        calls: dict[Group, dict[int, dict[str, list[int]]]] = {}
+        for trace in self.traces:
+            for c in trace.collectives:
+                if not c.is_p2p:
+                    is_even = bool(c.tensors) and not c.operation.startswith(UNEVEN)
+                    call = f"{c.operation} of {c.tensors}" if is_even else c.operation
+                    numbered = calls.setdefault(c.group, {}).setdefault(c.sequence, {})
+                    numbered.setdefault(call, []).append(trace.rank)
+        lines = []
+        for group, numbers in calls.items():
+            if different := [number for number, called in numbers.items() if len(called) > 1]:
+                called = numbers[first := min(different)].items()
+                step = max(self.by_rank[rank].step for _, ranks in called for rank in ranks)
+                who = ", ".join(f"{name_ranks(ranks)} {call}" for call, ranks in called)
+                lines.append(f"#{first} on {group} differs at step {step}: {who}")
+        return lines

@@ -1,0 +1,166 @@
+"""What the ranks of a run left on disk: the files, and what each rank was doing by them.
+
+Of rank 3, in the folder comm.save_traces_folder:
+
+    3.step    one line, written over at every step; it outlives a process that is killed
+    3.json    what was raised and where, or where the rank was when it was told to end
+    3.stack   what Python wrote when the process crashed (a segmentation fault, an abort)
+    rank_3    torch's Flight Recorder, by the name that torch itself gives it under NCCL
+    3.gloo    that of gloo, where `rank_3` is NCCL's
+
+All but the first are there only after a failure. Traces that torch wrote without the rest can be
+read too.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan.config import ConfigError
+from torchtitan.flight_recorder.records import Collective, collectives, load, place
+
+State = Literal["starting", "training", "finished", "ended", "unknown"]
+"""`ended`: by an error that all ranks raise together, such as a mistake in the recipe."""
+
+Kind = Literal["collective", "p2p", "other", "told"]
+"""Where an error was raised: in a collective, in a send or receive, elsewhere; `told`: nowhere, the
+process was told to end."""
+
+Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "told"]
+"""`waiting` in a collective; `exchanging` by a send or receive that has no record; `lost` without a
+word; `stuck` outside communication; `told` to end, and it did."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank wrote when it failed, or when it was told to end and did not move on."""
+
+    time: float
+    """Unix seconds."""
+    error: str
+    """What was raised; empty if nothing was."""
+    kind: Kind
+    place: str
+    """Innermost line outside torch."""
+    groups: Mapping[str, tuple[str, list[int]]]
+    """Purpose and ranks of each process group by name."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank left."""
+
+    rank: int
+    state: State = "unknown"
+    step: int = 0
+    world_size: int = 0
+    time: float = 0.0
+    """When the step was noted, Unix seconds."""
+    pid: int = 0
+    host: str = ""
+    failure: Failure | None = None
+    crash: str = ""
+    has_ring: bool = False
+    """Whether there is a whole trace of the Flight Recorder."""
+    collectives: list[Collective] = field(default_factory=list)
+
+    @property
+    def fate(self) -> Fate:
+        """What became of this rank."""
+        failure = self.failure
+        if self.state in ("finished", "ended"):
+            return "done"
+        if failure and failure.error and failure.kind == "other":
+            return "raised"
+        if failure and failure.kind == "told":
+            return "told"
+        unfinished = self._unfinished()
+        if failure and failure.kind == "p2p" and not (unfinished and unfinished.is_p2p):
+            return "exchanging"
+        if unfinished:
+            return "waiting"
+        if self.crash:
+            return "crashed"
+        return "stuck" if failure or self.has_ring else "lost"
+
+    @property
+    def waiting(self) -> Collective | None:
+        """The collective that it was in, if it was in one."""
+        return self._unfinished() if self.fate == "waiting" else None
+
+    @property
+    def last_finished(self) -> Collective | None:
+        """The newest collective that it came out of."""
+        done = [c for c in self.collectives if c.finished and c is not self.waiting]
+        return done[-1] if done else None
+
+    def _unfinished(self) -> Collective | None:
+        if pending := [c for c in self.collectives if not c.finished]:
+            return pending[0]
+        # Gloo marks a collective that failed as it does one that succeeded.
+        failed = self.failure is not None and self.failure.kind == "collective"
+        return self.collectives[-1] if failed and self.collectives else None
+
+
+def read_traces(folder: Path) -> list[RankTrace]:
+    """What each rank left in `folder`, in rank order.
+
+    Raises:
+        ConfigError: where nothing was left, or a file is not what its name says.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; wanted one with the traces of a run")
+    found = (re.fullmatch(r"(\d+)\.(?:step|gloo)|(?:.*\D)?(\d+)", p.name) for p in folder.iterdir())
+    ranks = {int(name[1] or name[2]) for name in found if name}
+    if not ranks:
+        raise ConfigError(f"{folder}: there are no traces; wanted comm.save_traces_folder of a run")
+    return [read_rank(folder, rank) for rank in sorted(ranks)]
+
+
+def read_rank(folder: Path, rank: int) -> RankTrace:
+    """What one rank left in `folder`."""
+    step, stack = folder / f"{rank}.step", folder / f"{rank}.stack"
+    told = read_failure(folder / f"{rank}.json")
+    rings = [
+        ring
+        for path in sorted(folder.iterdir())
+        if re.fullmatch(rf"{rank}\.gloo|(.*\D)?{rank}", path.name)
+        and (ring := _read_ring(path)) is not None
+    ]
+    records = [c for ring in rings for c in collectives(ring, told.groups if told else {})]
+    noted = step.read_text() if step.exists() else ""
+    return RankTrace(
+        **{"rank": rank, **json.loads(noted or "{}")},
+        failure=told,
+        crash=read_crash(stack.read_text()) if stack.exists() else "",
+        has_ring=bool(rings),
+        collectives=sorted(records, key=lambda collective: collective.created),
+    )
+
+
+def read_failure(path: Path) -> Failure | None:
+    """What a rank wrote when it failed, if it did."""
+    return Failure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _read_ring(path: Path) -> dict[str, Any] | None:
+    try:
+        return load(path.read_bytes(), str(path))
+    except (EOFError, pickle.UnpicklingError):
+        return None  # cut off: the process was killed while it wrote
+
+
+def read_crash(text: str) -> str:
+    """Python's last words in one line: what happened, and the innermost line outside torch."""
+    if not (what := re.search(r"Fatal Python error: (.+)", text)):
+        return ""
+    # The main thread comes last, unless the one that crashed is known.
+    threads = re.split(r"^(?=Current thread |Thread )", text, flags=re.MULTILINE)
+    crashed = next((t for t in threads if t.startswith("Current thread")), threads[-1])
+    lines = re.findall(r'File "(.+)", line (\d+) in (.+)', crashed)
+    where = place([(file, int(line), function) for file, line, function in lines])
+    return what[1] + (f" at {where}" if where else "")

@@ -1,0 +1,65 @@
+"""What a rank notes once, after its first two steps: how long it took to start, what it sends.
+
+The first step of a process compiles, makes communicators and fills caches, so that its time is part
+of the start. The second is one like all that follow: its collectives, which torch's Flight Recorder
+remembers, are what a step sends.
+"""
+
+import time
+from typing import Any
+
+from torchtitan import torch_private
+from torchtitan.flight_recorder import recorded, sent_by_group
+from torchtitan.metrics import EventLog
+from torchtitan.parallel import World
+from torchtitan.timeline import Timeline, age_of_process
+
+
+class Startup:
+    """Watches the first two steps of this process."""
+
+    def __init__(self, events: EventLog, timeline: Timeline, world: World) -> None:
+        self.events, self.timeline, self.world = events, timeline, world
+        self.remembered = world.comm.trace_buf_size
+        self.steps = 0
+        self.began, self.age = time.time(), age_of_process()
+
+    def before_step(self) -> None:
+        """To be called before each step."""
+        if self.steps < 2:
+            self.began = time.time()
+        if self.steps == 0:
+            self.age = age_of_process()
+
+    def after_step(self, step: int) -> None:
+        """To be called after each step; the first two are told of."""
+        self.steps += 1
+        if self.steps == 1:
+            self.events.write(step, "start", **self._start())
+        elif self.steps == 2 and self.remembered:
+            with self.timeline.pause("report"):
+                sent = self._sent()
+            self.events.write(step, "traffic", **sent)
+
+    def _start(self) -> dict[str, float | None]:
+        first = time.time() - self.began
+        return {
+            "before_first_step_s": self.age,
+            "first_step_s": first,
+            "compile_s": torch_private.compile_seconds(),
+        }
+
+    def _sent(self) -> dict[str, Any]:
+        found = recorded(self.world.device.type)
+        if len(found) >= self.remembered:
+            return {"left_out": f"a step has more than comm.trace_buf_size = {self.remembered}"}
+        of_step = [one for one in found if one.created >= self.began]
+        used = [axis for axis, size in self.world.degrees._asdict().items() if size > 1]
+        # An axis over all ranks shares their group with what is for all of them.
+        names = {"all": used[0]} if len(used) == 1 else {}
+        sent = sent_by_group(of_step)
+        told: dict[str, Any] = {
+            f"sent/{names.get(group, group)}": size for group, size in sent.items()
+        }
+        # Gloo records none.
+        return told | {"messages": sum(one.is_p2p for one in of_step)}

@@ -1,0 +1,19 @@
+"""Replica groups that come and go while a run goes on: the section `[fault_tolerance]`."""
+
+from torchtitan.resilience.replicas.group import ReplicaGroup
+from torchtitan.resilience.replicas.settings import (
+    Alone,
+    FaultToleranceConfig,
+    Replicas,
+    problems,
+    problems_of_machine,
+)
+
+__all__ = [
+    "Alone",
+    "FaultToleranceConfig",
+    "ReplicaGroup",
+    "Replicas",
+    "problems",
+    "problems_of_machine",
+]

@@ -1,0 +1,167 @@
+"""`torchtitan compare`: recipes side by side, run under the same conditions.
+
+study      what is to be compared: a file, recipes, or one recipe varied
+prepare    each variant is checked, and becomes runs
+launch     the runs, one after the other
+measure    numbers of a run; parity: whether two train the same
+gather     all of it as a report; markdown and html show it
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint import lock
+from torchtitan.config import RecipeError
+from torchtitan.logging import logger
+from torchtitan.tools.compare import html, markdown
+from torchtitan.tools.compare.gather import Candidate, of_folder, report
+from torchtitan.tools.compare.launch import (
+    is_done,
+    launch_all,
+    read_outcome,
+    terminable,
+    write_whole,
+)
+from torchtitan.tools.compare.measure import Measured
+from torchtitan.tools.compare.prepare import Ready, Task, launcher, prepare, tasks
+from torchtitan.tools.compare.report import Report
+from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
+from torchtitan.tools.history import METRICS_FILE
+
+__all__ = ["FORMS", "compare", "compare_folders", "foresee", "read", "summary"]
+
+FORMS = ("md", "html", "json")
+"""In which a report is written."""
+
+
+def read(
+    paths: Sequence[Path], variations: Sequence[str], flags: Sequence[str], **changes: Any
+) -> Study:
+    """The study that the words of the command ask for.
+
+    Raises:
+        RecipeError: where they ask for none.
+    """
+    studies = [path for path in paths if is_study(path)]
+    if not studies:
+        return of_recipes(paths, variations, flags, **changes)
+    if len(paths) > 1 or variations:
+        what = "--vary" if variations else "other recipes"
+        raise RecipeError([f"{studies[0]}: a study stands by itself; got {what} too"])
+    return read_study(studies[0], flags, **changes)
+
+
+def foresee(study: Study) -> Iterator[str]:
+    """What a comparison would do, a line each; nothing is started.
+
+    Raises:
+        RecipeError: as `compare`.
+    """
+    variants = prepare(study)
+    for ready in variants:
+        ranks = f"{ready.plan.ranks} rank{'s' * (ready.plan.ranks > 1)}"
+        yield f"{ready.name}: {ranks}" + (": cannot run" if ready.problems else "")
+        yield from (f"  {line}" for line in ready.problems)
+    todo = tasks(study, variants)
+    done = sum(is_done(task) for task in todo)
+    steps = todo[0].job.training.steps if todo else 0
+    yield f"{len(todo)} runs of {steps} steps, {done} of them there already; in {study.output}"
+
+
+def compare(study: Study) -> Report:
+    """Check all variants, make the runs that are not there yet, and write the report.
+
+    Raises:
+        ConfigError: before anything is started, where a setting does not exist or is not valid, or
+            another comparison writes into the folder.
+    """
+    variants = prepare(study)
+    for ready in variants:
+        for line in ready.problems:
+            logger.warning("%s cannot run: %s", ready.name, line)
+    todo = tasks(study, variants)
+    with lock(study.output, "output"), terminable():
+        launch_all(todo, launcher(study))
+    conditions = study.conditions
+    last = conditions.warmup_steps + conditions.steps
+    told = conditions.model_dump(exclude={"title", "description", "baseline", "output"})
+    found = report(
+        [_candidate(ready, todo, conditions.warmup_steps, last) for ready in variants],
+        study.baseline,
+        title=study.title,
+        description=conditions.description,
+        conditions={"study": study.place} | told,
+        root=study.output,
+    )
+    write(found, study.output)
+    return found
+
+
+def compare_folders(
+    folders: Sequence[Path], baseline: str | None, output: Path, warmup: int
+) -> Report:
+    """Compare runs that exist; the same report, of what they left.
+
+    Raises:
+        ConfigError: where a folder has no run.
+    """
+    if len(folders) < 2:
+        raise RecipeError([f"{folders[0]}: is one run; wanted two or more to compare"])
+    names = [folder.name for folder in folders]
+    if len({slug(name) for name in names}) < len(names):
+        names = [str(folder) for folder in folders]
+    candidates = [of_folder(*pair, warmup) for pair in zip(names, folders, strict=True)]
+    if baseline is not None and baseline not in names:
+        raise RecipeError([f"--baseline: got {baseline}; allowed: {', '.join(names)}"])
+    found = report(
+        candidates,
+        baseline or names[0],
+        title=" and ".join(names),
+        description="Runs that were made before, as they are.",
+        conditions={"warmup_steps": warmup, "folders": [str(folder) for folder in folders]},
+        root=output,
+    )
+    write(found, output)
+    return found
+
+
+def summary(found: Report) -> Iterator[str]:
+    """A line for each variant."""
+    width = max(len(each.name) for each in found.variants)
+    for each in found.variants:
+        told = f"{each.name:<{width}}  {each.status}"
+        if each.tps is not None:
+            told = (
+                f"{each.name:<{width}}  {each.tps.median:10,.0f} tokens/s/device  "
+                f"x {markdown.ratio(each.ratio)}  {each.parity.verdict}"
+            )
+        yield told
+
+
+def write(found: Report, folder: Path) -> None:
+    """Write the three forms of a report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "report.json", found.to_json())
+    write_whole(folder / "report.md", markdown.page(found))
+    write_whole(folder / "report.html", html.page(found))
+
+
+def _candidate(ready: Ready, todo: Sequence[Task], warmup: int, last: int) -> Candidate:
+    own = [task for task in todo if task.ready is ready]
+    name, job, ranks = ready.name, ready.job, ready.plan.ranks
+    if ready.problems:
+        return Candidate(name, job, ranks, "cannot run", ready.problems)
+    done = [task for task in own if is_done(task) and (task.folder / METRICS_FILE).is_file()]
+    runs = [(task, Measured(task.folder, task.round, task.seed, warmup, last)) for task in done]
+    rounds = tuple(run for task, run in runs if task.folder.name.startswith("round"))
+    seeds = tuple(run for task, run in runs if task.folder.name.startswith("seed"))
+    failed = [(task, outcome) for task in own if (outcome := read_outcome(task.folder))]
+    reasons = tuple(
+        f"{task.folder.name}: status {outcome.status}: {line}"
+        for task, outcome in failed
+        if outcome.status
+        for line in outcome.last_lines[-3:]
+    )
+    status = "ran" if rounds else "failed" if reasons else "not run"
+    return Candidate(name, job, ranks, status, reasons, rounds, seeds)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""From finished runs to a report."""
+
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.build import layout_of
+from torchtitan.checks import load_job
+from torchtitan.config import CannotRun
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel.traffic import of_step
+from torchtitan.provenance import RECIPE_FILE
+from torchtitan.timeline import PHASES, REST
+from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.parity import judge
+from torchtitan.tools.compare.report import Parity, Report, Spread, Status, Variant
+from torchtitan.tools.history import History
+
+NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
+"""Keys, by how they begin, that tell nothing about how a run trains."""
+DATA = ("data.", "debug.seed", "training.seq_len")
+SMALL = 1e-3
+"""A pause that takes no more of the time is not told by itself."""
+MACHINE = ("device", "platform", "torchtitan", "git_commit", "torch", "python")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant with the runs that it has."""
+
+    name: str
+    job: JobConfig | None
+    ranks: int
+    status: Status
+    reasons: tuple[str, ...] = ()
+    runs: tuple[Measured, ...] = ()
+    other_seeds: tuple[Measured, ...] = ()
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Its settings by dotted key, and the number of ranks."""
+        if self.job is None:
+            return {}
+        told = self.job.flat().items()
+        return {"ranks": self.ranks} | {k: v for k, v in told if not k.startswith(NO_DIFFERENCE)}
+
+
+def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
+    """A run that exists, whoever made it."""
+    history = History.open(folder)
+    ranks = int(history.environment.get("ranks", 1))
+    job, reasons = None, tuple[str, ...]()
+    try:
+        recipe = folder / RECIPE_FILE
+        job = load_job(recipe, (), None, "cuda").config if recipe.is_file() else None
+    except CannotRun as error:
+        reasons = tuple(error.lines)
+    if not history.reports:
+        return Candidate(name, job, ranks, "failed", ("it ended before its first report",))
+    seed = job.debug.seed if job else 0
+    run = Measured(folder, 1, seed, warmup, None)
+    return Candidate(name, job, ranks, "ran", reasons, (run,))
+
+
+def report(
+    candidates: Sequence[Candidate],
+    baseline: str,
+    *,
+    title: str,
+    description: str,
+    conditions: Mapping[str, Any],
+    root: Path,
+) -> Report:
+    """The report; `root` is the folder it will be written to."""
+    base = next(each for each in candidates if each.name == baseline)
+    differing = _differing(candidates)
+    variants = tuple(_variant(each, base, differing, root) for each in candidates)
+    machines = [run.history.environment for each in candidates for run in each.runs]
+    return Report(
+        title=title,
+        description=description,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        command=shlex.join(["torchtitan", *sys.argv[1:]]),
+        machine={key: machines[0].get(key) for key in MACHINE} if machines else {},
+        conditions=dict(conditions),
+        baseline=baseline,
+        variants=variants,
+        notes=tuple(_notes(candidates, variants, machines)),
+    )
+
+
+def _differing(candidates: Sequence[Candidate]) -> list[str]:
+    """The settings that are not the same in all recipes, in the order of a recipe."""
+    flats = [each.flat for each in candidates if each.job is not None]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    return [key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats)]
+
+
+def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path) -> Variant:
+    job, flat = each.job, each.flat
+    degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
+    first = each.runs[0] if each.runs else None
+    sent, sent_note = _sent(each)
+    finished = each.runs
+    return Variant(
+        name=each.name,
+        status=each.status,
+        reasons=each.reasons,
+        differs={key: flat[key] for key in differing if key in flat},
+        ranks=each.ranks,
+        layout=degrees._asdict() if degrees else {},
+        tokens_per_step=job.global_batch(degrees) * job.training.seq_len if job and degrees else 0,
+        runs=tuple(run.summary(root) for run in (*each.runs, *each.other_seeds)),
+        tps=spread([tps for run in finished for tps in run.tps]),
+        ratio=_ratio(each, base),
+        step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
+        memory_gib=max((run.memory_gib for run in finished if run.memory_gib), default=None),
+        mfu=_median([mfu for run in finished for mfu in run.mfu]),
+        time_shares=_shares(finished),
+        exposed_communication=_median([e for run in finished if (e := run.exposed) is not None]),
+        sent_bytes=sent,
+        sent_note=sent_note,
+        startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
+        compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
+        parity=_parity(each, base),
+        loss=first.curve("loss") if first else None,
+        grad_norm=first.curve("grad_norm") if first else None,
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _ratio(each: Candidate, base: Candidate) -> Spread | None:
+    theirs = {run.round: _median(run.tps) for run in base.runs}
+    pairs = [(_median(run.tps), theirs.get(run.round)) for run in each.runs]
+    return spread([ours / other for ours, other in pairs if ours and other])
+
+
+def _shares(runs: Sequence[Measured]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for run in runs:
+        for name, each in run.seconds_by_phase().items():
+            seconds[name] = seconds.get(name, 0.0) + each
+    total = sum(seconds.values())
+    for name in [name for name in seconds if name not in PHASES]:
+        if seconds[name] < SMALL * total:
+            seconds[REST] = seconds.get(REST, 0.0) + seconds.pop(name)
+    return {name: each / total for name, each in seconds.items()} if total else {}
+
+
+def _sent(each: Candidate) -> tuple[dict[str, float], str]:
+    """Bytes by axis: what was recorded, and by formula what gloo does not record."""
+    if not each.runs:
+        return {}, ""
+    sent, note = each.runs[0].sent
+    job = each.job
+    if note or job is None or job.degrees(each.ranks).pp == 1 or each.runs[0].has_messages:
+        return sent, note
+    if job.convert:
+        return sent, "between stages: not known, as gloo records no messages"
+    degrees, layout, spec = job.degrees(each.ranks), layout_of(job), MODELS[job.model.name]
+    args = spec.flavors[job.model.flavor]
+    model = build_empty(spec.build, args, layout.seq_len)
+    traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
+    between = sum(one.sent(degrees.pp) for one in traffic if one.axis == "pp")
+    return sent | {
+        "pp": sent.get("pp", 0.0) + between
+    }, "between stages: by formula, as gloo records no messages"
+
+
+def _parity(each: Candidate, base: Candidate) -> Parity:
+    if each.name == base.name:
+        return Parity("baseline", "the others are compared with it")
+    if not each.runs or not base.runs:
+        return Parity("not judged", "one of the two has no finished run")
+    if each.job is None or base.job is None:
+        return Parity("not judged", "the recipe of one of the two is not known")
+    mine, theirs = each.flat, base.flat
+    for key in dict.fromkeys([*mine, *theirs]):
+        if key.startswith(DATA) and mine.get(key) != theirs.get(key):
+            return Parity("not judged", f"they are not trained on the same data: {key}")
+    batches = [c.job.global_batch(c.job.degrees(c.ranks)) for c in (each, base) if c.job]
+    if batches[0] != batches[1]:
+        return Parity(
+            "not judged", f"their global batches have {batches[0]} and {batches[1]} sequences"
+        )
+    ours, base_run = each.runs[0], base.runs[0]
+    return judge(
+        ours.curve("loss"),
+        base_run.curve("loss"),
+        ours.curve("grad_norm"),
+        base_run.curve("grad_norm"),
+        (each.job, base.job),
+        [run.curve("loss") for run in base.other_seeds],
+    )
+
+
+def _notes(
+    candidates: Sequence[Candidate],
+    variants: Sequence[Variant],
+    machines: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    notes = []
+    tokens = {each.tokens_per_step for each in variants if each.tokens_per_step}
+    if len(tokens) > 1:
+        listed = ", ".join(f"{count:,}" for count in sorted(tokens))
+        notes.append(f"The variants do not train on as many tokens a step: {listed}.")
+    for key in MACHINE:
+        found = sorted({str(machine.get(key)) for machine in machines})
+        if len(found) > 1:
+            notes.append(f"The runs are not of one {key}: {', '.join(found)}.")
+    for each in candidates:
+        losses = [run.curve("loss") for run in each.runs]
+        apart = max(
+            (
+                abs(a - b) / abs(b)
+                for one in losses[1:]
+                for a, b in zip(one.values, losses[0].values, strict=False)
+                if a is not None and b
+            ),
+            default=0.0,
+        )
+        if apart:
+            notes.append(f"Rounds of {each.name} differ among themselves: the loss by {apart:.1e}.")
+    if any(each.exposed_communication is not None for each in variants):
+        notes.append(
+            "Exposed communication is of one traced step of rank 0, which is slower than others."
+        )
+    assert all(math.isfinite(each.tps.median) for each in variants if each.tps)
+    return notes

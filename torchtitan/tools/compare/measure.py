@@ -1,0 +1,132 @@
+"""Numbers of a run, read from what it left."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.tools.compare.launch import read_outcome
+from torchtitan.tools.compare.report import Curve, Run, Spread
+from torchtitan.tools.explain.trace import read_trace
+from torchtitan.tools.history import History, Row, seconds_of
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Median, quartiles (by linear interpolation) and extremes; None of nothing."""
+    if not values:
+        return None
+    several = values if len(values) > 1 else [*values, *values]
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
+    return Spread(middle, low, high, min(values), max(values), len(values))
+
+
+class Measured:
+    """A finished run: its numbers in the steps that are measured."""
+
+    def __init__(self, folder: Path, round: int, seed: int, warmup: int, last: int | None) -> None:
+        """Measured are the steps after `warmup`, up to `last` (None: to the end)."""
+        self.folder, self.round, self.seed = folder, round, seed
+        self.history = History.open(folder)
+        reports = self.history.reports
+        self.all = [row for row in reports if last is None or row["step"] <= last]
+        self.rows = [row for row in self.all if row["step"] > warmup]
+        self.before = [row["step"] for row in self.all if row["step"] <= warmup][-1:]
+
+    @property
+    def tps(self) -> list[float]:
+        """Tokens a second and device, of each row."""
+        return [row["tps"] for row in self.rows if row["tps"]]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds a step, of each row."""
+        return [row["step_time"] for row in self.rows if row["step_time"]]
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Peak of the worst rank, of the whole run."""
+        return max((row["memory_gib"] for row in self.all), default=None)
+
+    @property
+    def mfu(self) -> list[float]:
+        """Of each row where the device's peak is known."""
+        return [row["mfu"] for row in self.rows if row["mfu"] is not None]
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Of all measured steps together, pauses too."""
+        found: dict[str, float] = {}
+        step = self.before[0] if self.before else 0
+        for row in self.rows:
+            for name, seconds in _phases(row, row["step"] - step).items():
+                found[name] = found.get(name, 0.0) + seconds
+            step = row["step"]
+        return found
+
+    def curve(self, key: str) -> Curve:
+        """A value over the steps, those that are not measured too."""
+        return Curve(
+            tuple(row["step"] for row in self.all),
+            tuple(row["tokens"] for row in self.all),
+            tuple(_finite(row[key]) for row in self.all),
+        )
+
+    def _event(self, kind: str) -> Row:
+        rank = self.history.rank_events().get(0, [])
+        return next((row for row in rank if row["event"] == kind), {})
+
+    @property
+    def startup_s(self) -> float | None:
+        """To the end of the first step, from the launch or, if unknown, the process's start."""
+        outcome = read_outcome(self.folder)
+        if outcome is not None and self.all:
+            seconds: float = self.all[0]["time"] - outcome.launched
+            return seconds
+        start = self._event("start")
+        parts = [start.get("before_first_step_s"), start.get("first_step_s")]
+        return sum(parts) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
+
+    @property
+    def compile_s(self) -> float | None:
+        """Seconds in the compiler, until the first step was done; None where nothing compiles."""
+        seconds: float = self._event("start").get("compile_s", 0.0)
+        return seconds or None
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether sends and receives were recorded; gloo does not."""
+        return bool(self._event("traffic").get("messages"))
+
+    @property
+    def sent(self) -> tuple[dict[str, float], str]:
+        """Bytes that rank 0 sends in a step, by axis; and why there are none."""
+        event = self._event("traffic")
+        sent = {key[5:]: float(size) for key, size in event.items() if key.startswith("sent/")}
+        if not event:
+            return {}, "the run did not record its collectives (comm.trace_buf_size, save_events)"
+        return sent, event.get("left_out", "")
+
+    @property
+    def exposed(self) -> float | None:
+        """Share of a traced step in which rank 0 communicated and computed nothing."""
+        recipe = self.history.recipe
+        folder = self.folder / str(recipe.get("profiling.save_traces_folder", "profile_traces"))
+        paths = sorted(folder.glob("*/rank0_trace.json"), key=lambda path: path.stat().st_mtime)
+        if not paths:
+            return None
+        trace = read_trace(paths[-1])
+        return trace.exposed / trace.span if trace.span else None
+
+    def summary(self, root: Path) -> Run:
+        """What the report tells of it; folders are relative to `root`."""
+        inside = self.folder.is_relative_to(root)
+        folder = self.folder.relative_to(root) if inside else self.folder
+        return Run(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)
+
+
+def _phases(row: Row, steps: int) -> dict[str, float]:
+    phases, pauses = seconds_of(row, steps)
+    return phases | pauses if phases else {}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,115 @@
+"""Whether two recipes train the same run, by their curves.
+
+Recipes that differ only in layout or technique have the same loss in exact arithmetic, so what
+tells them apart is rounding. Each update carries a difference on, and training is chaotic: what is
+1e-7 in the first step may be 1e-2 after forty, of two runs of which neither is wrong. So the first
+steps are judged, by the coarser dtype of computation,
+
+    relative difference at step s <= GROWTH[dtype] s,   s = 1 ... JUDGED
+
+and for the gradient norm NORM times as much. GROWTH is 16 unit roundoffs of float32, and 1/16 of
+one of bfloat16, whose errors average out over the tokens of a batch and whose sums are float32; the
+numbers were chosen by measuring (docs/compare.md). Float8 has too few bits for such a bound. Then,
+and where a study has seeds, the yardstick is what chance alone does: how far the baseline with
+other seeds is from itself.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from torchtitan.job import JobConfig
+from torchtitan.tools.compare.report import Curve, Difference, Parity
+
+GROWTH = {"float32": 2.0**-20, "bfloat16": 2.0**-12}
+NORM = 30.0
+JUDGED = 10
+LAST = 3
+"""The mean over the last such part of the steps is compared with other seeds."""
+
+
+def judge(
+    ours: Curve,
+    theirs: Curve,
+    our_norms: Curve,
+    their_norms: Curve,
+    jobs: Sequence[JobConfig],
+    others: Sequence[Curve],
+) -> Parity:
+    """The verdict on a variant.
+
+    Args:
+        ours, our_norms: loss and gradient norm of the variant.
+        theirs, their_norms: of the baseline.
+        jobs: both recipes.
+        others: the loss of the baseline with other seeds.
+    """
+    dtype = coarsest(jobs)
+    if dtype is None:
+        differences = (difference(ours, theirs, 0.0), difference(our_norms, their_norms, 0.0))
+        if not others:
+            why = "linears in Float8 or MXFP8 have no tolerance by dtype; give the study seeds"
+            return Parity("not judged", why, *differences)
+        return _by_seeds(ours, theirs, others, differences)
+    growth = GROWTH[dtype]
+    loss = difference(ours, theirs, growth)
+    norm = difference(our_norms, their_norms, NORM * growth)
+    if loss is None or norm is None:
+        return Parity("not judged", "they have no steps in common, or none that is finite")
+    rule = f"{growth:.1e} a step ({dtype}; {NORM:g} times that for the norm), steps 1 to {JUDGED}"
+    if loss.largest <= loss.tolerance and norm.largest <= norm.tolerance:
+        overall = difference(ours, theirs, 0.0)
+        assert overall is not None, "what is judged is a part of all"
+        later = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
+        return Parity("same", f"within {rule}{later}", loss, norm)
+    if others:
+        return _by_seeds(ours, theirs, others, (loss, norm))
+    return Parity("differs", f"more than {rule}", loss, norm)
+
+
+def coarsest(jobs: Sequence[JobConfig]) -> str | None:
+    """The dtype of computation with the fewest bits; None where some linears have fewer still."""
+    if any(job.convert for job in jobs):
+        return None
+    return max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
+
+
+def difference(ours: Curve, theirs: Curve, growth: float) -> Difference | None:
+    """Where two curves are farthest apart, by what is allowed there; None: nothing in common.
+
+    Allowed is `growth` times the step, in the steps that are judged; if it is 0, nothing is judged
+    and all steps are looked at.
+    """
+    baseline = dict(zip(theirs.steps, theirs.values, strict=True))
+    found: list[tuple[float, Difference]] = []
+    for step, value in zip(ours.steps, ours.values, strict=True):
+        other = baseline.get(step)
+        if value is None or not other or (growth and step > JUDGED):
+            continue
+        apart, allowed = abs(value - other) / abs(other), growth * step
+        found.append((apart / allowed if allowed else apart, Difference(apart, step, allowed)))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _by_seeds(
+    ours: Curve,
+    theirs: Curve,
+    others: Sequence[Curve],
+    differences: tuple[Difference | None, Difference | None],
+) -> Parity:
+    ends = [end for end in map(_end, (theirs, *others)) if end is not None]
+    mine = _end(ours)
+    if mine is None or len(ends) < 2:
+        return Parity("not judged", "a loss at the end is not finite", *differences)
+    low, high = min(ends), max(ends)
+    apart, chance = abs(mine - ends[0]), high - low
+    rule = (
+        f"the mean loss of the last third is {apart:.4f} from the baseline's, and {len(ends)} "
+        f"seeds of it lie within {chance:.4f}"
+    )
+    return Parity("within seeds" if apart <= chance else "differs", rule, *differences)
+
+
+def _end(curve: Curve) -> float | None:
+    last = curve.values[-max(len(curve.values) // LAST, 1) :]
+    finite = [value for value in last if value is not None]
+    return statistics.fmean(finite) if len(finite) == len(last) and last else None

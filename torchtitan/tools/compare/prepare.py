@@ -1,0 +1,212 @@
+"""From a study to runs that can be launched: each variant is checked first.
+
+A setting that does not exist refuses the whole study. A variant whose settings cannot work
+together, or not on this machine, is told in the report, and the others go on.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.checks import load_job, problems_of_machine
+from torchtitan.config import CannotRun, Problem, Recipe, RecipeError
+from torchtitan.device import Device, pick
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.provenance import to_toml, versions
+from torchtitan.tools.compare.study import (
+    Plan,
+    Settings,
+    Study,
+    refuse_conditions,
+    setting_of,
+    slug,
+)
+from torchtitan.train import problems_of_tokenizer
+
+TRACED = 2
+"""Steps at the end of a run for a trace: one while the profiler warms up, one that is kept."""
+
+OFF = {"checkpoint.enable": False, "validation.enable": False}
+"""Unless a variant, or `[common]`, says otherwise: a study is not to fill a disk."""
+
+STATE_BYTES = 16
+"""Of a parameter: weight, gradient and Adam's two moments in float32 (arXiv:1910.02054)."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A variant that was checked."""
+
+    plan: Plan
+    job: JobConfig
+    problems: tuple[str, ...]
+    """Why it cannot run."""
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a variant."""
+
+    ready: Ready
+    job: JobConfig
+    folder: Path
+    round: int
+    seed: int
+    key: str
+    """Changes with anything that its numbers may depend on."""
+
+
+def prepare(study: Study) -> list[Ready]:
+    """Check every variant.
+
+    Raises:
+        RecipeError: with all mistakes of all variants that are no matter of what works together.
+    """
+    launcher(study)
+    decided = decisions(study)
+    refuse_conditions(study.plans, [*decided, "job.dump_folder", "debug.seed"])
+    found, wrong = [], []
+    for plan in study.plans:
+        try:
+            found.append(_check(study, plan, decided))
+        except RecipeError as error:
+            wrong += error.lines
+    if wrong:
+        raise RecipeError(wrong)
+    return found
+
+
+def launcher(study: Study) -> str:
+    """The command that starts a run, with what the environment has for its variables.
+
+    Raises:
+        RecipeError: where one of them is not set.
+    """
+    command = os.path.expandvars(study.conditions.launcher)
+    if missing := re.findall(r"\$\{?\w+\}?", command):
+        where = f"{study.place}: " if study.place else ""
+        names = " and ".join(missing)
+        raise RecipeError(
+            [f"{where}launcher: the environment has no {names}; it is that of {command!r}"]
+        )
+    return command
+
+
+def decisions(study: Study) -> dict[str, Any]:
+    """The settings that the comparison makes for all variants, by dotted key."""
+    conditions = study.conditions
+    steps = conditions.warmup_steps + conditions.steps
+    decided: dict[str, Any] = {
+        "training.steps": steps,
+        "metrics.log_freq": 1,
+        "metrics.save_events": True,
+        "profiling.enable_profiling": conditions.trace,
+    }
+    if conditions.trace:
+        decided |= {
+            "training.steps": steps + TRACED,
+            "profiling.profile_freq": steps + TRACED,
+            "profiling.profiler_warmup": TRACED - 1,
+            "profiling.profiler_active": 1,
+        }
+    return decided
+
+
+def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
+    own = bool(study.conditions.launcher)
+    kind = study.conditions.device or pick().type
+    over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
+    try:
+        recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, over=over)
+        recipe.refuse(problems_of_tokenizer(recipe.config))
+        if not own:
+            recipe.refuse(problems_of_machine(recipe.config, kind))
+            recipe.refuse(_too_large(recipe, plan, Device(pick().type)))
+    except CannotRun as error:
+        return Ready(plan, error.config, tuple(error.lines))
+    return Ready(plan, recipe.config, ())
+
+
+def _too_large(recipe: Recipe[JobConfig], plan: Plan, device: Device) -> Iterator[Problem]:
+    """What this machine alone cannot hold, at the least."""
+    job, ranks = recipe.config, plan.ranks
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        message = f"{ranks} ranks need as many devices, and this machine has "
+        yield Problem(
+            "parallelism",
+            f"{message}{torch.cuda.device_count()}; a study may have a launcher of its own",
+        )
+        return
+    spec, args = MODELS[job.model.name], MODELS[job.model.name].flavors[job.model.flavor]
+    parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
+    copies = job.degrees(ranks).dp_replicate
+    needed = parameters * STATE_BYTES * copies / 1024**3
+    there = device.memory_capacity() * (ranks if device.type == "cuda" else 1)
+    if needed > there:
+        yield Problem(
+            "model.flavor",
+            f"weights, gradients and Adam's state of {parameters:,} parameters take {needed:,.0f} "
+            f"GiB on {ranks} ranks, and this machine has {there:,.0f}",
+        )
+
+
+def tasks(study: Study, variants: list[Ready]) -> list[Task]:
+    """All runs, in the order in which they are launched: rounds that alternate in direction.
+
+    The first and the last of a round change places in the next, so that a machine that warms up or
+    slows down favours none.
+    """
+    runnable = [ready for ready in variants if not ready.problems]
+    found = []
+    for number in range(1, study.conditions.rounds + 1):
+        for ready in runnable[:: 1 if number % 2 else -1]:
+            found.append(_task(study, ready, number, None))
+        if number == 1:
+            baselines = [ready for ready in runnable if ready.name == study.baseline]
+            for ready in baselines:
+                found += [_task(study, ready, 1, seed) for seed in study.conditions.seeds]
+    return found
+
+
+def _task(study: Study, ready: Ready, number: int, seed: int | None) -> Task:
+    job = ready.job
+    folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
+    if seed is not None:
+        folder = folder.with_name(f"seed-{seed}")
+        job = job.model_copy(update={"debug": job.debug.model_copy(update={"seed": seed})})
+    section = job.job.model_copy(update={"dump_folder": str(folder)})
+    job = job.model_copy(update={"job": section})
+    return Task(ready, job, folder, number, job.debug.seed, _key(study, ready, job))
+
+
+def _key(study: Study, ready: Ready, job: JobConfig) -> str:
+    about = {
+        "recipe": {k: v for k, v in job.flat().items() if not k.startswith("job.")},
+        "ranks": ready.plan.ranks,
+        "launcher": launcher(study),
+        "versions": versions(),
+        "device": pick().name,
+        "cores": os.cpu_count(),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def write_recipe(task: Task) -> Path:
+    """The recipe of a run as a file beside its folder."""
+    path = task.folder.with_name(f"{task.folder.name}.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(task.job), encoding="utf-8")
+    return path

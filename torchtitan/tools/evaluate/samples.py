@@ -1,0 +1,156 @@
+"""Samples from a model, as text or as JSON: what `torchtitan generate` does on each rank."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtitan.config import ConfigError
+from torchtitan.logging import on_terminal
+from torchtitan.tools.evaluate.generate import Row, go_on
+from torchtitan.tools.evaluate.layout import open_model
+from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
+from torchtitan.tools.evaluate.sampling import Sampling, generator_of
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is asked for."""
+
+    place: Place
+    prompts: tuple[str, ...]
+    dtype: torch.dtype
+    samples: int = 1
+    """Of each prompt."""
+    tokens: int = 64
+    """New ones, at most."""
+    how: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    rows: int = 8
+    """Texts that are gone on with together."""
+    as_json: bool = False
+
+    def longest(self, subject: Subject) -> int:
+        """Tokens of the longest text, at most."""
+        return max(len(encoded(subject, prompt)) for prompt in self.prompts) + self.tokens
+
+
+def encoded(subject: Subject, prompt: str) -> list[int]:
+    """The tokens of a prompt, as it would begin a document of the training data."""
+    tokens = [*subject.begin, *subject.tokenizer.encode(prompt)]
+    if not tokens:
+        raise ConfigError("--prompt: it is empty, and the tokenizer has no token to begin with")
+    return tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text of those asked for."""
+
+    prompt: str
+    number: int
+    """Of the prompt; both count from 1."""
+    sample: int
+    row: Row
+
+    def text(self, subject: Subject) -> str:
+        """What was added to the prompt; a character that is not whole is a replacement for it."""
+        before = subject.tokenizer.decode(self.row.prompt)
+        after = subject.tokenizer.decode([*self.row.prompt, *self.row.tokens])
+        return after.removeprefix(before)
+
+    def result(self, subject: Subject) -> Result:
+        return {
+            "prompt": self.prompt,
+            "number": self.number,
+            "sample": self.sample,
+            "continuation": self.text(subject),
+            "tokens": self.row.tokens,
+            "ended": self.row.ended,
+        }
+
+
+def generate(wanted: Samples) -> list[Result]:
+    """Sample, and print on rank 0; all ranks have the results."""
+    subject = open_subject(wanted.place)
+    asked = [
+        Sample(
+            prompt,
+            number,
+            sample,
+            Row(encoded(subject, prompt), generator_of(wanted.seed, number, sample)),
+        )
+        for number, prompt in enumerate(wanted.prompts, 1)
+        for sample in range(1, wanted.samples + 1)
+    ]
+    with open_model(subject, wanted.longest(subject), wanted.dtype) as model:
+        is_first, begin = model.world.rank == 0, time.perf_counter()
+        for start in range(0, len(asked), wanted.rows):
+            batch = asked[start : start + wanted.rows]
+            printer = Printer(subject, batch, wanted) if is_first else None
+            rows = [sample.row for sample in batch]
+            go_on(
+                model,
+                rows,
+                wanted.tokens,
+                wanted.how,
+                after_step=printer.after_step if printer else lambda: None,
+            )
+            if printer:
+                printer.end()
+        seconds = time.perf_counter() - begin
+    if is_first:
+        count = sum(len(sample.row.tokens) for sample in asked)
+        speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.1f} tokens/s"
+        print(speed, file=sys.stderr, flush=True)
+    return [sample.result(subject) for sample in asked]
+
+
+class Printer:
+    """Prints a batch: a text that is alone as it grows, several when all have ended."""
+
+    def __init__(self, subject: Subject, batch: Sequence[Sample], wanted: Samples) -> None:
+        self.subject, self.batch, self.wanted = subject, batch, wanted
+        self.streams = len(batch) == 1 and not wanted.as_json
+        self.steps = self.shown = 0
+        if self.streams:
+            self._head(batch[0])
+
+    def after_step(self) -> None:
+        self.steps += 1
+        if self.streams:
+            text = self.batch[0].text(self.subject)
+            # The bytes of a character may be several tokens.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._more(text)
+        elif on_terminal():
+            progress = f"\r{self.steps} of at most {self.wanted.tokens} tokens"
+            print(progress, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Print what is left."""
+        if on_terminal() and not self.streams:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        for sample in self.batch:
+            if self.wanted.as_json:
+                print(json.dumps(sample.result(self.subject), ensure_ascii=False), flush=True)
+                continue
+            if not self.streams:
+                self._head(sample)
+            self._more(sample.text(self.subject))
+            self.shown = 0
+            print("\n", flush=True)
+
+    def _head(self, sample: Sample) -> None:
+        of = f", sample {sample.sample}" if self.wanted.samples > 1 else ""
+        print(f"=== prompt {sample.number}{of}\n{sample.prompt}\n--- goes on", flush=True)
+
+    def _more(self, text: str) -> None:
+        print(text[self.shown :], end="", flush=True)
+        self.shown = len(text)

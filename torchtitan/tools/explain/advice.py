@@ -1,0 +1,263 @@
+"""What to try: rules, each of which speaks only where its numbers hold, and shows them.
+
+A rule names the keys of the recipe that would change what it found. What follows from a trace needs
+one, so `torchtitan profile` comes first.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from torchtitan.tools.explain.facts import Facts
+
+# Shares of the time of a step, or of all the time.
+DATA, BUBBLE, AGREE, OPTIMIZER = 0.05, 0.15, 0.10, 0.15
+CHECKPOINT, MEASURED = 0.05, 0.10
+EXPOSED, IDLE = 0.15, 0.25
+STARTUP = 0.30
+# Percent of a step; of the reports; of the device's memory; the ratio of ranks.
+STRAGGLER, OFTEN, ROOM, TIGHT, UNEVEN = 10.0, 0.75, 60.0, 95.0, 1.10
+SKIPPED = 0.01
+LOW_MFU = 0.40
+MEASURING: Final = {
+    "validation": "validation.freq",
+    "statistics": "metrics.statistics_freq",
+    "precision": "metrics.precision_freq",
+    "profiling": "profiling.profile_freq",
+}
+"""Pauses, and what says how often they come."""
+
+
+class Advice(NamedTuple):
+    """A thing to try."""
+
+    because: str
+    """The numbers."""
+    attempt: str
+    keys: tuple[str, ...]
+    """Of the recipe, that it is about."""
+
+
+Rule = Callable[[Facts], Iterator[Advice]]
+
+
+def advise(facts: Facts) -> list[Advice]:
+    """All that the numbers speak for, the largest losses first where that can be told."""
+    return [advice for rule in RULES for advice in rule(facts)]
+
+
+def _data(facts: Facts) -> Iterator[Advice]:
+    if facts.share("data") > DATA:
+        workers = facts.recipe.get("data.num_workers")
+        yield Advice(
+            f"waiting for data takes {facts.share('data'):.0%} of a step",
+            f"read further ahead: data.num_workers (now {workers}), data.prefetch_factor; or put "
+            "the data on a faster disk",
+            ("data.num_workers", "data.prefetch_factor"),
+        )
+
+
+def _bubble(facts: Facts) -> Iterator[Advice]:
+    # A rank that is done with a batch waits for the others in `agree`.
+    share = facts.share("pipeline") + facts.share("agree")
+    if facts.layout.get("pp", 1) > 1 and share > BUBBLE:
+        schedule = facts.recipe.get("parallelism.pipeline_parallel_schedule")
+        yield Advice(
+            f"pipeline stages wait for each other {share:.0%} of a step",
+            "more microbatches in a batch: a larger training.local_batch_size, or a smaller "
+            "parallelism.pipeline_parallel_microbatch_size; or a schedule with a smaller bubble "
+            f"in parallelism.pipeline_parallel_schedule (now {schedule})",
+            (
+                "training.local_batch_size",
+                "parallelism.pipeline_parallel_microbatch_size",
+                "parallelism.pipeline_parallel_schedule",
+            ),
+        )
+
+
+def _exposed(facts: Facts) -> Iterator[Advice]:
+    if facts.traces is None or not facts.traces.exposed:
+        return
+    # A rank that waits for a slow one has more of it.
+    share = min(facts.traces.exposed.values())
+    if share <= EXPOSED:
+        return
+    because = f"in the trace, communication that nothing hides takes {share:.0%} of the time"
+    if facts.layout.get("dp_shard", 1) > 1:
+        reshard = facts.recipe.get("parallelism.fsdp_reshard_after_forward")
+        attempt = "a larger training.local_batch_size, so that there is more to compute for each"
+        if reshard != "never":
+            attempt += (
+                '; if memory allows, parallelism.fsdp_reshard_after_forward = "never" (now '
+                f'"{reshard}"), which gathers once less'
+            )
+        attempt += (
+            "; fewer ranks to gather from, with copies between: "
+            "parallelism.data_parallel_shard_degree, data_parallel_replicate_degree"
+        )
+        yield Advice(
+            because,
+            attempt,
+            (
+                "training.local_batch_size",
+                "parallelism.fsdp_reshard_after_forward",
+                "parallelism.data_parallel_shard_degree",
+                "parallelism.data_parallel_replicate_degree",
+            ),
+        )
+    if facts.layout.get("tp", 1) > 1:
+        yield Advice(
+            because,
+            "fewer ranks in parallelism.tensor_parallel_degree (now "
+            f"{facts.layout['tp']}), which communicates within each layer"
+            + (", or parallelism.enable_async_tensor_parallel" if facts.on_cuda else ""),
+            ("parallelism.tensor_parallel_degree", "parallelism.enable_async_tensor_parallel"),
+        )
+
+
+def _idle(facts: Facts) -> Iterator[Advice]:
+    if not facts.on_cuda or facts.traces is None or not facts.traces.idle:
+        return
+    share = min(facts.traces.idle.values())
+    if share > IDLE:
+        yield Advice(
+            f"in the trace, the device has nothing to do for {share:.0%} of the time",
+            "larger kernels, by a larger training.local_batch_size; or fewer to start, by "
+            "compile.enable, and compile.cuda_graphs where it can be",
+            ("training.local_batch_size", "compile.enable", "compile.cuda_graphs"),
+        )
+
+
+def _stragglers(facts: Facts) -> Iterator[Advice]:
+    for one in facts.slowest:
+        if one.percent > STRAGGLER and one.often >= OFTEN:
+            yield Advice(
+                f"rank {one.rank} is the slowest in {one.phase} in {one.often:.0%} of the reports, "
+                f"and works {one.percent:.0f}% of a step longer there than the median rank",
+                "look at that rank's machine: other processes, heat, a slow disk; all others wait "
+                "for it",
+                (),
+            )
+    # On a CPU the processor time above tells more.
+    compute = facts.traces.compute_s if facts.traces and facts.on_cuda else {}
+    if len(compute) > 1 and facts.layout.get("pp", 1) == 1:
+        slow, fast = max(compute, key=compute.__getitem__), min(compute.values())
+        if compute[slow] > UNEVEN * fast:
+            yield Advice(
+                f"in the traces, rank {slow} computes {compute[slow] / fast:.2f} times as long as "
+                "the fastest rank",
+                "look at that rank's machine: clocks, heat, other processes",
+                (),
+            )
+
+
+def _agree(facts: Facts) -> Iterator[Advice]:
+    has_others = (facts.ranks or 1) > 1 and facts.layout.get("pp", 1) == 1
+    if facts.share("agree") > AGREE and has_others:
+        yield Advice(
+            f"ranks wait {facts.share('agree'):.0%} of a step to agree on it",
+            "one of them comes late: see the slowest ranks above, and the data, which is read "
+            "before (data.num_workers)",
+            ("data.num_workers",),
+        )
+
+
+def _optimizer(facts: Facts) -> Iterator[Advice]:
+    share, recipe = facts.share("optimizer"), facts.recipe
+    if share <= OPTIMIZER:
+        return
+    ways = ["a larger training.global_batch_size has fewer updates for as many tokens"]
+    keys = ["training.global_batch_size"]
+    if recipe.get("optimizer.implementation", "fused") != "fused":
+        ways.insert(0, 'optimizer.implementation = "fused"')
+        keys.append("optimizer.implementation")
+    for key in ("optimizer.offload_states", "training.enable_cpu_offload"):
+        if recipe.get(key):
+            ways.insert(0, f"{key} = false, if memory allows: the host makes the updates")
+            keys.append(key)
+    yield Advice(f"updates take {share:.0%} of a step", "; or ".join(ways), tuple(keys))
+
+
+def _checkpoint(facts: Facts) -> Iterator[Advice]:
+    share = facts.share_of_pause("checkpoint")
+    if share > CHECKPOINT:
+        mode, interval = (facts.recipe.get(f"checkpoint.{k}") for k in ("async_mode", "interval"))
+        attempt = f"save less often: checkpoint.interval (now {interval})"
+        if mode == "disabled":
+            attempt = (
+                f'checkpoint.async_mode = "async", which writes beside the training; or {attempt}'
+            )
+        because = f"saving checkpoints takes {share:.0%} of the time"
+        yield Advice(because, attempt, ("checkpoint.async_mode", "checkpoint.interval"))
+
+
+def _measuring(facts: Facts) -> Iterator[Advice]:
+    for pause, key in MEASURING.items():
+        if facts.share_of_pause(pause) > MEASURED:
+            yield Advice(
+                f"{pause} takes {facts.share_of_pause(pause):.0%} of the time",
+                f"a larger {key} (now {facts.recipe.get(key)})",
+                (key,),
+            )
+
+
+def _memory(facts: Facts) -> Iterator[Advice]:
+    if not facts.on_cuda or facts.memory_pct is None:
+        return
+    mode = facts.recipe.get("activation_checkpoint.mode")
+    if facts.memory_pct < ROOM:
+        less = (
+            ""
+            if mode == "none"
+            else f'less recomputation: activation_checkpoint.mode (now "{mode}"); or '
+        )
+        yield Advice(
+            f"at most {facts.memory_pct:.0f}% of the device's memory is used",
+            f"{less}a larger training.local_batch_size",
+            ("activation_checkpoint.mode", "training.local_batch_size"),
+        )
+    elif facts.memory_pct > TIGHT:
+        yield Advice(
+            f"{facts.memory_pct:.0f}% of the device's memory is used, and torch may spend time on "
+            "finding more",
+            "a smaller training.local_batch_size, or more recomputation: "
+            f'activation_checkpoint.mode (now "{mode}")',
+            ("training.local_batch_size", "activation_checkpoint.mode"),
+        )
+
+
+def _compile(facts: Facts) -> Iterator[Advice]:
+    is_low = facts.mfu is not None and facts.mfu < LOW_MFU
+    if facts.on_cuda and is_low and facts.recipe.get("compile.enable") is False:
+        yield Advice(
+            f"MFU is {facts.mfu:.1%}, and nothing is compiled",
+            "compile.enable = true",
+            ("compile.enable",),
+        )
+
+
+def _startup(facts: Facts) -> Iterator[Advice]:
+    startup, compiling = facts.startup_s, facts.compile_s or 0.0
+    if startup is None or compiling <= STARTUP * (startup + facts.reported_s):
+        return
+    share = compiling / (startup + facts.reported_s)
+    yield Advice(
+        f"the compiler takes {share:.0%} of the time so far",
+        "compile.cache_folder on a disk that stays, so that the next start finds the graphs",
+        ("compile.cache_folder",),
+    )
+
+
+def _skipped(facts: Facts) -> Iterator[Advice]:
+    if facts.step and facts.skipped / facts.step > SKIPPED:
+        yield Advice(
+            f"{facts.skipped} of {facts.step} steps were skipped",
+            "a lower optimizer.lr, a longer lr_scheduler.warmup_steps, or a larger spikes.sigma "
+            "if they were harmless",
+            ("optimizer.lr", "lr_scheduler.warmup_steps", "spikes.sigma"),
+        )
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    *(_stragglers, _data, _bubble, _exposed, _idle, _agree, _optimizer),
+    *(_checkpoint, _measuring, _startup, _memory, _compile, _skipped),
+)

@@ -1,0 +1,100 @@
+"""Shows on a CPU that a recipe's layout trains the same run as one rank.
+
+Both train the same few steps in float32, with as many targets from rank to rank as the data happens
+to have, so that a mean of means is no mean. After each step the loss, the gradient norm, each
+gradient and each weight are compared. This is done with the recipe's optimizer, and before that
+with SGD: the update of Adam does not change with the scale of a gradient, and would hide an error
+in it.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan.checks import load_job
+from torchtitan.config import Problem
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import RanksFailed
+from torchtitan.optim import SGD, OptimizerConfig
+from torchtitan.tools.verify.measure import compare_steps, write_steps
+from torchtitan.tools.verify.ranks import SPARED, known, on_ranks, problems_here, run
+from torchtitan.tools.verify.recipe import Checked, as_checked
+from torchtitan.tools.verify.report import Comparison
+
+
+def verify(
+    path: str | None,
+    flags: Sequence[str],
+    *,
+    world_size: int | None = None,
+    steps: int | None = None,
+    shrink: bool = False,
+) -> bool:
+    """Compare a recipe's layout with one rank, and print what is found.
+
+    Args:
+        world_size: ranks; absent: as few as show all of the layout.
+        shrink: make the model, its batches and its layout small first.
+
+    Returns:
+        Whether they train the same run.
+
+    Raises:
+        ConfigError: the recipe cannot be trained, or not here.
+    """
+    from rich.console import Console
+
+    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    checked = as_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
+    job, ranks = checked.job, checked.ranks
+    width = None if sys.stdout.isatty() else 120
+    console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
+    with known(checked.spec):
+        replace(recipe, config=job).refuse(_problems(checked))
+        layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
+        console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
+        console.print("for this check:", *(f"  {line}" for line in checked.changes), sep="\n")
+        off = 0.0
+        for name, optimizer in _optimizers(job).items():
+            try:
+                found = _compare(checked, optimizer, name)
+            except RanksFailed as error:
+                print(f"no comparison: {error}", file=sys.stderr)
+                return False
+            console.print(found.table(f"\n{name}"))
+            if fault := found.fault():
+                console.print(f"\nanother run: {name}, {fault}", style="bold red")
+                return False
+            off = max(off, found.largest().off)
+    said = f"{job.training.steps} steps on one rank and on {ranks}; weights are off by {off:.0e}"
+    console.print(f"\nthe same run: {said} at most", style="bold green")
+    return True
+
+
+def _problems(checked: Checked) -> Iterator[Problem]:
+    """What is wrong with the recipe as it is checked, if only for this machine."""
+    # The file of one rank's weights and gradients after each step.
+    return problems_here(checked.job, checked.ranks, 8 * checked.job.training.steps)
+
+
+def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
+    """By the name under which they are reported."""
+    own = job.optimizer
+    decay = {"weight_decay": own.weight_decay, "no_weight_decay_on": own.no_weight_decay_on}
+    return {
+        "SGD with momentum": SGD(lr=0.1, momentum=0.9, **decay),
+        f"{own.name} of the recipe": own,
+    }
+
+
+def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Comparison:
+    """Train on one rank, then in the layout."""
+    one, job = (j.model_copy(update={"optimizer": optimizer}) for j in (checked.one, checked.job))
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder)
+        (expected,) = run(write_steps, 1, one, given, what=f"{name} on one rank")
+        what = f"{name} on {on_ranks(checked.ranks)}"
+        found = run(compare_steps, checked.ranks, job, given, what=what)
+    return Comparison(expected, found)

@@ -1,0 +1,152 @@
+"""Shows on a CPU that a recipe's run, killed and resumed, is the run that is never stopped.
+
+A run of 2k steps is made without a stop. The same run is killed after it has saved step k: a rank
+ends by SIGKILL, the others as their launcher would end them. It is resumed from what is on disk, in
+its own layout, where every bit must be the same, and in another, where sums are added up in another
+order. Loaded state, samples, losses, weights, optimizer and counters are compared step by step.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan.checks import load_job
+from torchtitan.config import ConfigError, Problem
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import RanksFailed
+from torchtitan.tools.verify.measure import WEIGHT
+from torchtitan.tools.verify.ranks import SPARED, known, on_ranks, problems_here, run
+from torchtitan.tools.verify.record import Note, train_and_note
+from torchtitan.tools.verify.report import LOSS
+from torchtitan.tools.verify.resume_recipe import Resumed, as_resumed
+from torchtitan.tools.verify.resume_report import Resumption
+
+CHECKPOINT_BYTES = 12
+"""For each parameter: the weight and Adam's two moments."""
+
+
+def verify_resume(
+    path: str | None,
+    flags: Sequence[str],
+    *,
+    world_size: int | None = None,
+    steps: int | None = None,
+    shrink: bool = False,
+    then: Mapping[str, int] | None = None,
+) -> bool:
+    """Compare a run that is killed and resumed with one that is not, and print what is found.
+
+    Args:
+        world_size: ranks; absent: as few as show all of the layout.
+        steps: k; it is killed after k steps were saved, of twice as many.
+        shrink: make the model, its batches and its layout small first.
+        then: sizes of the axes of the other layout it is resumed in; absent: one is chosen.
+
+    Returns:
+        Whether they are the same run.
+
+    Raises:
+        ConfigError: the recipe cannot be trained, or not here.
+    """
+    from rich.console import Console
+
+    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    asked = as_resumed(
+        recipe, world_size=world_size, steps=steps, shrink=shrink, then=dict(then or {})
+    )
+    width = None if sys.stdout.isatty() else 120
+    console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
+    with known(asked.spec), tempfile.TemporaryDirectory() as folder:
+        replace(recipe, config=asked.job).refuse(_problems(asked.job, asked.ranks))
+        then_job, then_ranks = asked.layouts[-1]
+        if mistakes := list(_problems(then_job, then_ranks)):
+            where = _where(then_job, then_ranks)
+            lines = "".join(f"\n  {problem.path}: {problem.message}" for problem in mistakes)
+            raise ConfigError(f"--then: the run cannot be resumed {where}:{lines}")
+        console.print(f"{recipe.place} {_where(asked.job, asked.ranks)}")
+        console.print("for this check:", *(f"  {line}" for line in asked.changes), sep="\n")
+        trial = Trial(asked, Path(folder))
+        try:
+            whole = trial.never_stopped()
+            trial.killed()
+            for number, (job, ranks) in enumerate(asked.layouts):
+                where = _where(job, ranks)
+                resumed = trial.resumed(job, ranks, f"resumed-{number}")
+                found = Resumption(whole, resumed, trial.half, is_exact=not number)
+                title = f"killed after step {trial.half} was saved, resumed {where}"
+                console.print(found.table(f"\n{title}"))
+                if fault := found.fault():
+                    console.print(f"\nanother run: resumed {where}, {fault}", style="bold red")
+                    return False
+        except RanksFailed as error:
+            print(f"no comparison: {error}", file=sys.stderr)
+            return False
+    told = (
+        f"\nthe same run: killed after step {trial.half} of {2 * trial.half} and resumed "
+        f"{_where(asked.job, asked.ranks)}, to the bit"
+    )
+    if not found.is_exact:
+        told += (
+            f"; {where}, losses are off by {found.largest_loss():.0e} ({LOSS:.0e} is allowed), "
+            f"weights by {found.largest_weight():.0e} ({WEIGHT:.0e})"
+        )
+    console.print(told, style="bold green")
+    return True
+
+
+def _problems(job: JobConfig, ranks: int) -> Iterator[Problem]:
+    """What is wrong with the recipe as it is resumed, if only for this machine."""
+    # The run that is not stopped keeps every step; three others keep a few.
+    return problems_here(job, ranks, CHECKPOINT_BYTES * (job.training.steps + 6))
+
+
+def _where(job: JobConfig, ranks: int) -> str:
+    sizes = job.degrees(ranks)._asdict().items()
+    layout = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+    return f"on {on_ranks(ranks)}" + (f" ({layout})" if layout else "")
+
+
+class Trial:
+    """The runs that are made, in a folder."""
+
+    def __init__(self, asked: Resumed, folder: Path) -> None:
+        self.asked, self.folder = asked, folder
+        self.half = asked.job.checkpoint.interval
+
+    def never_stopped(self) -> list[list[Note]]:
+        """All steps, of which each is saved, for the others to be compared with."""
+        every = {"interval": 1, "keep_latest_k": 0, "async_mode": "disabled", "resume": "auto"}
+        job, ranks = self._in("whole", self.asked.job, **every), self.asked.ranks
+        return run(train_and_note, ranks, job, None, None, what="the run that is not stopped")
+
+    def killed(self) -> None:
+        """The same until one step after the save."""
+        job, ranks = self._in("killed", self.asked.job, resume="auto"), self.asked.ranks
+        what = "the run that is killed"
+        try:
+            run(train_and_note, ranks, job, None, self.half + 1, what=what)
+        except RanksFailed as error:
+            if error.codes[-1] != -signal.SIGKILL:
+                raise
+            return
+        raise RanksFailed(f"{what}: it was not")
+
+    def resumed(self, job: JobConfig, ranks: int, name: str) -> list[list[Note]]:
+        """What the killed run left, gone on with."""
+        shutil.copytree(self.folder / "killed", self.folder / name)
+        job, whole = self._in(name, job), self.folder / "whole" / job.checkpoint.folder
+        what = f"the run that is resumed {_where(job, ranks)}"
+        return run(train_and_note, ranks, job, whole, None, what=what)
+
+    def _in(self, name: str, job: JobConfig, **checkpoint: object) -> JobConfig:
+        dump_folder = str(self.folder / name)
+        return job.model_copy(
+            update={
+                "job": job.job.model_copy(update={"dump_folder": dump_folder}),
+                "checkpoint": job.checkpoint.model_copy(update=checkpoint),
+            }
+        )
