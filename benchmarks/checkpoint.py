@@ -34,7 +34,7 @@ from torchtitan.build import Run, build
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import load_into
-from torchtitan.checkpoint.start import Start
+from torchtitan.checkpoint.start import ResumePoint
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
@@ -167,7 +167,7 @@ def saves_and_loads(run: Run, folder: Path, rounds: int) -> tuple[Times, Times, 
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(planned))
 
     def whole_load() -> None:
-        run.checkpoint.load(Start(ours(), is_resume=True))
+        run.checkpoint.load(ResumePoint(ours(), is_resume=True))
 
     saving: dict[str, Callable[[], None]] = {
         RAW_WRITE: lambda: raw_write(raw, tensors),

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint import Checkpointer, Choice, Contents, Live, TrainState
+from torchtitan.checkpoint import (
+    Checkpointable,
+    Checkpointer,
+    InMemoryState,
+    ResumePolicy,
+    TrainState,
+)
 from torchtitan.data import DataStream, Tokenizer, build_stream, check_vocabulary, load_tokenizer
 from torchtitan.job import SAME_RUN, JobConfig
 from torchtitan.logging import logger
@@ -28,7 +34,7 @@ from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Optimizers, learning_rate_factor, open_optimizers
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
-from torchtitan.parallel.tensor import settle
+from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
 from torchtitan.resilience.replicas import Alone, ReplicaGroup, Replicas
@@ -56,7 +62,7 @@ class Run:
     data: DataStream
     state: TrainState
     checkpoint: Checkpointer
-    live: Live
+    live: InMemoryState
     replicas: Replicas
     validator: Validator
     precision: PrecisionWatch
@@ -82,7 +88,7 @@ def build(job: JobConfig, world: World) -> Run:
     tokenizer, timeline = open_tokenizer(job), Timeline(world.device)
     model = build_model(job, world, timeline)
     optimizers = open_optimizers(
-        model.parts, job.optimizer, world.groups["pp"], world.device, settle
+        model.parts, job.optimizer, world.groups["pp"], world.device, redistribute_grads
     )
     open_stream = partial(
         build_stream,
@@ -100,10 +106,10 @@ def build(job: JobConfig, world: World) -> Run:
         ranks=job.data_ranks(world.degrees),
         groups=groups.groups,
     )
-    contents = Contents(model.parts, optimizers, state, data, world)
+    contents = Checkpointable(model.parts, optimizers, state, data, world)
     about = about_run(job) if world.rank == 0 else {}
     checkpoint = Checkpointer(choice(job), contents, world, about)
-    live = Live(contents, checkpoint.wait_staging)
+    live = InMemoryState(contents, checkpoint.wait_staging)
     # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
     alone = accumulation * groups.groups
     validation_data = {
@@ -146,7 +152,7 @@ def build(job: JobConfig, world: World) -> Run:
     )
 
 
-def open_replicas(job: JobConfig, world: World, data: DataStream, live: Live) -> Replicas:
+def open_replicas(job: JobConfig, world: World, data: DataStream, live: InMemoryState) -> Replicas:
     """The other replica groups of the run, as the recipe has them."""
     if not job.fault_tolerance.enable:
         return Alone()
@@ -179,10 +185,10 @@ def open_statistics(
     return Statistics(freq, model, optimizers, world, units, copies)
 
 
-def choice(job: JobConfig) -> Choice:
+def choice(job: JobConfig) -> ResumePolicy:
     """What decides on the start of this run."""
     folder = Path(job.job.dump_folder).expanduser()
-    return Choice(job.checkpoint, folder, job.flat(), SAME_RUN)
+    return ResumePolicy(job.checkpoint, folder, job.flat(), SAME_RUN)
 
 
 def open_tokenizer(job: JobConfig) -> Tokenizer:

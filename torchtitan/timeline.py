@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from torchtitan.device import Device, Stamp
 
-PHASES = ("data", "forward", "backward", "pipeline", "clip", "agree", "optimizer", "other")
+PHASES = ("data", "forward", "backward", "pipeline", "clip", "sync", "optimizer", "other")
 """What a step consists of:
 
     data       waiting for the next batch
@@ -30,7 +30,7 @@ PHASES = ("data", "forward", "backward", "pipeline", "clip", "agree", "optimizer
     backward   the same; updates in the backward are in it
     pipeline   in a pipeline's schedule, but neither forward nor backward: neighbours are waited for
     clip       the gradient norm, over all ranks, and the scaling by it
-    agree      sums over ranks of targets and loss, and the one wait for the verdict on the step
+    sync       sums over ranks of targets and loss, and the one wait for the verdict on the step
     optimizer  the update
     other      what is left
 """

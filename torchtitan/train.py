@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from torchtitan.build import Run, build, choice, open_tokenizer
-from torchtitan.checkpoint import SaveFailed, Start, lock
+from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import Tokenizer, open_source, unigram_loss
@@ -123,7 +123,7 @@ def problems_of_tokenizer(job: JobConfig) -> Iterator[Problem]:
         yield Problem("model.tokenizer_path", str(error))
 
 
-def choose(job: JobConfig) -> Start:
+def choose(job: JobConfig) -> ResumePoint:
     """What the run starts from; one rank decides, before any of them writes."""
     return choice(job).start()
 

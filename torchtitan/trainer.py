@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.build import Run
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import preview
 from torchtitan.logging import logger
 from torchtitan.parallel import Launch, World
@@ -43,7 +43,7 @@ class Trainer:
         self.run, self.at_step = run, at_step
         self.has_shown = False
 
-    def train(self, start: Start) -> None:
+    def train(self, start: ResumePoint) -> None:
         """Train from `start` to the recipe's last step, or to the step where all ranks stop.
 
         Raises:
@@ -66,10 +66,10 @@ class Trainer:
                 before, stopping = state.step, self.step()
                 if state.step == before and not (stopping and before):
                     continue  # a replica group was lost: once more, without it
-                if state.skipped_in_a_row and run.optimizers.in_backward:
+                if state.consecutive_skips and run.optimizers.in_backward:
                     diverged = True
                     break  # the weights are harmed already, and are not saved
-                if state.skipped_in_a_row >= training.max_skipped_steps:
+                if state.consecutive_skips >= training.max_skipped_steps:
                     if self.roll_back():
                         continue
                     diverged = True
@@ -112,7 +112,7 @@ class Trainer:
         self.has_shown = True
         batches = [batch.to(world.device.torch_device) for batch in batches]
         counts = torch.stack([batch.target_count() for batch in batches])
-        with run.timeline.phase("agree"):
+        with run.timeline.phase("sync"):
             tokens = run.replicas.count(world.sum(counts.sum(), over="data"))
 
         if run.precision.is_due(state.step):
@@ -124,7 +124,7 @@ class Trainer:
             self.wait_for_weights()
         # Every rank's share of the global mean loss; they add up to it.
         share = run.model.forward_backward(batches, tokens)
-        with run.timeline.phase("agree"):
+        with run.timeline.phase("sync"):
             loss = world.sum(share, over="loss")
             run.replicas.sum([loss, *run.optimizers.gradients()])
         statistics: dict[str, float] = {}
@@ -138,7 +138,7 @@ class Trainer:
 
         # The one wait for the device in a step: all ranks read the same numbers, to the bit, so
         # they decide alike whether to apply the update and whether to go on.
-        with run.timeline.phase("agree"):
+        with run.timeline.phase("sync"):
             verdict = highest_of_all_ranks(world, loss, grad_norm, tokens, *flags)
         highest_loss, highest_norm, count, stop, busy, traced = verdict
         run.profiler.agree(int(traced))
@@ -155,7 +155,7 @@ class Trainer:
         if not busy:
             run.checkpoint.advance()
         state.skipped += skip is not None
-        state.skipped_in_a_row = 0 if skip is None else state.skipped_in_a_row + 1
+        state.consecutive_skips = 0 if skip is None else state.consecutive_skips + 1
         state.tokens += int(count)
         run.meter.record(
             loss=loss, grad_norm=grad_norm, lr=lr, tokens=int(count), skipped=skip is not None
@@ -192,18 +192,18 @@ class Trainer:
         run, state = self.run, self.run.state
         if state.rollbacks >= run.job.spikes.max_rollbacks:
             return False
-        last, row, before = state.step, state.skipped_in_a_row, state.stepped_over
+        last, row, before = state.step, state.consecutive_skips, state.skipped_samples
         with run.timeline.pause("rollback"):
             if not run.checkpoint.roll_back(last - row + 1):
                 return False
         run.meter.go_on_after(state.step, state.tokens)
-        samples = state.stepped_over - before
+        samples = state.skipped_samples - before
         logger.warning(
             "step %d: %d steps in a row were skipped: rolled back to step %d; the data goes on, so "
             "%d samples are stepped over (rollback %d of at most %d)",
             *(last, row, state.step, samples, state.rollbacks, run.job.spikes.max_rollbacks),
         )
-        details = {"from_step": last, "stepped_over": samples, "rollbacks": state.rollbacks}
+        details = {"from_step": last, "skipped_samples": samples, "rollbacks": state.rollbacks}
         run.meter.event(state.step, "rollback", **details)
         return True
 
@@ -224,7 +224,7 @@ class Trainer:
         elif allowed:
             way_out = ", with no checkpoint before them to roll back to"
         return (
-            f"step {state.step}: {state.skipped_in_a_row} steps in a row "
+            f"step {state.step}: {state.consecutive_skips} steps in a row "
             f"(training.max_skipped_steps) were skipped{way_out}; none of them changed a weight. "
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the data of these "
             "steps"

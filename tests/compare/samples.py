@@ -11,7 +11,7 @@ HOSTILE = (
 UNICODE = "größer → 流水线 🚀 تجربة"
 LONG = "fsdp 2, tensor 2, float8 rowwise, full activation checkpointing, " + "very_long_name" * 8
 STEPS = tuple(range(1, 101))
-PHASES = ("data", "forward", "backward", "clip", "agree", "optimizer", "other", "checkpoint")
+PHASES = ("data", "forward", "backward", "clip", "sync", "optimizer", "other", "checkpoint")
 
 
 def spread(values: list[float]) -> Spread:

@@ -14,7 +14,7 @@ from torchtitan.config import ConfigError
 from torchtitan.losses import cross_entropy
 from torchtitan.models import MODELS
 from torchtitan.tools import cli
-from torchtitan.tools.evaluate.harness import Together, Wish, as_table, before, read_wish
+from torchtitan.tools.evaluate.harness import CollectiveModel, Wish, as_table, before, read_wish
 from torchtitan.tools.evaluate.layout import Model, open_model
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.sampling import Sampling
@@ -120,7 +120,7 @@ def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path: Path) -> No
 def asked(path: Path) -> tuple[list[Score], list[str]] | None:
     """Rank 0 is asked; the others compute along."""
     with open_model(open_subject(Place(path)), 64, torch.float32) as model:
-        together = Together(model, rows=2)
+        together = CollectiveModel(model, rows=2)
         if model.world.rank:
             together.follow()
             return None

@@ -102,7 +102,7 @@ def run(
     tokens = torch.randint(ARGS.vocab_size, (batch, LENGTH), generator=torch.Generator())
     logits = model(tokens.to(device))
     logits.square().mean().backward()
-    tensor.settle(model.parameters())
+    tensor.redistribute_grads(model.parameters())
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     found["logits"] = logits.detach()
     del library

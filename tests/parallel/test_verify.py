@@ -73,7 +73,7 @@ def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gradient_that_no_rank_sums_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor, "settle", lambda parameters: None)
+    monkeypatch.setattr(tensor, "redistribute_grads", lambda parameters: None)
     assert verify("tensor_parallel_degree = 2", "--world-size", "2") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     # Which of the two ranks has none of it depends on how torch adds up what awaits a sum.
@@ -123,7 +123,7 @@ def test_a_rank_that_fails_is_told(
     def fail(parameters: object) -> None:
         assert os.environ["RANK"] == "0", "a rank that fails"
 
-    monkeypatch.setattr(tensor, "settle", fail)
+    monkeypatch.setattr(tensor, "redistribute_grads", fail)
     assert verify(SHARD) == 1
     error = capsys.readouterr().err
     assert error.startswith(

@@ -36,11 +36,11 @@ def leave_out_the_vote(pipeline: Pipeline) -> None:
     if hasattr(pipeline.schedule, "_warmup_p2p"):
         from torch.distributed.pipelining.stage import InferenceMode
 
-        def settle(stages: list[Any], *_: Any) -> None:
+        def redistribute_grads(stages: list[Any], *_: Any) -> None:
             for stage in stages:
                 stage._inference_mode = InferenceMode.STATIC
 
-        pipeline.schedule._warmup_p2p = settle
+        pipeline.schedule._warmup_p2p = redistribute_grads
 
 
 def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
@@ -60,8 +60,8 @@ def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     world = make_world(degrees, job.comm, Device("cpu"), dist.group.WORLD)
     model = lay_out(job, world, Timeline(world.device))
-    if isinstance(model.runner, Pipeline):
-        leave_out_the_vote(model.runner)
+    if isinstance(model.executor, Pipeline):
+        leave_out_the_vote(model.executor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         allocate(model, job, world)
         optimizers = Optimizers(model.parts, job.optimizer, world.groups["pp"])

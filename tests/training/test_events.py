@@ -38,7 +38,7 @@ def test_every_rank_tells_its_start_its_traffic_and_its_phases(name: str, tmp_pa
         assert start["first_step_s"] > 0
         assert start["compile_s"] == 0
         for event in events[2], events[4], events[5]:
-            assert {"data", "forward", "backward", "clip", "agree", "optimizer"} <= set(
+            assert {"data", "forward", "backward", "clip", "sync", "optimizer"} <= set(
                 event["wall"]
             )
             assert set(event["wall"]) <= {*PHASES, "report", "profiling"}

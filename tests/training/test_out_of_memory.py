@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan.build import build
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
@@ -29,7 +29,7 @@ def run_out_of_memory(job: JobConfig) -> None:
 
         run.model.parts[0].get_submodule("layers.1").register_forward_pre_hook(fail)
         with closing(run.data), pytest.raises(torch.OutOfMemoryError) as raised:
-            Trainer(run).train(Start(None))
+            Trainer(run).train(ResumePoint(None))
         assert raised.value is error
 
 

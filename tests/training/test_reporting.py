@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.wandb_files import WANDB_OFFLINE, offline_run
 from torchtitan.build import build
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
@@ -78,7 +78,7 @@ def waits_by_step(job: JobConfig) -> dict[int, int]:
         trainer = Trainer(run, waits.begin)
         trainer.has_shown = True  # the text of the first sequence, which is on the host
         with closing(run.data), waits:
-            trainer.train(Start(None))
+            trainer.train(ResumePoint(None))
         return dict(waits.found)
 
 
@@ -168,7 +168,7 @@ def with_broken_sinks(job: JobConfig) -> Any:
             broken = Unopened(ConnectionError("no route")), Full(OSError(28, "No space left"))
             run.meter.sinks = [*broken, *run.meter.sinks]
         with closing(run.data):
-            Trainer(run).train(Start(None))
+            Trainer(run).train(ResumePoint(None))
         return run.meter.summary()
 
 

@@ -156,7 +156,7 @@ def ranks(layout: str) -> int:
 def curve(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run without what depends on the clock."""
     measured = {"loss", "grad_norm", "lr", "tokens", "skipped", "skipped_because"}
-    decided = {"step", "event", "from_step", "stepped_over", "rollbacks"}
+    decided = {"step", "event", "from_step", "skipped_samples", "rollbacks"}
     return [{k: v for k, v in row.items() if k in measured | decided} for row in rows(folder)]
 
 
@@ -201,7 +201,7 @@ def test_all_ranks_skip_a_spike_and_are_as_without_the_step(
     job = recipe(tmp_path, layout, "SGD", training={"steps": 8}, metrics={"log_freq": 100})
     for found in run_ranks(train, ranks(layout), job, {6}):
         assert found.moved == [True] * 5 + [False] + [True] * 2
-        assert (found.state.skipped, found.state.skipped_in_a_row) == (1, 0)
+        assert (found.state.skipped, found.state.consecutive_skips) == (1, 0)
         assert is_near(found.weights, without_step_6)
     first, skipped, last = rows(tmp_path)
     assert (first["step"], skipped["step"], last["step"]) == (1, 6, 8)
@@ -257,7 +257,7 @@ def test_rollback_is_the_checkpoint_with_later_data(whole: tuple[Path, Outcome])
     # Steps 1 to 10, and 7 to 12 again.
     assert found.moved == [n not in BAD for n in range(1, 11)] + [True] * 6
     state = found.state
-    assert (state.step, state.skipped, state.rollbacks, state.stepped_over) == (12, 1, 1, 4 * 8)
+    assert (state.step, state.skipped, state.rollbacks, state.skipped_samples) == (12, 1, 1, 4 * 8)
     assert state.tokens == 12 * 8 * 32
     last = folder / "checkpoint/step-12"
     assert read_state(last, read_manifest(last))["data"]["samples"] == (12 + 4) * 8
@@ -265,7 +265,7 @@ def test_rollback_is_the_checkpoint_with_later_data(whole: tuple[Path, Outcome])
 
     steps = [row["step"] for row in rows(folder)]
     assert steps == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12]
-    event = {"step": 6, "event": "rollback", "from_step": 10, "stepped_over": 32, "rollbacks": 1}
+    event = {"step": 6, "event": "rollback", "from_step": 10, "skipped_samples": 32, "rollbacks": 1}
     assert curve(folder)[6] == event
     old = (folder / "metrics.superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in old] == [7, 8, 9, 10]
@@ -315,7 +315,7 @@ def test_a_run_killed_around_a_rollback_goes_on_on_another_layout(
     run_ranks(train, ranks(before), recipe(tmp_path, before), BAD, kill_after)
     for found in run_ranks(train, ranks(after), recipe(tmp_path, after), BAD):
         assert is_near(found.weights, expected.weights)
-        assert found.state.stepped_over == expected.state.stepped_over
+        assert found.state.skipped_samples == expected.state.skipped_samples
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
 
 
@@ -332,7 +332,7 @@ def test_after_the_last_rollback_allowed_the_run_ends_with_what_was_trained_save
         )
     events = [row for row in curve(tmp_path) if "event" in row]
     # From step 7, 8, 9 and 10 of the data, then from three more.
-    assert [(row["step"], row["stepped_over"]) for row in events] == [(6, 4 * 8), (6, 3 * 8)]
+    assert [(row["step"], row["skipped_samples"]) for row in events] == [(6, 4 * 8), (6, 3 * 8)]
     assert list(saved_steps(tmp_path / "checkpoint")) == [3, 6, 9]
 
 
@@ -346,7 +346,7 @@ def test_without_a_checkpoint_to_go_back_to_the_run_ends(tmp_path: Path) -> None
 def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
     found = run_ranks(train, 1, recipe(tmp_path), BAD, 0, -1, partial(damage, tmp_path))[0]
     assert [row["step"] for row in rows(tmp_path) if "event" in row] == [3]
-    assert (found.state.step, found.state.stepped_over) == (12, 7 * 8)
+    assert (found.state.step, found.state.skipped_samples) == (12, 7 * 8)
     assert (tmp_path / "checkpoint/step-6.damaged").is_dir()
     assert list(saved_steps(tmp_path / "checkpoint")) == [3, 6, 9, 12]
 
@@ -395,7 +395,7 @@ def test_a_checkpoint_from_before_there_was_a_history_is_resumed(tmp_path: Path)
     run_ranks(train, 1, recipe(tmp_path, training={"steps": 3}), {})
     checkpoint = tmp_path / "checkpoint/step-3"
     state = read_state(checkpoint, read_manifest(checkpoint))
-    for name in ("history", "rollbacks", "stepped_over"):
+    for name in ("history", "rollbacks", "skipped_samples"):
         del state["train_state"][name]
     replace_state(checkpoint, state)
     found = run_ranks(train, 1, recipe(tmp_path), {})[0]

@@ -14,10 +14,10 @@ from tests.layouts import Case, case, schedule
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.build import build
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.metrics.statistics import CHUNK, Seen, values
+from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
@@ -27,7 +27,7 @@ UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
 
 def test_values_are_those_of_all_parts() -> None:
     whole = torch.tensor([3.0, -4.0, 0.0, 0.0, math.inf, math.nan])
-    seen = Seen(torch.device("cpu"))
+    seen = TensorSums(torch.device("cpu"))
     for part in whole.split(4):
         seen.look(part)
     found = values(seen.sums.tolist(), float(seen.largest), copies=1)
@@ -41,14 +41,14 @@ def test_values_are_those_of_all_parts() -> None:
 
 
 def test_large_tensors_are_looked_at_in_pieces() -> None:
-    seen = Seen(torch.device("cpu"))
+    seen = TensorSums(torch.device("cpu"))
     seen.look(torch.full((CHUNK + 3,), 2.0, dtype=torch.bfloat16))
     assert seen.sums.tolist() == [CHUNK + 3, 2 * (CHUNK + 3), 4 * (CHUNK + 3), 0, 0]
 
 
 def test_a_rank_without_any_of_it_and_copies_do_not_count() -> None:
     assert values([4, 0, 4, 0, 2], 1.0, copies=2)["non_finite"] == 1
-    seen = Seen(torch.device("cpu"))
+    seen = TensorSums(torch.device("cpu"))
     seen.look(torch.zeros(0, 5))
     assert seen.sums.tolist() == [0.0] * 5
 
@@ -141,7 +141,7 @@ def with_an_infinite_weight(job: JobConfig) -> None:
         [norm] = [p for p, name in run.optimizers.names.items() if name == "norm.weight"]
         local(norm.detach())[0] = math.inf
         with closing(run.data):
-            Trainer(run).train(Start(None))
+            Trainer(run).train(ResumePoint(None))
 
 
 def compiled(granularity: str) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Recorder, losses, rows, trace, train, weights
 from torchtitan.build import build
-from torchtitan.checkpoint import Start, saved_steps
+from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
@@ -51,7 +51,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
 
             trainer.step = watched  # type: ignore[method-assign]
             try:
-                trainer.train(Start(None))
+                trainer.train(ResumePoint(None))
             except TrainingDiverged as diverged:
                 error = str(diverged)
         return {"rows": recorder.rows, "moved": moved, "error": error, "state": run.state}
@@ -64,7 +64,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks: int) -> 
         assert found["moved"] == [True, False, True, True]
         assert [row["skipped"] for row in found["rows"]] == [0, 1, 0, 0]
         assert found["state"].skipped == 1
-        assert found["state"].skipped_in_a_row == 0
+        assert found["state"].consecutive_skips == 0
         assert found["error"] is None
 
 
@@ -93,7 +93,7 @@ def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> N
                 os.kill(os.getpid(), number)
 
         with closing(run.data):
-            Trainer(run, interrupt).train(Start(None))
+            Trainer(run, interrupt).train(ResumePoint(None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -166,7 +166,7 @@ def failing_validation(job: JobConfig) -> None:
 
         run.validator.run = fail  # type: ignore[method-assign]
         with closing(run.data), pytest.raises(MemoryError):
-            Trainer(run).train(Start(None))
+            Trainer(run).train(ResumePoint(None))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

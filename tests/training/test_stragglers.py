@@ -9,7 +9,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows
 from torchtitan.build import build
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
@@ -67,7 +67,7 @@ def with_slow_ranks(job: JobConfig) -> None:
         else:
             run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
         with closing(run.data):
-            Trainer(run).train(Start(None))
+            Trainer(run).train(ResumePoint(None))
 
 
 class Slow:

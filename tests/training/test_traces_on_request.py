@@ -13,7 +13,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan import train
 from torchtitan.build import build
-from torchtitan.checkpoint import Start
+from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
@@ -35,7 +35,7 @@ def asked_by_signal(job: JobConfig) -> None:
                 os.kill(os.getpid(), signal.SIGPROF)
 
         with closing(run.data):
-            Trainer(run, ask).train(Start(None))
+            Trainer(run, ask).train(ResumePoint(None))
 
 
 def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_what_is_not_taken_yet_can_be_forgotten() -> None:
 
 def test_waiting_is_not_work() -> None:
     timeline = Timeline(Device("cpu"))
-    with timeline.phase("agree"):
+    with timeline.phase("sync"):
         time.sleep(0.05)
     with timeline.phase("forward"):
         sum(range(300_000))
     spent = timeline.take()
-    assert spent["agree"].busy < spent["agree"].wall / 2
+    assert spent["sync"].busy < spent["sync"].wall / 2
     assert spent["forward"].busy > 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from torchtitan.tools import cli
-from torchtitan.tools.watch.rows import Seen, Tail, sparkline
+from torchtitan.tools.watch.rows import RunSummary, Tail, sparkline
 from torchtitan.tools.watch.view import View, state
 
 NOW = 1_800_000_000.0
@@ -59,7 +59,7 @@ def write(folder, rows, recipe=RECIPE, mode="w"):
 
 
 def seen(*rows):
-    found = Seen()
+    found = RunSummary()
     for row in rows:
         found.take(row)
     return found

@@ -26,7 +26,7 @@ SHOWN = 3
 """Differences, at most, in the message that a checkpoint does not fit."""
 
 
-class Contents:
+class Checkpointable:
     """All that training changes; methods are called by every rank."""
 
     def __init__(

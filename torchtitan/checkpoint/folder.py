@@ -33,6 +33,7 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
+from torchtitan.checkpoint.state import OLD_COUNTERS
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 
@@ -69,7 +70,9 @@ def look_at(checkpoint: Path) -> Manifest:
 def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     """What is not tensors: counters, data position, recipe, versions."""
     state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, _state_file(manifest)))
-    return state
+    counters = state.get("train_state", {})
+    counters = {OLD_COUNTERS.get(name, name): value for name, value in counters.items()}
+    return {**state, "train_state": counters} if counters else state
 
 
 def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:

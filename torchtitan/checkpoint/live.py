@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.contents import Contents
+from torchtitan.checkpoint.contents import Checkpointable
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.optim.group import local
 
 
-class Live:
+class InMemoryState:
     """What this rank holds of everything that training changes; nothing here communicates."""
 
-    def __init__(self, contents: Contents, wait_until_writable: Callable[[], None]) -> None:
+    def __init__(self, contents: Checkpointable, wait_until_writable: Callable[[], None]) -> None:
         """`wait_until_writable` returns when weights may change."""
         self.contents, self.state, self.data = contents, contents.state, contents.data
         self.wait_until_writable = wait_until_writable

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint import folder as disk
-from torchtitan.checkpoint.contents import Contents
+from torchtitan.checkpoint.contents import Checkpointable
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.saver import Saver
-from torchtitan.checkpoint.start import Choice, Start, open_weights
+from torchtitan.checkpoint.start import ResumePoint, ResumePolicy, open_weights
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.convert import Wishes, convert
 from torchtitan.config import ConfigError
@@ -27,7 +27,7 @@ class Checkpointer:
     """Saves when due and loads at the start; all its methods are called by every rank."""
 
     def __init__(
-        self, choice: Choice, contents: Contents, world: World, about: Mapping[str, Any]
+        self, choice: ResumePolicy, contents: Checkpointable, world: World, about: Mapping[str, Any]
     ) -> None:
         """`about` is what rank 0 writes of the run; the other ranks need not know it."""
         self.choice, self.config, self.world = choice, choice.config, world
@@ -41,7 +41,7 @@ class Checkpointer:
 
     # --- loading ---
 
-    def load(self, start: Start) -> None:
+    def load(self, start: ResumePoint) -> None:
         """Bring the run to where `start` says; without a path it stays as it is.
 
         Raises:
@@ -88,7 +88,7 @@ class Checkpointer:
                 "rank 0 has made; all nodes have to share the folder"
             )
 
-    def _verified(self, start: Start) -> Start:
+    def _verified(self, start: ResumePoint) -> ResumePoint:
         """`start`, or an older one, whose every file is known to be what was saved."""
         damaged: dict[Path, str] = {}
         while start.path and start.format == "ours" and (found := self._problems_of(start.path)):
@@ -105,7 +105,7 @@ class Checkpointer:
                 logger.error("%s; set aside as %s", why, disk.set_aside(path).name)
         return start
 
-    def _choose_again(self, damaged: Mapping[Path, str]) -> "Start | ConfigError | None":
+    def _choose_again(self, damaged: Mapping[Path, str]) -> "ResumePoint | ConfigError | None":
         """On rank 0 what to start from instead, or why there is nothing."""
         try:
             return self.choice.start(damaged) if self.world.rank == 0 else None
@@ -141,7 +141,7 @@ class Checkpointer:
             saved = disk.read_state(path, read_manifest(path))
             state, samples = saved["train_state"], data["samples"] - saved["data"]["samples"]
             state["rollbacks"] = self.state.rollbacks + 1
-            state["stepped_over"] = state.get("stepped_over", 0) + samples
+            state["skipped_samples"] = state.get("skipped_samples", 0) + samples
             disk.replace_state(path, saved | {"data": data})
             for step, later in self._own_steps().items():
                 if before_step <= step <= self.state.step:

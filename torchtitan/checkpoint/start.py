@@ -13,7 +13,7 @@ from torchtitan.checkpoint.weights.opening import OPEN, find_format
 from torchtitan.config import ConfigError
 
 
-class Start(NamedTuple):
+class ResumePoint(NamedTuple):
     """What a run starts from: nothing (`path` is None), its own past, or another run's weights."""
 
     path: Path | None
@@ -27,7 +27,7 @@ class Start(NamedTuple):
     """Of the weights: a key of `opening.OPEN`."""
 
 
-class Choice(NamedTuple):
+class ResumePolicy(NamedTuple):
     """What decides on the start of a run."""
 
     config: CheckpointConfig
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     same_run: Set[str]
     """The keys in which a recipe must agree with the checkpoint's to be the same run."""
 
-    def start(self, damaged: Mapping[Path, str] | None = None) -> Start:
+    def start(self, damaged: Mapping[Path, str] | None = None) -> ResumePoint:
         """What the run starts from; nothing is written.
 
         Args:
@@ -56,8 +56,8 @@ def choose_start(
     recipe: Mapping[str, Any],
     same_run: Set[str],
     damaged: dict[Path, str],
-) -> Start:
-    """See `Choice.start`."""
+) -> ResumePoint:
+    """See `ResumePolicy.start`."""
     folder = dump_folder / config.folder
     steps = saved_steps(folder) if config.enable else {}
     if config.resume == "never":
@@ -124,12 +124,12 @@ def choose_start(
             'job.dump_folder, or write resume = "must" to go on from it all the same'
         )
     aside = tuple(newer.items()) if config.load_step < 0 else ()
-    return Start(path, is_resume=True, changes=tuple(changes.values()), damaged=aside)
+    return ResumePoint(path, is_resume=True, changes=tuple(changes.values()), damaged=aside)
 
 
-def _initial(config: CheckpointConfig, recipe: Mapping[str, Any]) -> Start:
+def _initial(config: CheckpointConfig, recipe: Mapping[str, Any]) -> ResumePoint:
     if config.initial_load_path is None:
-        return Start(None)
+        return ResumePoint(None)
     path = Path(config.initial_load_path).expanduser()
     kind = find_format(path)
     if kind != "ours":
@@ -139,7 +139,7 @@ def _initial(config: CheckpointConfig, recipe: Mapping[str, Any]) -> Start:
                 "write initial_load_model_only = true"
             )
         open_weights(path, kind, recipe)
-        return Start(path, model_only=True, format=kind)
+        return ResumePoint(path, model_only=True, format=kind)
     if steps := saved_steps(path):
         path = steps[max(steps)]
     try:
@@ -154,7 +154,7 @@ def _initial(config: CheckpointConfig, recipe: Mapping[str, Any]) -> Start:
             f"checkpoint.initial_load_path: {path} holds only weights; "
             "write initial_load_model_only = true"
         )
-    return Start(path, model_only=config.initial_load_model_only)
+    return ResumePoint(path, model_only=config.initial_load_model_only)
 
 
 def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+OLD_COUNTERS = {"skipped_in_a_row": "consecutive_skips", "stepped_over": "skipped_samples"}
+"""Names that counters had in checkpoints of version 0.1, to what they are called now."""
+
 
 @dataclass
 class TrainState:
@@ -13,11 +16,11 @@ class TrainState:
     """Targets trained on, over all ranks."""
     skipped: int = 0
     """Steps whose update was skipped because of a spike in the loss or the gradient norm."""
-    skipped_in_a_row: int = 0
+    consecutive_skips: int = 0
     """Such steps since the last good one."""
     rollbacks: int = 0
     """How often the run went back to an earlier checkpoint because of too many of them in a row."""
-    stepped_over: int = 0
+    skipped_samples: int = 0
     """Samples that were read and are, because of this, not in the weights."""
     history: dict[str, list[float]] = field(default_factory=dict)
     """Loss and gradient norm of the last good steps, by which spikes are told."""

@@ -71,7 +71,7 @@ class Statistics:
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Of the step's microbatches, its gradients, and the weights before it; on all ranks."""
-        seen: dict[str, Seen] = {}
+        seen: dict[str, TensorSums] = {}
         with torch.compiler.set_stance("force_eager"), self._watching(seen):
             self.model.evaluate(batches)
         for parameter, name in self.optimizers.names.items():
@@ -82,7 +82,7 @@ class Statistics:
         return self._over_ranks(seen)
 
     @contextmanager
-    def _watching(self, seen: "dict[str, Seen]") -> Iterator[None]:
+    def _watching(self, seen: "dict[str, TensorSums]") -> Iterator[None]:
         hooks = []
         for part in self.model.parts:
             for name, module in part.named_modules():
@@ -96,19 +96,24 @@ class Statistics:
                 hook.remove()
 
     def _note(
-        self, seen: "dict[str, Seen]", key: str, module: nn.Module, inputs: Any, output: Tensor
+        self,
+        seen: "dict[str, TensorSums]",
+        key: str,
+        module: nn.Module,
+        inputs: Any,
+        output: Tensor,
     ) -> None:
         self._seen(seen, key).look(output.detach())
 
-    def _seen(self, seen: "dict[str, Seen]", key: str) -> "Seen":
-        return seen.setdefault(key, Seen(self.world.device.torch_device))
+    def _seen(self, seen: "dict[str, TensorSums]", key: str) -> "TensorSums":
+        return seen.setdefault(key, TensorSums(self.world.device.torch_device))
 
-    def _over_ranks(self, seen: "dict[str, Seen]") -> dict[str, float]:
+    def _over_ranks(self, seen: "dict[str, TensorSums]") -> dict[str, float]:
         """The values of everything that any rank has a part of."""
         sizes: dict[str, int] = {}
         for those_of_rank in self.world.gather({key: self.sizes.get(key, 0) for key in seen}):
             sizes |= those_of_rank
-        nothing = Seen(self.world.device.torch_device)
+        nothing = TensorSums(self.world.device.torch_device)
         each = [seen.get(key, nothing) for key in sizes]
         sums = torch.stack([one.sums for one in each])
         largest = torch.stack([one.largest for one in each])
@@ -125,7 +130,7 @@ class Statistics:
         return found
 
 
-class Seen:
+class TensorSums:
     """What this rank saw of a tensor, without copies of it."""
 
     def __init__(self, device: torch.device) -> None:

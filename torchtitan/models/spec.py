@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 InitialWeight = float | Literal["ones"]
 """How a parameter starts: normal with this standard deviation, or all ones."""
 
-TensorRole = Literal["embedding", "norm", "gather", "columns", "rows", "logits"]
+TensorRole = Literal["embedding", "norm", "input_gather", "colwise", "rowwise", "logits"]
 """What a module is to tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
 
-    embedding  a table split on the vocabulary
-    norm       works on each token alone, so on any part of the sequence
-    gather     a module whose input is made whole once, for the "columns" inside it
-    columns    a linear split by its outputs
-    rows       a linear split by its inputs, whose results add up over ranks
-    logits     the last linear, split on the vocabulary
+    embedding     a table split on the vocabulary
+    norm          works on each token alone, so on any part of the sequence
+    input_gather  a module whose input is made whole once, for the "colwise" inside it
+    colwise       a linear split by its outputs
+    rowwise       a linear split by its inputs, whose results add up over ranks
+    logits        the last linear, split on the vocabulary
 """
 
 
@@ -45,7 +45,7 @@ class ModelArgs(Protocol):
     def tied(self) -> bool: ...
 
 
-class Smallness(NamedTuple):
+class MinShape(NamedTuple):
     """What a small model must still have, so that a layout of the large one fits it."""
 
     n_layers: int
@@ -103,7 +103,7 @@ class ModelSpec(Generic[Args]):
     """(arguments, sequence length) to floating-point operations, forward and backward."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
-    shrink: Callable[[Args, Smallness], Args] = lambda args, _: args
+    shrink: Callable[[Args, MinShape], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)
     """Other formats of its weights: "hf" for Hugging Face, "meta" for Meta's own."""

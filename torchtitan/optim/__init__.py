@@ -38,17 +38,17 @@ def open_optimizers(
     config: OptimizerConfig,
     stages: dist.ProcessGroup,
     device: Device,
-    settle: Callable[[Iterable[Tensor]], None],
+    redistribute_grads: Callable[[Iterable[Tensor]], None],
 ) -> Optimizers:
     """The optimizer over every model part of this rank, as the recipe has it.
 
     Args:
         stages: the ranks that hold the other parts of the model.
         device: where the parts compute.
-        settle: brings gradients of parameters to where these are.
+        redistribute_grads: brings gradients of parameters to where these are.
     """
     if config.early_step_in_backward:
-        optimizers: Optimizers = InBackward(parts, config, stages, settle)
+        optimizers: Optimizers = InBackward(parts, config, stages, redistribute_grads)
         logger.info("optimizer: each parameter is updated in the backward; no step is skipped")
     elif config.offload_states:
         optimizers = Offloaded(parts, config, stages, device)

@@ -26,10 +26,10 @@ class InBackward(Optimizers):
         parts: Sequence[nn.Module],
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None,
-        settle: Callable[[Iterable[Tensor]], None],
+        redistribute_grads: Callable[[Iterable[Tensor]], None],
     ) -> None:
-        """`settle` brings gradients of parameters to where these are."""
-        self.settle = settle
+        """`redistribute_grads` brings gradients of parameters to where these are."""
+        self.redistribute_grads = redistribute_grads
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
         """Of the gradients that this backward had, by parameter."""
@@ -47,7 +47,7 @@ class InBackward(Optimizers):
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        self.settle([parameter])
+        self.redistribute_grads([parameter])
         gradient = parameter.grad
         assert gradient is not None
         (norm,) = local_norms([local(gradient)])

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 from torchtitan.timeline import Timeline
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "ActivationCheckpointConfig",
@@ -79,7 +75,7 @@ class ParallelModel:
 
     parts: list[nn.Module]
     executor: Executor
-    cut: Callable[[Batch], Batch]
+    shard_batch: Callable[[Batch], Batch]
     """From whole sequences to this rank's part of them."""
     confirm: Callable[[], None]
     """After a step: fail if what was asked for of the compiler is not so."""
@@ -100,8 +96,12 @@ class ParallelModel:
             the shares add up to it.
         """
         self.before_pass()
-        share = self.executor.forward_backward([self.cut(batch) for batch in batches], tokens)
-        tensor.settle(parameter for part in self.parts for parameter in part.parameters())
+        share = self.executor.forward_backward(
+            [self.shard_batch(batch) for batch in batches], tokens
+        )
+        tensor.redistribute_grads(
+            parameter for part in self.parts for parameter in part.parameters()
+        )
         return share
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class ParallelModel:
         There are as many batches as in a training step, each of the same size.
         """
         self.before_pass()
-        return self.executor.evaluate([self.cut(batch) for batch in batches])
+        return self.executor.evaluate([self.shard_batch(batch) for batch in batches])
 
 
 def parallelize(
@@ -204,7 +204,7 @@ def parallelize(
     else:
         sharded = fsdp.sharded_modules(parts[0])
         executor = SingleStage(parts[0], loss_of_logits, sharded, layout.document_mask, timeline)
-    cut = partial(
+    shard_batch = partial(
         context.shard,
         rank=dist.get_rank(world.groups["cp"]),
         size=degrees.cp,
@@ -215,7 +215,7 @@ def parallelize(
     return ParallelModel(
         parts,
         executor,
-        cut,
+        shard_batch,
         confirm=partial(_confirm, layout, blocks_here),
         before_pass=partial(_before_pass, layout, parts),
         compiler=compile.Watch(layout.compile, blocks_here, has_loss),

@@ -100,7 +100,7 @@ def _problems_of_parts(
         return
     for name, (outputs, inputs) in wanted.items():
         roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
-        split = inputs if roles == ["rows"] else outputs
+        split = inputs if roles == ["rowwise"] else outputs
         if roles and split % (tp * multiple):
             message = (
                 f"{name} is {outputs} x {inputs}, and its {tp} parts (tensor_parallel_degree) are "

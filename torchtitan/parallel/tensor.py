@@ -58,9 +58,9 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
     return {
         "embedding": Style(rows, given=whole, needed=whole, left=stream),
         "norm": Style(whole, given=stream, needed=stream, left=stream),
-        "gather": Style(None, given=stream, needed=whole, left=None),
-        "columns": Style(rows, given=whole, needed=whole, left=features),
-        "rows": Style(columns, given=features, needed=features, left=stream),
+        "input_gather": Style(None, given=stream, needed=whole, left=None),
+        "colwise": Style(rows, given=whole, needed=whole, left=features),
+        "rowwise": Style(columns, given=features, needed=features, left=stream),
         "logits": Style(rows, given=stream, needed=whole, left=logits),
     }
 
@@ -90,11 +90,11 @@ def _wire(
 
     What is gathered once is given to several linears, so all of them must want it.
     """
-    if role == "rows":
+    if role == "rowwise":
         return getattr(module, "wire", None)
-    if role != "gather":
+    if role != "input_gather":
         return None
-    columns = [pattern for pattern, other in plan.items() if other == "columns"]
+    columns = [pattern for pattern, other in plan.items() if other == "colwise"]
     wires = [
         getattr(child, "wire", None)
         for inner, child in module.named_modules()
@@ -154,7 +154,7 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
 
 
-def settle(parameters: Iterable[Tensor]) -> None:
+def redistribute_grads(parameters: Iterable[Tensor]) -> None:
     """Bring gradients to where their parameters are: those of norms still await a sum over ranks.
 
     FSDP does this itself; without it, once a step is enough.

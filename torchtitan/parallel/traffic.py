@@ -21,7 +21,7 @@ from torchtitan.parallel import traffic_formulas as formulas
 from torchtitan.parallel.traffic_formulas import Traffic
 from torchtitan.parallel.world import Degrees
 
-SPLIT_IN_ROWS = ("embedding", "columns", "logits")
+SPLIT_IN_ROWS = ("embedding", "colwise", "logits")
 """The roles whose weights tensor parallelism splits so."""
 
 
@@ -192,13 +192,13 @@ class Part:
         counts = Counter(self.roles.values())
         again = Counter(role for name, role in self.roles.items() if self._is_again(name))
         # Recomputation ends with what the backward needs, which is never a block's own output.
-        sums_again = again["rows"] - len(self.again)
+        sums_again = again["rowwise"] - len(self.again)
         if self.roles:
             yield from formulas.of_stream(
                 work.hidden,
-                gathers=(counts["gather"] + counts["logits"]) * work.times,
-                sums=(counts["rows"] + counts["embedding"]) * work.times,
-                more_gathers=again["gather"] * work.times,
+                gathers=(counts["input_gather"] + counts["logits"]) * work.times,
+                sums=(counts["rowwise"] + counts["embedding"]) * work.times,
+                more_gathers=again["input_gather"] * work.times,
                 more_sums=sums_again * work.times * (not (work.spares_sums and work.splits_stream)),
                 split=work.splits_stream,
             )
@@ -286,7 +286,7 @@ def _elements(shape: Sequence[int], role: TensorRole | None, tp: int, parts: int
     if role in SPLIT_IN_ROWS:
         dim = 1 if shape[0] % (tp * parts) else 0  # as `fsdp` does
         sizes[0] = -(-shape[0] // tp)
-    elif role == "rows":
+    elif role == "rowwise":
         sizes[1] //= tp
     sizes[dim] = -(-sizes[dim] // parts) * parts
     return math.prod(sizes)

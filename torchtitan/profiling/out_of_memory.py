@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-class Held(NamedTuple):
+class LiveTensor(NamedTuple):
     """A tensor that this rank holds."""
 
     module: str
@@ -103,7 +103,7 @@ class Evidence:
         }
 
 
-def tensors(optimizers: Optimizers) -> Iterator[Held]:
+def tensors(optimizers: Optimizers) -> Iterator[LiveTensor]:
     """This rank's parts of parameters, gradients and optimizer state."""
     for parameter, name in optimizers.names.items():
         yield _held(name, "parameters", parameter)
@@ -113,13 +113,13 @@ def tensors(optimizers: Optimizers) -> Iterator[Held]:
         yield _held(name.rpartition(".")[0], "optimizer", state)
 
 
-def _held(name: str, kind: str, tensor: Tensor) -> Held:
+def _held(name: str, kind: str, tensor: Tensor) -> LiveTensor:
     part = local(tensor.detach())
     dtype = str(part.dtype).removeprefix("torch.")
-    return Held(name.rpartition(".")[0], kind, dtype, part.nbytes)
+    return LiveTensor(name.rpartition(".")[0], kind, dtype, part.nbytes)
 
 
-def by_dtype(held: list[Held]) -> dict[str, dict[str, int]]:
+def by_dtype(held: list[LiveTensor]) -> dict[str, dict[str, int]]:
     """Bytes of each kind, by dtype."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for each in held:
@@ -127,7 +127,7 @@ def by_dtype(held: list[Held]) -> dict[str, dict[str, int]]:
     return {kind: dict(counts) for kind, counts in found.items()}
 
 
-def largest(held: list[Held]) -> list[dict[str, Any]]:
+def largest(held: list[LiveTensor]) -> list[dict[str, Any]]:
     """The modules that hold most, with their bytes by kind."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for each in held:

@@ -170,7 +170,7 @@ def calm(**changes: Any) -> Facts:
         tps=100.0,
         mfu=0.5,
         step_s=1.0,
-        phases={"data": 0.01, "forward": 0.33, "backward": 0.62, "agree": 0.02, "optimizer": 0.02},
+        phases={"data": 0.01, "forward": 0.33, "backward": 0.62, "sync": 0.02, "optimizer": 0.02},
         pauses={"checkpoint": 10.0, "validation": 20.0},
         reported_s=1000.0,
         first_step_s=20.0,
@@ -207,7 +207,7 @@ def test_nothing_stands_out() -> None:
     [
         (calm(phases={"data": 0.2, "forward": 0.8}), "data.num_workers", "20% of a step"),
         (
-            calm(layout={"pp": 2}, phases={"pipeline": 0.1, "agree": 0.2, "forward": 0.7}),
+            calm(layout={"pp": 2}, phases={"pipeline": 0.1, "sync": 0.2, "forward": 0.7}),
             "parallelism.pipeline_parallel_schedule",
             "30% of a step",
         ),
@@ -222,7 +222,7 @@ def test_nothing_stands_out() -> None:
             "30% of the time",
         ),
         (calm(traces=traces(idle={0: 0.4, 1: 0.5})), "compile.enable", "40% of the time"),
-        (calm(phases={"agree": 0.3, "forward": 0.7}), "data.num_workers", "30% of a step"),
+        (calm(phases={"sync": 0.3, "forward": 0.7}), "data.num_workers", "30% of a step"),
         (
             calm(
                 phases={"optimizer": 0.4, "forward": 0.6},
@@ -263,7 +263,7 @@ def test_advice_names_settings_that_exist() -> None:
     known = JobConfig().flat().keys()
     every = [
         calm(
-            phases={"data": 0.2, "pipeline": 0.2, "agree": 0.2, "optimizer": 0.4},
+            phases={"data": 0.2, "pipeline": 0.2, "sync": 0.2, "optimizer": 0.4},
             layout={"pp": stages, "dp_shard": 2, "tp": 2},
             pauses=dict.fromkeys(("checkpoint", *MEASURING), 200.0),
             traces=traces(exposed={0: 0.5}, idle={0: 0.5}),

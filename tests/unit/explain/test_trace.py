@@ -158,7 +158,7 @@ def test_a_real_trace_of_two_ranks(tmp_path: Path) -> None:
         assert 0 < trace.compute < trace.span
         assert 0 < trace.exposed <= trace.communication < trace.span
         assert trace.compute + trace.exposed + trace.idle == pytest.approx(trace.span)
-        phases = {"data", "forward", "backward", "clip", "agree", "optimizer"}
+        phases = {"data", "forward", "backward", "clip", "sync", "optimizer"}
         assert phases <= trace.phases.keys()
         assert trace.phases["forward"].compute > 0
         assert trace.phases["optimizer"].compute > 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import ModelSpec, Smallness, build_empty, count_parameters
+from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def test_every_model_is_registered_under_its_own_name():
 def test_a_shrunk_llama_has_the_structure_of_the_large_one(flavor, tp):
     spec = MODELS["llama3"]
     large = spec.flavors[flavor]
-    small = spec.shrink(large, Smallness(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    small = spec.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
     assert (small.n_layers, small.vocab_size) == (3, 320)
     assert small.n_heads % small.n_kv_heads == small.n_kv_heads % tp == small.ffn_dim % tp == 0
     assert small.n_heads // small.n_kv_heads == min(large.n_heads // large.n_kv_heads, 4)

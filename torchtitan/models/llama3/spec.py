@@ -14,8 +14,8 @@ from torchtitan.models.llama3.meta import META
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
 from torchtitan.models.spec import (
     InitialWeight,
+    MinShape,
     ModelSpec,
-    Smallness,
     TensorRole,
     build_empty,
     count_parameters,
@@ -110,7 +110,7 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
-def shrink(args: Llama3Args, needed: Smallness) -> Llama3Args:
+def shrink(args: Llama3Args, needed: MinShape) -> Llama3Args:
     """The same structure in heads of 8: grouped queries, the feed-forward's ratio, tied or not."""
     tp, head_dim = needed.tensor_ranks, 8
     n_kv_heads = min(args.n_kv_heads, max(tp, 2))
@@ -130,16 +130,16 @@ def shrink(args: Llama3Args, needed: Smallness) -> Llama3Args:
 TENSOR_PLAN: dict[str, TensorRole] = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "norm",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "columns",
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",
+    "layers.*.attention": "input_gather",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
     "layers.*.ffn_norm": "norm",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "columns",
-    "layers.*.feed_forward.w3": "columns",
-    "layers.*.feed_forward.w2": "rows",
+    "layers.*.feed_forward": "input_gather",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
     "norm": "norm",
     "output": "logits",
 }

@@ -85,7 +85,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
 def evaluate(wanted: Tasks, tasks: "TaskManager") -> dict[str, Any] | ConfigError | None:
     """What the harness finds, on rank 0, or what of a task cannot be; on the others None."""
     with open_model(open_subject(wanted.place), wanted.length, wanted.dtype) as model:
-        together = Together(model, wanted.rows)
+        together = CollectiveModel(model, wanted.rows)
         if model.world.rank:
             together.follow()
             return None
@@ -125,7 +125,7 @@ def as_table(found: dict[str, Any]) -> str:
     )
 
 
-class Together:
+class CollectiveModel:
     """Has all ranks compute what rank 0 is asked."""
 
     def __init__(self, model: Model, rows: int) -> None:
@@ -214,7 +214,7 @@ def read_wish(model: Model, context: list[int], said: dict[str, Any]) -> Wish:
     )
 
 
-def adapter(together: Together) -> "LM":
+def adapter(together: CollectiveModel) -> "LM":
     """A model as the harness asks it."""
     from lm_eval.api.model import TemplateLM
 

@@ -58,7 +58,7 @@ def _data(facts: Facts) -> Iterator[Advice]:
 
 def _bubble(facts: Facts) -> Iterator[Advice]:
     # A rank that is done with a batch waits for the others in `agree`.
-    share = facts.share("pipeline") + facts.share("agree")
+    share = facts.share("pipeline") + facts.share("sync")
     if facts.layout.get("pp", 1) > 1 and share > BUBBLE:
         schedule = facts.recipe.get("parallelism.pipeline_parallel_schedule")
         yield Advice(
@@ -152,9 +152,9 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
 
 def _agree(facts: Facts) -> Iterator[Advice]:
     has_others = (facts.ranks or 1) > 1 and facts.layout.get("pp", 1) == 1
-    if facts.share("agree") > AGREE and has_others:
+    if facts.share("sync") > AGREE and has_others:
         yield Advice(
-            f"ranks wait {facts.share('agree'):.0%} of a step to agree on it",
+            f"ranks wait {facts.share('sync'):.0%} of a step to agree on it",
             "one of them comes late: see the slowest ranks above, and the data, which is read "
             "before (data.num_workers)",
             ("data.num_workers",),

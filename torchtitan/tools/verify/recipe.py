@@ -15,7 +15,7 @@ from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models import MODELS
-from torchtitan.models.spec import ModelSpec, Smallness
+from torchtitan.models.spec import MinShape, ModelSpec
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -170,7 +170,7 @@ def _make_model_small(
         if layout.pipeline_parallel_degree > 1:
             layers = max(layers, len(stages.ranks(layout, layers)))
     tensor_ranks = math.lcm(chosen.tensor_parallel_degree, other.tensor_parallel_degree)
-    needed = Smallness(layers, tensor_ranks, vocab_size=min(args.vocab_size, VOCABULARY))
+    needed = MinShape(layers, tensor_ranks, vocab_size=min(args.vocab_size, VOCABULARY))
     small = spec.shrink(args, needed)
     name = f"{flavor}, shrunk"
     shape = (

@@ -47,7 +47,7 @@ class Tail:
 
 
 @dataclass
-class Seen:
+class RunSummary:
     """What the rows of a run tell, up to the last of them."""
 
     losses: list[float] = field(default_factory=list)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.history import METRICS_FILE, History, Row
-from torchtitan.tools.watch.rows import Seen, Tail, sparkline
+from torchtitan.tools.watch.rows import RunSummary, Tail, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -28,7 +28,7 @@ class View:
 
     history: History
     tail: Tail
-    seen: Seen = field(default_factory=Seen)
+    seen: RunSummary = field(default_factory=RunSummary)
 
     @classmethod
     def open(cls, folder: Path) -> "View":
@@ -46,7 +46,7 @@ class View:
         rows, is_other = self.tail.new_rows()
         if is_other:
             # Another launch may have another recipe.
-            self.history, self.seen = History(self.history.folder), Seen()
+            self.history, self.seen = History(self.history.folder), RunSummary()
         for row in rows:
             self.seen.take(row)
 
@@ -79,7 +79,7 @@ def title(history: History) -> str:
     return "  ".join(part for part in (name, model, where, tags) if part)
 
 
-def state(recipe: Mapping[str, Any], seen: Seen, now: float) -> str:
+def state(recipe: Mapping[str, Any], seen: RunSummary, now: float) -> str:
     """Whether the run seems alive, in plain words."""
     if not seen.report or seen.time is None:
         return "no report yet"
@@ -96,7 +96,7 @@ def state(recipe: Mapping[str, Any], seen: Seen, now: float) -> str:
 
 
 def numbers(
-    recipe: Mapping[str, Any], seen: Seen, width: int, now: float
+    recipe: Mapping[str, Any], seen: RunSummary, width: int, now: float
 ) -> Iterator[tuple[str, str]]:
     """The last report, and the curves that lead to it."""
     report, room = seen.report, max(width - 10, 1)
