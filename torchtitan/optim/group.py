@@ -43,6 +43,15 @@ class Optimizers:
         """One optimizer of all parameters, or several of some each."""
         return [config.build(groups)]
 
+    def begin(self, factor: float) -> float:
+        """Prepare a step: set rates to `factor` times their peaks and drop the gradients.
+
+        Returns:
+            The learning rate of the step.
+        """
+        self.zero_grad()
+        return self.set_lr_factor(factor)
+
     def set_lr_factor(self, factor: float) -> float:
         """Set the learning rate to `factor` times its peak and return it."""
         self._set_lr(self.peak_lr * factor)

@@ -15,7 +15,7 @@ def train(optimizer: OptimizerConfig, steps: int, *, saved_before: bool) -> list
     if saved_before:
         assert all(not value.any() for value in optimizers.state_dict().values())
     for _ in range(steps):
-        optimizers.zero_grad()
+        optimizers.begin(1.0)
         model(torch.randn(5, 4)).square().sum().backward()
         optimizers.step()
     return [parameter.detach() for parameter in model.parameters()]

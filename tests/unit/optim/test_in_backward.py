@@ -19,8 +19,7 @@ def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[
     norms = []
     for step in range(4):
         torch.manual_seed(step)
-        optimizers.set_lr_factor(1 / (step + 1))
-        optimizers.zero_grad()
+        optimizers.begin(1 / (step + 1))
         model(torch.randn(5, 64)).square().sum().backward()
         norms.append(optimizers.clip(0).item())
         optimizers.step()

@@ -20,8 +20,7 @@ def opened(config: OptimizerConfig, *, offload: bool) -> tuple[nn.Module, Optimi
 def train(network: nn.Module, optimizers: Optimizers, steps: range) -> list[torch.Tensor]:
     for step in steps:
         torch.manual_seed(step)
-        optimizers.set_lr_factor(1 / (step + 1))
-        optimizers.zero_grad()
+        optimizers.begin(1 / (step + 1))
         network(torch.randn(5, 8)).square().sum().backward()
         optimizers.clip(1.0)
         optimizers.step()
