@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchtitan import torch_private
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.local_ranks import run_ranks
 from torchtitan.parallel import bucketing, open_world
 from torchtitan.parallel.bucketing import Tally
+from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Measured]:
                 --activation_checkpoint.mode=none --compile.enable --compile.components=model"""
             job = load_job(RECIPE, [*settings.split(), *words], 2, "cpu").config
             world = stack.enter_context(open_world(job.degrees(2), job.comm, Device("cpu")))
-            torch_private.compiler_counts()["inductor"].clear()
+            compiler_counts()["inductor"].clear()
             run = build(job, world)
             stack.enter_context(closing(run.data))
             stack.enter_context(run.meter)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan import torch_private
 from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.job import JobConfig
+from torchtitan.torch_private.compiler import keeps_nodes_of_functions
+from torchtitan.torch_private.torchao import quiet_torchao
 
-with torch_private.quiet_torchao():
+with quiet_torchao():
     import torchao.float8  # noqa: F401  (4 s, which each of the forked ranks would take)
 
 OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 0.5, "momentum": 0.9}}
@@ -212,7 +213,7 @@ LAYOUTS: dict[str, Case] = {
     "HSDP 2 x 2 x PP 2": case(2, replicate=2, shard=2),
     "CP 2 x TP 2 x PP 2, documents": case(2, cp=2, tp=2, documents=True),
 }
-if torch_private.keeps_nodes_of_functions():  # else the recipe is refused
+if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
     LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
     LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)

@@ -16,7 +16,7 @@ from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import Recorder, training
-from torchtitan.torch_private import local_extent
+from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 

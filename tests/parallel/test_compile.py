@@ -14,10 +14,10 @@ from tests import layouts, tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
-from torchtitan import torch_private
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import CompileConfig, compile, cuda_graphs
+from torchtitan.torch_private.compiler import compiler_counts, keeps_nodes_of_functions
 
 # Of the compiler's own doings; a user does not see them.
 pytestmark = [
@@ -125,7 +125,7 @@ def test_stages_share_no_loss() -> None:
     assert graphs == ["1 graph", "2 graphs"]
 
 
-@pytest.mark.skipif(not torch_private.keeps_nodes_of_functions(), reason="it is refused")
+@pytest.mark.skipif(not keeps_nodes_of_functions(), reason="it is refused")
 def test_a_loss_in_chunks_is_compiled_where_backwards_are_split() -> None:
     layout = layouts.schedule("ZBVZeroBubble", chunk=100)
     job = recipe(layout, enable=True, components=["loss"], backend="aot_eager")
@@ -229,7 +229,7 @@ def graphs_for_lengths(config: CompileConfig) -> int:
     function = compile.compiled(torch.sin, config)
     for length in (4, 5, 6):
         function(torch.ones(length))
-    return int(torch_private.compiler_counts()["stats"]["unique_graphs"])
+    return int(compiler_counts()["stats"]["unique_graphs"])
 
 
 def test_shapes_are_never_dynamic() -> None:

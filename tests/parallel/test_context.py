@@ -19,13 +19,14 @@ from torch.utils.checkpoint import (
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan import torch_private
 from torchtitan.data import Batch
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.models.llama3.model import Llama3
-from torchtitan.parallel import context
+from torchtitan.parallel import context, context_rotation
 from torchtitan.parallel.context import Cut, context_attention, shard
 from torchtitan.parallel.settings import Balancing
+from torchtitan.torch_private.attention import attention_backward, attention_forward
+from torchtitan.torch_private.collectives import all_gather, reduce_scatter
 
 LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks
 ROTATIONS = ("allgather", "ring")
@@ -195,15 +196,15 @@ def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype: torch.
     assert bias.isfinite().all()
     assert (bias[0, 0] < 0).all(dim=1).tolist() == [False, True, True, True]
     q, k, v, grad = (torch.randn(1, 2, 4, 16, dtype=dtype) for _ in range(4))
-    out, lse = torch_private.attention_forward(q, k, v, causal=False, bias=bias)
+    out, lse = attention_forward(q, k, v, causal=False, bias=bias)
     assert out.isfinite().all()
     assert torch.equal((lse[:, :, 1:] - 0.5).exp(), torch.zeros(1, 2, 3))
-    of_q, of_k, of_v = torch_private.attention_backward(
+    of_q, of_k, of_v = attention_backward(
         grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
     )
     assert torch.equal(of_q[:, :, 1:], torch.zeros_like(of_q[:, :, 1:]))
     grad[:, :, 1:] = 0
-    of_first = torch_private.attention_backward(
+    of_first = attention_backward(
         grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
     )
     assert torch.equal(of_k, of_first[1])
@@ -215,8 +216,8 @@ def count_communication(rotation: str) -> dict[str, list[int]]:
     *qkv, grad = (mine(x, "headtail") for x in operands(2, torch.float32, "cpu"))
     inputs = [tensor.detach().requires_grad_() for tensor in qkv]
     with (
-        patch.object(torch_private, "all_gather", wraps=torch_private.all_gather) as gather,
-        patch.object(torch_private, "reduce_scatter", wraps=torch_private.reduce_scatter) as sums,
+        patch.object(context_rotation, "all_gather", wraps=all_gather) as gather,
+        patch.object(context_rotation, "reduce_scatter", wraps=reduce_scatter) as sums,
         patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange,
     ):
         spies = {"gather": gather, "scatter": sums, "exchange": exchange}
@@ -346,7 +347,7 @@ def recompute_tiny() -> list[int]:
     counts = []
     expected = run_tiny(model, model, "none")
     for forward in (model, recomputed, spared):
-        with patch.object(torch_private, "all_gather", wraps=torch_private.all_gather) as gather:
+        with patch.object(context_rotation, "all_gather", wraps=all_gather) as gather:
             found = run_tiny(model, forward, "none")
         counts.append(gather.call_count)
         assert all(map(torch.equal, found, expected))
@@ -402,10 +403,10 @@ def test_kernels_of_cuda_accept_what_they_are_given(masked: bool, dtype: torch.d
     q, grad = (torch.empty(2, 4, 40, 16, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 24, 16, dtype=dtype, device="meta") for _ in range(2))
     bias = torch.empty(2, 1, 40, 24, dtype=dtype, device="meta") if masked else None
-    out, lse = torch_private.attention_forward(q, k, v, causal=False, bias=bias)
+    out, lse = attention_forward(q, k, v, causal=False, bias=bias)
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
-    grads = torch_private.attention_backward(grad, q, k, v, out, lse, causal=False, bias=bias)
+    grads = attention_backward(grad, q, k, v, out, lse, causal=False, bias=bias)
     assert [tensor.shape for tensor in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -443,12 +444,10 @@ def compare_kernels(device: str) -> None:
             )
             for keys in (slice(0, 40), slice(40, 64))
         ]
-        results = [torch_private.attention_forward(q, *kv, **kind) for kv, kind in parts]
+        results = [attention_forward(q, *kv, **kind) for kv, kind in parts]
         lse = torch.logaddexp(results[0][1], results[1][1])
         out = sum((own - lse).exp()[..., None] * part for part, own in results).to(dtype)
-        gradients = [
-            torch_private.attention_backward(grad, q, *kv, out, lse, **kind) for kv, kind in parts
-        ]
+        gradients = [attention_backward(grad, q, *kv, out, lse, **kind) for kv, kind in parts]
         of_q, of_k, of_v = zip(*gradients, strict=True)
         found = {"out": out, "q": sum(of_q), "k": torch.cat(of_k, 2), "v": torch.cat(of_v, 2)}
         truth = differentiate(partial(whole, seen=seen), *(x.float() for x in (q, k, v, grad)))

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import whole
-from torchtitan import torch_private
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.losses import cross_entropy
@@ -30,6 +29,7 @@ from torchtitan.parallel import (
 from torchtitan.parallel.pipeline import Pipeline, Shapes, join
 from torchtitan.parallel.schedules import SCHEDULES, order
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.pipeline import pipeline_order
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=8)
 SEQ_LEN = 16
@@ -217,7 +217,7 @@ def files(folder: Path) -> list[str]:
         ],
         [*(f"1F{i}" for i in counts), *(f"1B{i}" for i in counts)],
     ]
-    dual = torch_private.pipeline_order("DualPipeV", 4, 2, MICROBATCHES)
+    dual = pipeline_order("DualPipeV", 4, 2, MICROBATCHES)
     return [
         schedule_file(folder / "three_stages.csv", mine),
         schedule_file(folder / "one.csv", list(order("1F1B", 2, 2, MICROBATCHES).values())),

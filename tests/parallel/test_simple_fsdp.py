@@ -21,7 +21,8 @@ from torchtitan.optim.group import local
 from torchtitan.parallel import CompileConfig, Precision, bucketing, compile, simple_fsdp
 from torchtitan.parallel.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
-from torchtitan.torch_private import compilations, local_extent
+from torchtitan.torch_private.compiler import compilations
+from torchtitan.torch_private.dtensor import local_extent
 
 # Of the compiler's own doings; a user does not see them.
 pytestmark = [

@@ -17,13 +17,13 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Recorder, losses, rows, train, weights
-from torchtitan import torch_private
 from torchtitan.build import build
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
 from torchtitan.resilience.replicas import FaultToleranceConfig, ReplicaGroup
+from torchtitan.torch_private.elastic import read_stream
 from torchtitan.trainer import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
@@ -212,7 +212,7 @@ def test_a_state_that_is_fetched_cannot_run_code() -> None:
     stream = io.BytesIO()
     _streaming_save(plain, stream)
     stream.seek(0)
-    read = torch_private.read_stream(stream)["user"]["default"]
+    read = read_stream(stream)["user"]["default"]
     assert torch.equal(read["tensors"]["a"], torch.arange(5))
     assert read["data"] == {"lanes": [1, None]}
 
@@ -220,7 +220,7 @@ def test_a_state_that_is_fetched_cannot_run_code() -> None:
     _streaming_save({"user": Evil()}, stream)
     stream.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="abort"):
-        torch_private.read_stream(stream)
+        read_stream(stream)
 
 
 def taken_over(folder: Path) -> dict[str, list[float]]:

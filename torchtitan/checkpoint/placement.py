@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Piece, TensorSource
 from torchtitan.parallel import World
-from torchtitan.torch_private import stored
+from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem

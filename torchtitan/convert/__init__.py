@@ -21,7 +21,7 @@ from torchtitan.convert.settings import (
     replace,
 )
 from torchtitan.logging import logger
-from torchtitan.torch_private import quiet_torchao
+from torchtitan.torch_private.torchao import quiet_torchao
 
 CONVERTERS: dict[str, type[ConverterConfig]] = {"float8": Float8, "mxfp8": MXFP8}
 

@@ -25,7 +25,7 @@ from torchtitan.convert.settings import (
     Wire,
     linears,
 )
-from torchtitan.torch_private import stored
+from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

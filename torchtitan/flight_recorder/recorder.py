@@ -31,12 +31,12 @@ from typing import Self
 
 import torch.distributed as dist
 
-from torchtitan import torch_private
 from torchtitan.flight_recorder.records import place
 from torchtitan.flight_recorder.report import tell_rank
 from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
+from torchtitan.torch_private.collectives import flight_records, group_members
 
 # Seconds in which a rank that is told to end should have come to its next step, or to its end; a
 # launcher such as torchrun waits 30 before it kills.
@@ -183,11 +183,11 @@ class Recorder:
     def _write(self, error: str, kind: Kind, frames: Frames) -> None:
         """Write the evidence of a failure; `frames` innermost first."""
         where = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames]
-        failure = Failure(time.time(), error, kind, place(where), torch_private.group_members())
+        failure = Failure(time.time(), error, kind, place(where), group_members())
         self._save(f"{self.rank}.json", json.dumps(vars(failure)).encode())
         if self.has_ring:
             time.sleep(SETTLING)
-            rings = torch_private.flight_records(self.device_type)
+            rings = flight_records(self.device_type)
             names = (f"{self.prefix}{self.rank}", f"{self.rank}.gloo")
             for name, ring in zip(names, rings, strict=False):
                 self._save(name, ring)

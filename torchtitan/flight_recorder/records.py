@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan import torch_private
 from torchtitan.config import ConfigError
+from torchtitan.torch_private.collectives import flight_records, group_members
 
 # Dtypes whose name in C++ is not the one in Python.
 DTYPES = {
@@ -112,8 +112,8 @@ class Collective:
 
 def recorded(device_type: str = "cpu") -> list[Collective]:
     """The collectives of this process so far, as many as comm.trace_buf_size, oldest first."""
-    dumps = [load(dump, "this process") for dump in torch_private.flight_records(device_type)]
-    members = torch_private.group_members()
+    dumps = [load(dump, "this process") for dump in flight_records(device_type)]
+    members = group_members()
     return [collective for dump in dumps for collective in collectives(dump, members)]
 
 

@@ -8,11 +8,11 @@ remembers, are what a step sends.
 import time
 from typing import Any
 
-from torchtitan import torch_private
 from torchtitan.flight_recorder import recorded, sent_by_group
 from torchtitan.metrics import EventLog
 from torchtitan.parallel import World
 from torchtitan.timeline import Timeline, age_of_process
+from torchtitan.torch_private.compiler import compile_seconds
 
 
 class Startup:
@@ -46,7 +46,7 @@ class Startup:
         return {
             "before_first_step_s": self.age,
             "first_step_s": first,
-            "compile_s": torch_private.compile_seconds(),
+            "compile_s": compile_seconds(),
         }
 
     def _sent(self) -> dict[str, Any]:

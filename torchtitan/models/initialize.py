@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.models.spec import InitialWeight
-from torchtitan.torch_private import local_extent
+from torchtitan.torch_private.dtensor import local_extent
 
 BLOCK = 2**20
 """Elements of a block, about. Changing it changes the weights that a seed stands for.

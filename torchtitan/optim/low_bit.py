@@ -23,9 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchtitan import torch_private
 from torchtitan.optim.norm import local
 from torchtitan.optim.settings import ParameterGroup, ParameterGroups
+from torchtitan.torch_private.compiler import any_number_of_shapes
+from torchtitan.torch_private.dtensor import laid_out_as
+from torchtitan.torch_private.torchao import quiet_torchao
 
 StateDtype = Literal["parameter", "bfloat16", "float8", "8bit", "4bit"]
 
@@ -54,7 +56,7 @@ class LowBitAdam(torch.optim.Optimizer):
         decoupled: bool,
     ) -> None:
         """`decoupled` says whether the weights decay by themselves, not by their gradients."""
-        with torch_private.quiet_torchao():
+        with quiet_torchao():
             from torchao.optim.adam import single_param_adam
         super().__init__(groups, {"lr": torch.tensor(lr), "betas": betas, "eps": eps})
         self.decoupled = decoupled
@@ -72,7 +74,7 @@ class LowBitAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        with torch_private.any_number_of_shapes():
+        with any_number_of_shapes():
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -107,7 +109,7 @@ def _zeros(parameter: Tensor, dtype: StateDtype, *, is_embedding: bool, signed: 
         made = torch.zeros_like(part)
     else:
         made = _quantized_zeros(part, dtype, signed)
-    return torch_private.laid_out_as(parameter, made)
+    return laid_out_as(parameter, made)
 
 
 def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
@@ -134,7 +136,7 @@ def values(state: Tensor) -> Tensor:
     """What a state stands for: itself, or a copy of it in float32, in host memory."""
     if not is_quantized(state):
         return state
-    return torch_private.laid_out_as(state, local(state).dequantize().cpu())
+    return laid_out_as(state, local(state).dequantize().cpu())
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.torch_private import stored
+from torchtitan.torch_private.dtensor import stored
 
 Layout = Any
 """Mesh and placements of a DTensor; None of a plain tensor."""

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan import torch_private
 from torchtitan.device import Device
 from torchtitan.optim.group import Optimizers
 from torchtitan.optim.norm import local
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+from torchtitan.torch_private.dtensor import laid_out_as
 
 
 class Offloaded(Optimizers):
@@ -51,7 +51,7 @@ class Offloaded(Optimizers):
         """Host memory, laid out as the parameter is; only from pinned memory are copies quick."""
         pinned = self.device.type != "cpu"
         part = torch.empty_like(local(parameter), device="cpu", pin_memory=pinned)
-        return torch_private.laid_out_as(parameter, part)
+        return laid_out_as(parameter, part)
 
     def _name(self, updated: Tensor) -> str:
         return self.name_of[updated]

@@ -21,10 +21,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan import torch_private
 from torchtitan.config import Config
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.torch_private.compiler import (
+    compiles_recomputed_attention,
+    set_activation_memory_budget,
+)
 
 
 class ActivationCheckpointConfig(Config):
@@ -86,7 +89,7 @@ def problems(
         recomputes_attention
         and on_a_mesh
         and compile.compiles("model")
-        and not torch_private.compiles_recomputed_attention(device_type or "cuda")
+        and not compiles_recomputed_attention(device_type or "cuda")
     ):
         message = (
             "on a CPU this version of torch cannot compile a block that is split over tensor "
@@ -111,7 +114,7 @@ def apply(
         The names of the blocks that recompute.
     """
     if config.mode == "memory_budget":
-        torch_private.set_activation_memory_budget(config.memory_budget)
+        set_activation_memory_budget(config.memory_budget)
     chosen = set(order[:: config.every]) if config.every else set()
     names = [name for name in blocks if name in chosen]
     for name in names:

@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from torchtitan import torch_private
 from torchtitan.logging import logger
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.torch_private.compiler import compiler_counts
+from torchtitan.torch_private.graphs import enable_symmetric_memory, fuse_tensor_parallelism
 
 KEY = "parallelism.enable_async_tensor_parallel"
 
@@ -52,8 +53,8 @@ def problems(
 
 def enable(group: ProcessGroup) -> None:
     """Fuse in every block compiled from now on what the ranks of `group` (tp) send each other."""
-    torch_private.enable_symmetric_memory(group)
-    torch_private.fuse_tensor_parallelism(show_gathers, count, __file__)
+    enable_symmetric_memory(group)
+    fuse_tensor_parallelism(show_gathers, count, __file__)
 
 
 def show_gathers(graph: Graph) -> None:
@@ -98,7 +99,7 @@ def count(graph: Graph) -> None:
 
     It keeps those numbers with a graph in its cache, so they are right after a restart too.
     """
-    counts = torch_private.compiler_counts()["inductor"]
+    counts = compiler_counts()["inductor"]
     counts.update(str(node.target) for node in graph.nodes if str(node.target) in FUSED)
 
 
@@ -111,7 +112,7 @@ class Fused(NamedTuple):
 
 def fused() -> Fused:
     """What this process has fused so far."""
-    counts = torch_private.compiler_counts()["inductor"]
+    counts = compiler_counts()["inductor"]
     return Fused(*(sum(counts[name] for name in names) for names in (GATHERS, SCATTERS)))
 
 

@@ -20,10 +20,18 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torchtitan import torch_private
 from torchtitan.logging import logger
 from torchtitan.parallel.settings import Bucketing
 from torchtitan.parallel.stages import Unit
+from torchtitan.torch_private.compiler import compiler_counts
+from torchtitan.torch_private.graphs import (
+    collective,
+    graph_pass,
+    is_wait,
+    merge_collectives,
+    module_of,
+    schedule_collectives,
+)
 
 KEY = "parallelism.simple_fsdp_bucketing"
 OPERATIONS = {
@@ -55,8 +63,8 @@ class Plan:
         """For `torch.compile`."""
         free, merge = partial(free_after_forward, self), partial(merge_and_count, self)
         return {
-            "joint_custom_post_pass": torch_private.graph_pass(free, __file__, repr(self)),
-            "post_grad_custom_post_pass": torch_private.graph_pass(merge, __file__, repr(self)),
+            "joint_custom_post_pass": graph_pass(free, __file__, repr(self)),
+            "post_grad_custom_post_pass": graph_pass(merge, __file__, repr(self)),
         }
 
 
@@ -69,13 +77,13 @@ def free_after_forward(plan: Plan, graph: Graph) -> None:
     gathered: dict[Node, str] = {}
     for node in graph.nodes:
         if _kind(plan, node) == "all-gathers":
-            gathered[node] = torch_private.module_of(node)
+            gathered[node] = module_of(node)
         elif node.all_input_nodes and all(made in gathered for made in node.all_input_nodes):
             gathered[node] = gathered[node.all_input_nodes[0]]
     for node, module in gathered.items():
         if _is_inside(module, plan.freed):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        elif torch_private.is_wait(node):  # also where activations are recomputed
+        elif is_wait(node):  # also where activations are recomputed
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -83,25 +91,25 @@ def merge_and_count(plan: Plan, graph: Graph) -> None:
     """In a graph of forward or of backward: merge collectives; count them before and after."""
     _count(plan, graph, "before")
     if plan.bucketing == "auto":
-        torch_private.schedule_collectives(graph, None)
+        schedule_collectives(graph, None)
     elif plan.bucketing == "block" and plan.device_type == "cuda":
-        torch_private.schedule_collectives(graph, plan.units)
+        schedule_collectives(graph, plan.units)
     elif plan.bucketing == "block":
         for unit in plan.units:
-            torch_private.merge_collectives(graph, partial(_belongs, plan, unit), UNLIMITED)
+            merge_collectives(graph, partial(_belongs, plan, unit), UNLIMITED)
     elif plan.bucketing == "size":
-        torch_private.merge_collectives(graph, partial(_belongs, plan, ("",)), plan.megabytes)
+        merge_collectives(graph, partial(_belongs, plan, ("",)), plan.megabytes)
     _count(plan, graph, "after")
 
 
 def _belongs(plan: Plan, modules: Unit, node: Node) -> bool:
     """Whether a collective is one of the parameters in `modules`."""
-    return _kind(plan, node) is not None and _is_inside(torch_private.module_of(node), modules)
+    return _kind(plan, node) is not None and _is_inside(module_of(node), modules)
 
 
 def _kind(plan: Plan, node: Node) -> str | None:
     """What a node does to parameters or gradients, if it does."""
-    kind = OPERATIONS.get(torch_private.collective(node))
+    kind = OPERATIONS.get(collective(node))
     return kind if kind and node.args[-1] in plan.groups else None
 
 
@@ -111,7 +119,7 @@ def _is_inside(module: str, modules: Iterable[str]) -> bool:
 
 def _count(plan: Plan, graph: Graph, when: str) -> None:
     """Among what the compiler counts, so that it keeps the numbers with a graph in its cache."""
-    counts = torch_private.compiler_counts()["inductor"]
+    counts = compiler_counts()["inductor"]
     for node in graph.nodes:
         if kind := _kind(plan, node):
             whole = (node.args[0] if kind == "reduce-scatters" else node).meta["val"]
@@ -130,7 +138,7 @@ class Tally(NamedTuple):
 
 def tallies() -> dict[str, Tally]:
     """What this process has compiled so far, by kind."""
-    counts = torch_private.compiler_counts()["inductor"]
+    counts = compiler_counts()["inductor"]
     found = {
         kind: Tally(
             counts[f"{kind} before"], counts[f"{kind} after"], counts[f"bytes of {kind} before"]

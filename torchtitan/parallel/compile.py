@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from torchtitan import torch_private
 from torchtitan.config import Config
 from torchtitan.logging import logger
+from torchtitan.torch_private.compiler import compilations, compiler_counts, keep_compiled_graphs
 
 Component = Literal["model", "loss"]
 Granularity = Literal["block", "model"]
@@ -60,7 +60,7 @@ def prepare(config: CompileConfig) -> None:
     """Keep what is compiled from now on, or take it from where it was kept."""
     if config.enable and config.backend == "inductor":
         folder = Path(config.cache_folder).expanduser().resolve() if config.cache_folder else None
-        torch_private.keep_compiled_graphs(folder)
+        keep_compiled_graphs(folder)
 
 
 def apply(
@@ -104,12 +104,12 @@ class Watch:
             return
         self.steps += 1
         if self.steps > 2:
-            for name, compilation in torch_private.compilations().items():
+            for name, compilation in compilations().items():
                 if name not in self.seen and compilation.reason:
                     logger.warning("compile: step %d: %s", step, _again(compilation.reason))
         elif self.steps == 2 or is_last:
             report(self.config, self.blocks, self.has_loss)
-        self.seen |= torch_private.compilations().keys()
+        self.seen |= compilations().keys()
 
 
 def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
@@ -119,9 +119,9 @@ def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
     parts += ["the loss"] * (config.compiles("loss") and has_loss)
     if not parts:
         return
-    counts, compilations = torch_private.compiler_counts(), torch_private.compilations().values()
-    breaks, again = counts["graph_break"], [each.reason for each in compilations if each.reason]
-    kept = sum(each.hits > 0 and not each.misses for each in compilations)
+    counts, made = compiler_counts(), compilations().values()
+    breaks, again = counts["graph_break"], [each.reason for each in made if each.reason]
+    kept = sum(each.hits > 0 and not each.misses for each in made)
     logger.info(
         "compile: %s of %s,%s %s, %s",
         _number(counts["stats"]["unique_graphs"], "graph"),

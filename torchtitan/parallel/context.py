@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan import torch_private
 from torchtitan.data import Batch
 from torchtitan.models.attention import SelfAttention
 from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
+from torchtitan.torch_private.attention import attention_backward, attention_forward
+from torchtitan.torch_private.collectives import process_group
 
 
 def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: Balancing) -> int:
@@ -142,7 +143,7 @@ def context_attention(
     Returns:
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in fp32.
     """
-    group = torch_private.process_group(group_name)
+    group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, _ = ROTATIONS[rotation]
     out = torch.zeros_like(q, dtype=torch.float32)
@@ -154,7 +155,7 @@ def context_attention(
         rows = tile.queries
         bias = cut.bias(documents, tile, rank, owner, q.dtype)
         keys, values = kv[..., tile.keys, :]
-        part, part_lse = torch_private.attention_forward(
+        part, part_lse = attention_forward(
             q[:, :, rows], keys, values, causal=tile.causal and bias is None, bias=bias
         )
         total = torch.logaddexp(lse[:, :, rows], part_lse)
@@ -187,7 +188,7 @@ def context_attention_backward(
     Keys and values travel once more, since keeping those of all ranks would cost the memory that
     splitting the sequence saved. Gradients travel and are summed in fp32.
     """
-    group = torch_private.process_group(group_name)
+    group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, bring_back = ROTATIONS[rotation]
     grad_q = torch.zeros_like(q, dtype=torch.float32)
@@ -200,7 +201,7 @@ def context_attention_backward(
                 rows, columns, causal = tile
                 bias = cut.bias(documents, tile, rank, owner, q.dtype)
                 keys, values = kv[..., columns, :]
-                of_q, of_k, of_v = torch_private.attention_backward(
+                of_q, of_k, of_v = attention_backward(
                     grad_out[:, :, rows],
                     q[:, :, rows],
                     keys,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan import torch_private
+from torchtitan.torch_private.collectives import all_gather, reduce_scatter
 
 Owned = Iterator[tuple[int, Tensor]]
 """Each rank of a group with its keys and values, or their gradient: (2, B, K, S, E)."""
@@ -41,7 +41,7 @@ class _Exchange:
 def _gather(kv: Tensor, group: ProcessGroup) -> Owned:
     """Every rank's keys and values, fetched at once; this rank's first."""
     rank, size = group.rank(), group.size()
-    whole = torch_private.all_gather(kv, group)
+    whole = all_gather(kv, group)
     for step in range(size):
         owner = (rank - step) % size
         yield owner, whole[owner]
@@ -55,7 +55,7 @@ def _scatter(gradients: Owned, group: ProcessGroup) -> Tensor:
             whole = gradient.new_empty(group.size(), *gradient.shape)
         whole[owner] = gradient
     assert whole is not None
-    return torch_private.reduce_scatter(whole, group)
+    return reduce_scatter(whole, group)
 
 
 def _circulate(kv: Tensor, group: ProcessGroup) -> Owned:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-from torchtitan import torch_private
 from torchtitan.logging import logger
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.torch_private.compiler import compiler_counts
 
 KEY = "compile.cuda_graphs"
 OVERWRITE = (
@@ -78,7 +78,7 @@ def begin_pass(config: CompileConfig) -> None:
 
 def confirm(config: CompileConfig) -> None:
     """Warn of graphs that were not recorded; after some steps, not before."""
-    skipped = torch_private.compiler_counts()["inductor"]["cudagraph_skips"]
+    skipped = compiler_counts()["inductor"]["cudagraph_skips"]
     if config.cuda_graphs and skipped:
         logger.warning(
             "compile: %d times a graph was not recorded as a CUDA graph; TORCH_LOGS=perf_hints "

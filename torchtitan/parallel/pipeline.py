@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan import torch_private
 from torchtitan.data import Batch
 from torchtitan.parallel import fsdp
 from torchtitan.parallel.loss import LossFunction
@@ -21,6 +20,7 @@ from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.pipeline import leave_out_greeting, schedule_from_csv, time_stage
 
 
 class Shapes(NamedTuple):
@@ -103,8 +103,8 @@ class Pipeline:
                     group=self.group,
                 )
             )
-            torch_private.leave_out_greeting(stages[-1])
-            torch_private.time_stage(stages[-1], self.timeline.phase)
+            leave_out_greeting(stages[-1])
+            time_stage(stages[-1], self.timeline.phase)
         # The loss is divided by the targets of the global batch already, and by nothing else.
         settings = {
             "n_microbatches": self.microbatches,
@@ -113,7 +113,7 @@ class Pipeline:
         }
         if config.pipeline_parallel_schedule_csv:
             path = Path(config.pipeline_parallel_schedule_csv).expanduser()
-            return torch_private.schedule_from_csv(stages, path, **settings)
+            return schedule_from_csv(stages, path, **settings)
         name = config.pipeline_parallel_schedule
         one = SCHEDULES[name].stages == "one"
         return get_schedule_class(name)(stages[0] if one else stages, **settings)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from torchtitan import torch_private
 from torchtitan.config import ConfigError, allowed_names, show
 from torchtitan.models.spec import Args, ModelSpec, build_empty
 from torchtitan.parallel import schedule_csv
@@ -11,6 +10,7 @@ from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.schedules import SCHEDULES, Schedule
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Unit, number_of_stages, units
+from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 
 DEGREE = "parallelism.pipeline_parallel_degree"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -201,7 +201,7 @@ def _problems_of_split_backward(
             'or activation_checkpoint.mode = "full" or another selective_ac_option'
         )
         yield key, why + message
-    if functions and not torch_private.keeps_nodes_of_functions():
+    if functions and not keeps_nodes_of_functions():
         message = (
             f"and this version of torch does not keep what {' and '.join(functions)} left for the "
             "second; use Interleaved1F1B, torch 2.13, or do without"

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from torchtitan import torch_private
 from torchtitan.config import ConfigError, show
+from torchtitan.torch_private.pipeline import pipeline_order
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -105,7 +105,7 @@ def order(name: str, stages: int, pp: int, microbatches: int) -> Orders:
     if SCHEDULES[name].stages == "one":
         # Torch's own list for 1F1B counts the forwards of the last rank from 1; it never runs it.
         return {rank: list(_alternate(name, rank, pp, microbatches)) for rank in range(pp)}
-    rows = torch_private.pipeline_order(name, stages, pp, microbatches)
+    rows = pipeline_order(name, stages, pp, microbatches)
     return {rank: [action for cell in row for action in parse(cell)] for rank, row in rows.items()}
 
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan import torch_private
 from torchtitan.parallel import bucketing, fsdp
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.fsdp import Precision
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -137,7 +137,7 @@ def _laid_out(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     # No rank's values are sent: all are drawn later, by name.
     placed = distribute_tensor(inner, mesh, placements, src_data_rank=None)
     if isinstance(data, DTensor):
-        placed = torch_private.data_parallel_over(data, placed)
+        placed = data_parallel_over(data, placed)
     return nn.Parameter(placed, requires_grad=parameter.requires_grad)
 
 

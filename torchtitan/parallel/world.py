@@ -30,9 +30,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan import torch_private
 from torchtitan.config import Config
 from torchtitan.device import Device, pick
+from torchtitan.torch_private.collectives import set_timeout
 
 JOINED_AXES = {
     "data": ("dp_replicate", "dp_shard"),
@@ -203,8 +203,8 @@ class World:
             return  # torch cannot change the timeout of a group that checks what it is given
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in {id(group): group for group in self.groups.values()}.values():
-            torch_private.set_timeout(group, timeout)
-        torch_private.set_timeout(None, timeout)
+            set_timeout(group, timeout)
+        set_timeout(None, timeout)
 
 
 class Groups:

@@ -20,12 +20,12 @@ from typing import Any, Final, Self
 
 import torch
 
-from torchtitan import torch_private
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.profiling.out_of_memory import Evidence, is_out_of_memory
 from torchtitan.profiling.settings import ProfilingConfig
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.memory import dump_memory, record_memory
 
 REQUEST_FILE: Final = "profile_request.json"
 """In job.dump_folder; as {"steps": 2}."""
@@ -72,7 +72,7 @@ class Profiler:
 
     def __enter__(self) -> Self:
         if self.config.enable_memory_snapshot:
-            torch_private.record_memory(MEMORY_EVENTS)
+            record_memory(MEMORY_EVENTS)
         if self.rank == 0:
             # Of whoever asked a run in this folder that is gone.
             (self.folder / REQUEST_FILE).unlink(missing_ok=True)
@@ -123,7 +123,7 @@ class Profiler:
             if self._trace is not None:
                 self._end()
             if self.config.enable_memory_snapshot:
-                torch_private.record_memory(None)
+                record_memory(None)
 
     def _wish_one(self, number: int, frame: FrameType | None) -> None:
         self._wish = max(self._wish, 1)
@@ -158,7 +158,7 @@ class Profiler:
             steps = f"step {first}" if active == 1 else f"steps {first} to {first + active - 1}"
             logger.info("tracing %s, as asked", steps)
         if name and self._records_memory_on_request():
-            torch_private.record_memory(MEMORY_EVENTS)
+            record_memory(MEMORY_EVENTS)
         self.timeline.is_traced = True
         with self.timeline.pause("profiling"):
             self._trace = Trace(self.device, warmup, active, name)
@@ -172,7 +172,7 @@ class Profiler:
         if trace.name and self.device.type == "cuda":
             self._snapshot(name)
         if trace.name and self._records_memory_on_request():
-            torch_private.record_memory(None)
+            record_memory(None)
 
     def _records_memory_on_request(self) -> bool:
         return self.device.type == "cuda" and not self.config.enable_memory_snapshot
@@ -180,7 +180,7 @@ class Profiler:
     def _snapshot(self, name: str) -> None:
         path = self._path(self.config.save_memory_snapshot_folder, name, "memory_snapshot.pickle")
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch_private.dump_memory(path)
+        dump_memory(path)
         logger.info("wrote %s", path)
 
     def _path(self, folder: str, name: str, file: str) -> Path:

@@ -31,8 +31,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.run import config_from_args, get_args_parser
 
-from torchtitan import torch_private
 from torchtitan.logging import logger
+from torchtitan.torch_private.elastic import forget_store, leave
 
 # A request is passed on as another signal than came, because a scheduler may have sent the ranks
 # the same one, and twice the same means: at once.
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self.stopped_by and self.is_elastic:
-                torch_private.leave(self.rendezvous)
+                leave(self.rendezvous)
             else:
                 self.rendezvous.shutdown()
 
@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
         self._meets = True
         if self.stopped_by:
             raise SignalException(self.stopped_by.name, signal.SIGKILL)
-        torch_private.forget_store(self.rendezvous)
+        forget_store(self.rendezvous)
         super()._rendezvous(worker_group)
         self._meets, self.began = False, time.time()
 

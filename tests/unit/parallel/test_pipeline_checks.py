@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from torchtitan import torch_private
 from torchtitan.models.llama3.spec import LLAMA3
-from torchtitan.parallel import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from torchtitan.parallel import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    pipeline_checks,
+)
 from torchtitan.parallel.pipeline_checks import problems
 from torchtitan.parallel.schedules import SCHEDULES
 
@@ -153,7 +157,7 @@ def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
 def test_functions_written_in_python_need_a_torch_that_keeps_them(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_private, "keeps_nodes_of_functions", lambda: keeps)
+    monkeypatch.setattr(pipeline_checks, "keeps_nodes_of_functions", lambda: keeps)
     lines = found("ZBVZeroBubble", functions=("[[convert]]",))
     assert ["what [[convert]] left" in line for line in lines] == [True] * (not keeps)
     assert not found("Interleaved1F1B", functions=("[[convert]]",))

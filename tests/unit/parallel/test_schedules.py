@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan import torch_private
 from torchtitan.config import ConfigError
 from torchtitan.parallel import schedule_csv
 from torchtitan.parallel.schedules import (
@@ -19,6 +18,7 @@ from torchtitan.parallel.schedules import (
     parse,
     timeline,
 )
+from torchtitan.torch_private.pipeline import pipeline_order
 
 STAGES = {"one": (1,), "two": (2,), "several": (2, 3)}
 LAYOUTS = [
@@ -37,7 +37,7 @@ def test_torch_runs_what_we_say_it_runs() -> None:
         if schedule.stages == "one":
             continue  # torch's classes for one stage a rank want a real stage
         try:
-            torch_private.pipeline_order(name, stages, pp, microbatches)
+            pipeline_order(name, stages, pp, microbatches)
         except ValueError:
             assert not schedule.runs(microbatches, stages, pp), (name, stages, pp, microbatches)
         else:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
-from torchtitan import torch_private
+from torchtitan.torch_private.elastic import read_stream
 
 if TYPE_CHECKING:
     from torchft.checkpointing import HTTPTransport
@@ -24,7 +24,7 @@ def transport(timeout: timedelta) -> "HTTPTransport[dict[str, Any]]":
             self, src_rank: int, metadata: str, step: int, timeout: timedelta
         ) -> dict[str, Any]:
             with urlopen(f"{metadata}{step}/full", timeout=timeout.total_seconds()) as stream:
-                state: dict[str, Any] = torch_private.read_stream(stream)
+                state: dict[str, Any] = read_stream(stream)
                 return state
 
     return Transport(timeout=timeout, num_chunks=0)

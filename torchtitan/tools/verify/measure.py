@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchtitan import torch_private
 from torchtitan.build import Run, build
 from torchtitan.data import Batch
 from torchtitan.data.batch import IGNORED
@@ -25,6 +24,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
+from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.trainer import Trainer
 
 Row = dict[str, Any]
@@ -167,7 +167,7 @@ def difference(kind: Kind, name: str, found: Tensor, whole: Tensor) -> Differenc
 
     offset = (0,) * found.ndim
     if isinstance(found, DTensor):
-        _, offset = torch_private.local_extent(found)
+        _, offset = local_extent(found)
     part = local(found)
     if not part.numel():
         return None

@@ -18,7 +18,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchtitan import torch_private
 from torchtitan.build import Run, build
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
@@ -30,6 +29,7 @@ from torchtitan.logging import logger
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import Recorder
+from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
@@ -192,7 +192,7 @@ def farthest(name: str, tensor: Tensor, saved: SavedTensors) -> Off | None:
 
     offset: tuple[int, ...] = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
-        _, offset = torch_private.local_extent(tensor)
+        _, offset = local_extent(tensor)
     part = local(tensor).cpu()
     expected = saved.read(name, offset, part.shape).to(part.dtype)
     if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (part, expected))):

@@ -1,0 +1,98 @@
+"""Attention kernels that tell their normaliser, which the public function does not."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention by a fused kernel, which unlike the public function tells its normaliser.
+
+    Args:
+        q: (B, H, Sq, E).
+        k, v: (B, K, Sk, E); each serves H/K query heads.
+        causal: a query sees the keys up to its own index; only for Sq = Sk and without `bias`.
+        bias: added to the scores, (B, 1, Sq, Sk) in q's dtype. Finite: of a row of minus infinity
+            alone, the CPU kernel says that its log-sum-exp is 0.
+
+    Returns:
+        The output (B, H, Sq, E), and the log-sum-exp of the scores (B, H, Sq) in fp32.
+    """
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, attn_mask=bias
+        )
+    elif _flash_can(q, bias):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+    else:
+        keys, values, bias = _for_efficient(q, k, v, bias)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, keys, values, bias, compute_log_sumexp=True, is_causal=causal
+        )
+        lse = lse[..., : q.shape[2]]  # the kernel pads it
+    return out, lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in `attention_forward`.
+
+    `out` and `lse` may be those of attention over more keys than these; the result is then the
+    part of the gradients that these keys account for.
+    """
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
+        return grads[0], grads[1], grads[2]
+    no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)  # in place of a random state
+    if _flash_can(q, bias):
+        # The kernel takes `lse` as if it were contiguous, without looking.
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]),
+            *(0.0, causal, no_dropout, no_dropout),
+        )
+        return grads[0], grads[1], grads[2]
+    keys, values, bias = _for_efficient(q, k, v, bias)
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        *(grad_out, q, keys, values, bias),
+        # It takes the heads of a token to be neighbours, and rows of `lse` padded as it pads them.
+        out.transpose(1, 2).contiguous().transpose(1, 2),
+        F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous(),
+        *(no_dropout, no_dropout, 0.0, [True, True, True, False], causal),
+    )
+    heads = (k.shape[1], -1)
+    return grad_q, grad_k.unflatten(1, heads).sum(2), grad_v.unflatten(1, heads).sum(2)
+
+
+def _flash_can(q: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _for_efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and bias for the memory-efficient kernel.
+
+    It wants as many key heads as query heads, and a bias for each whose rows begin at multiples
+    of 16 elements.
+    """
+    heads = q.shape[1]
+    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    if bias is not None:
+        keys = bias.shape[-1]
+        bias = F.pad(bias, (0, -keys % 16))[..., :keys].expand(-1, heads, -1, -1)
+    return k, v, bias

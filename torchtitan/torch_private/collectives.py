@@ -1,0 +1,65 @@
+"""Process groups and collectives, whose names change from one version of torch to the next."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
+    """Change how long a collective of `group` (None: the default group) may take."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
+def process_group(name: str) -> ProcessGroup:
+    """The process group of that name: an operator is given names, not objects."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """`tensor` of every rank of `group`: (ranks, *shape). Torch 2.13 renames the collective."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    whole = tensor.new_empty(group.size(), *tensor.shape)
+    gather(whole.flatten(0, 1), tensor, group=group)
+    return whole
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's row of the sum of `tensor` (ranks, *shape) over `group`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    own = torch.empty_like(tensor[0])
+    scatter(own, tensor.flatten(0, 1), group=group)
+    return own
+
+
+def flight_records(device_type: str) -> list[bytes]:
+    """What torch's Flight Recorders hold, as pickles of plain values: the device's own first.
+
+    Gloo has a recorder and NCCL another; a process that trains on CUDA uses both.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    names = ["_dump_fr_trace"] if device_type == "cpu" else ["_dump_nccl_trace", "_dump_fr_trace"]
+    if missing := [name for name in names if not hasattr(c10d, name)]:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot tell what its Flight Recorder holds (it has no "
+            f"{missing[0]}); use torch 2.11 to 2.13, or comm.trace_buf_size = 0"
+        )
+    return [getattr(c10d, name)() for name in names]
+
+
+def group_members() -> dict[str, tuple[str, list[int]]]:
+    """Of each process group by name: what it is for, and its ranks in the world."""
+    from torch.distributed import get_process_group_ranks
+    from torch.distributed.distributed_c10d import _world
+
+    return {
+        name: (group.group_desc, get_process_group_ranks(group))
+        for group, name in _world.pg_names.items()
+    }

@@ -1,0 +1,74 @@
+"""How DTensors lie over a mesh."""
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of `tensor`, and where in the whole that part begins.
+
+    Torch gives the first index only, so the part must be contiguous. Under FSDP over tensor
+    parallelism (`_StridedShard`) it is, as long as the split is even.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            dim, inner = placement.dim, zip(sizes[axis + 1 :], placements[axis + 1 :], strict=True)
+            split = math.prod(size for size, p in inner if p.is_shard(dim))
+            parts = sizes[axis] * split
+            assert placement.split_factor == split, f"scattered part: {placements}"
+            assert tensor.shape[dim] % parts == 0, f"{tensor.shape} not evenly in {parts} parts"
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The plain tensor in one that FSDP2 gathers in another form, as torchao's in Float8."""
+    whole: Tensor = getattr(tensor, "_tensor", tensor)
+    return whole
+
+
+def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
+    """A tensor that is split over two meshes, as FSDP2 describes it.
+
+    Args:
+        whole: the tensor on the mesh of tensor parallelism.
+        part: this rank's part of it on the mesh of data parallelism.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    *copies, split = part.placements
+    assert isinstance(split, Shard)
+    sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
+    inner = math.prod(size for size, placement in sizes if placement.is_shard(split.dim))
+    # This rank's part is a part of its part on the other mesh, whose parts are the nearer ones.
+    strided = _StridedShard(split.dim, split_factor=inner) if inner > 1 else split
+    return DTensor.from_local(
+        part.to_local(),
+        DeviceMesh._concatenate([part.device_mesh, whole.device_mesh]),
+        (*copies, strided, *whole.placements),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def laid_out_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part` as this rank's part of a tensor that is laid out as `tensor` is, on part's device.
+
+    The public `DTensor.from_local` would move it to the device of the mesh.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,0 +1,117 @@
+"""Passes over the compiler's graphs, and the collectives that stand in them."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.fx import Graph, Node
+
+GraphPass = Callable[[Graph], None]
+"""What is done to a graph, in place."""
+
+
+def graph_pass(function: GraphPass, source: str, settings: str = "") -> Any:
+    """`function` as inductor runs it.
+
+    Args:
+        source: path of the file it stands in; graphs cached with other versions of it are stale.
+        settings: what else decides on what it does.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((source, __file__), settings)
+
+    return Pass()
+
+
+def collective(node: Node) -> str:
+    """Which collective a node of a graph starts; "" if none. Its last argument names the group."""
+    _, _, name = str(node.target).partition("_c10d_functional.")
+    return "" if is_wait(node) else name.partition(".")[0]
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node of a graph is where a collective has ended."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def module_of(node: Node) -> str:
+    """The name of the module, within the one that was compiled, whose forward a node computes.
+
+    Of a node of the backward, that whose gradients it computes. What the forward has no node for,
+    such as the sum over copies of a parameter, belongs where its input does.
+    """
+    from torch._inductor.fx_passes.graph_view import _clean_stack_name, _get_module_stack
+
+    while not (stack := _get_module_stack(node)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return _clean_stack_name(stack[-1][0]) if stack else ""
+
+
+def merge_collectives(graph: Graph, is_wanted: Callable[[Node], bool], megabytes: float) -> None:
+    """Join collectives of a kind, group and dtype that follow each other, up to `megabytes`.
+
+    Args:
+        is_wanted: of a node that starts a collective; the others are passed over.
+    """
+    from torch._inductor.fx_passes import bucketing
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        buckets = getattr(bucketing, f"bucket_{kind}_by_mb")(
+            graph.owning_module, lambda _: megabytes, lambda wait: is_wanted(wait.args[0])
+        )
+        for bucket in buckets:
+            getattr(bucketing, f"merge_{kind}_bucket")(graph, bucket, mode="default")
+        stable_topological_sort(graph)
+
+
+def schedule_collectives(graph: Graph, modules: Sequence[Sequence[str]] | None) -> None:
+    """Join the collectives of each of `modules` (None: as estimated times suggest), and move them.
+
+    The estimates are those of a GPU, which has to be there.
+    """
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    assert graph.owning_module is not None
+    if modules is None:
+        schedule_overlap_bucketing(
+            graph.owning_module, collective_bucketing=True, insert_overlap_deps=True
+        )
+    else:
+        plans: list[list[str] | str] = [list(names) for names in modules]
+        manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
+
+
+def enable_symmetric_memory(group: ProcessGroup) -> None:
+    """Let compiled code use memory that the ranks of `group` share.
+
+    Torch calls this no longer needed, but its compiler still fuses only where it was called.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+def fuse_tensor_parallelism(before: GraphPass, after: GraphPass, source: str) -> None:
+    """Have inductor fuse collectives with matrix products in what is compiled from now on.
+
+    Args:
+        before, after: what to do to each graph before and after that.
+        source: path of the file they stand in; graphs cached with other versions of it are stale.
+    """
+    from torch._inductor import config
+
+    config._micro_pipeline_tp = True
+    config.post_grad_custom_pre_pass = graph_pass(before, source, before.__name__)
+    config.post_grad_custom_post_pass = graph_pass(after, source, after.__name__)
