@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.metrics import EventLog
 from torchtitan.timeline import PHASES
-from torchtitan.tools.history import History
+from torchtitan.tools.history import RunHistory
 
 LAYOUTS = {
     "FSDP 2": ({}, "fsdp", "dp_shard"),
@@ -28,7 +28,7 @@ def test_every_rank_tells_its_start_its_traffic_and_its_phases(name: str, tmp_pa
     degrees, axis, told = LAYOUTS[name]
     job = tiny.job(tmp_path, parallelism=degrees, training={"local_batch_size": 4, "steps": 4})
     run_ranks(train, 2, job)
-    logs = History.open(tmp_path).rank_events()
+    logs = RunHistory.open(tmp_path).rank_events
     assert list(logs) == [0, 1]
     for events in logs.values():
         kinds = [event["event"] for event in events]

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from torchtitan.tools import cli
-from torchtitan.tools.watch.rows import RunSummary, Tail, sparkline
-from torchtitan.tools.watch.view import View, state
+from torchtitan.tools.history import RunHistory
+from torchtitan.tools.watch.view import View, sparkline, state
 
 NOW = 1_800_000_000.0
 RECIPE = """
@@ -58,15 +58,10 @@ def write(folder, rows, recipe=RECIPE, mode="w"):
     return folder
 
 
-def seen(*rows):
-    found = RunSummary()
-    for row in rows:
-        found.take(row)
-    return found
-
-
 def lines(folder, width=100, now=NOW):
-    found = [f"{label:<12}{text}" for label, text in View.open(folder).lines(width, now)]
+    found = [
+        f"{label:<12}{text}" for label, text in View(RunHistory.open(folder)).lines(width, now)
+    ]
     return [re.sub(r"\d\d:\d\d:\d\d  step", "HH:MM:SS  step", line) for line in found]
 
 
@@ -147,10 +142,10 @@ def test_a_run_that_has_not_reported_yet(tmp_path):
         (20, 2.0, -9, "alive: the last row came 0.0 s ago"),
     ],
 )
-def test_whether_a_run_seems_alive(step, step_time, since, expected):
-    recipe = {"training.steps": 1000, "metrics.log_freq": 10}
+def test_whether_a_run_seems_alive(step, step_time, since, expected, tmp_path):
     row = report(step, step_time=step_time, time=NOW - since)
-    assert state(recipe, seen(row), NOW).startswith(expected)
+    history = RunHistory.open(write(tmp_path / "run", [row]))
+    assert state(history, NOW).startswith(expected)
 
 
 def test_only_the_last_events_are_shown(tmp_path):
@@ -170,40 +165,25 @@ def test_sparklines():
     assert len(sparkline([float(n) for n in range(12345)], 40)) == 40
 
 
-def test_only_what_is_new_of_a_file_is_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    tail = Tail(path)
-    assert tail.new_rows() == ([], False)
-    path.write_text('{"step": 1}\n{"st')
-    assert tail.new_rows() == ([{"step": 1}], True)
-    assert tail.new_rows() == ([], False)
-    # What was read is not looked at again, even where it changed.
-    with path.open("r+") as file:
-        file.write("#" * 11)
-        file.seek(0, os.SEEK_END)
-        file.write('ep": 2}\n')
-    assert tail.new_rows() == ([{"step": 2}], False)
-
-
 def test_a_file_written_anew_is_read_from_its_beginning(tmp_path):
     folder = write(tmp_path / "run", [report(step) for step in (10, 20, 30)])
-    view = View.open(folder)
-    assert len(view.seen.losses) == 3
+    view = View(RunHistory.open(folder))
+    assert len(view.history.reports) == 3
     # As a resumed run does: rows past the checkpoint are left out, and it goes on.
     write(folder, [report(10)], recipe=RECIPE.replace("1000", "40"), mode="w")
     view.update()
-    assert len(view.seen.losses) == 1
+    assert len(view.history.reports) == 1
     write(tmp_path / "new", [report(10), report(20), report(30), report(40)])
     (tmp_path / "new/metrics.jsonl").replace(folder / "metrics.jsonl")
     view.update()
-    assert len(view.seen.losses) == 4
+    assert len(view.history.reports) == 4
     assert dict(view.lines(80, NOW))["state"] == "finished at step 40, 5.0 s ago"
 
 
 def test_rich_draws_it_within_the_width_of_the_terminal(tmp_path):
     rows = [report(step, loss=math.sin(step)) for step in range(1, 500)]
     rows.append({"event": "groups", "step": 500, "time": NOW, "groups": "x" * 200})
-    view = View.open(write(tmp_path / "run", rows))
+    view = View(RunHistory.open(write(tmp_path / "run", rows)))
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(view)
     shown = console.export_text().splitlines()

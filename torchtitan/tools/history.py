@@ -1,33 +1,80 @@
-"""What a run left in its dump folder, as values: for whoever looks at runs, also while they go on.
+"""`RunHistory`: what a run left in its dump folder, as values, for every tool that looks at runs.
 
-Files are read as they are found. A run may be writing them, or may have been killed in the middle
-of a line, so a last line that is not whole is left for later.
+    metrics.jsonl      rows: reports, validations, events
+    recipe.toml        the resolved recipe of the latest launch
+    environment.json   its time, command, ranks, device and versions
+    events/            the event log of each rank
+    profile_traces/    traces of the profiler
+    comm_traces/       the step that each rank is in, and what it left when it failed
+
+Files are read as they are found. The run may still be writing them, or may have been killed in the
+middle of a line, so a last line that is not complete is left for later. Rows that an older version
+wrote are read with today's names.
 """
 
 import json
+import math
+import os
+import socket
+import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torchtitan.config import ConfigError
+from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
+from torchtitan.timeline import PHASES
 
 METRICS_FILE = "metrics.jsonl"
+MEASUREMENTS = ("precision", "statistics")
+"""Events that are measurements taken now and then: nothing happened to the run."""
+AXES: Final = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+OLD_NAMES: Final = {
+    "agree": "sync",
+    "time/agree": "time/sync",
+    "slowest/agree": "slowest/sync",
+    "slowest/agree_pct": "slowest/sync_pct",
+    "stepped_over": "skipped_samples",
+}
+"""Keys of rows as older versions wrote them, and what they are now."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class History:
-    """A run by its dump folder; everything is read once, when it is first asked for."""
+class RunState:
+    """Where a run is, or how it ended."""
+
+    is_alive: bool
+    """As far as can be told: of processes on another machine it cannot."""
+    step: int
+    ranks: int
+    words: str
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run by its dump folder, as far as it was read."""
 
     folder: Path
+    rows: list[Row] = field(default_factory=list)
+    """All rows of `metrics.jsonl`, in order: reports, validations and events."""
+    file: tuple[int, int] | None = None
+    """Device and inode of that file."""
+    bytes_read: int = 0
 
     @classmethod
-    def open(cls, folder: Path) -> "History":
+    def open(cls, folder: Path) -> "RunHistory":
         """The run of a dump folder.
 
         Raises:
@@ -38,17 +85,39 @@ class History:
             hint = f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
             what = "is not a folder" if not folder.is_dir() else f"has no {METRICS_FILE}"
             raise ConfigError(f"{folder}: {what}; wanted the job.dump_folder of a run{hint}")
-        return cls(folder)
+        return cls(folder).updated()
 
-    @cached_property
-    def rows(self) -> list[Row]:
-        """All rows of `metrics.jsonl`, in order: reports, validations and events."""
-        return list(read_rows(self.folder / METRICS_FILE))
+    def updated(self) -> "RunHistory":
+        """The same with the rows that were written since; itself where there are none.
+
+        Of the file only what is new is read. A run that resumes or rolls back writes the file anew,
+        without the rows that no longer hold; then all of it is read again.
+        """
+        try:
+            with (self.folder / METRICS_FILE).open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = status.st_dev, status.st_ino
+                is_same = identity == self.file and status.st_size >= self.bytes_read
+                begin = self.bytes_read if is_same else 0
+                file.seek(begin)
+                new = file.read()
+        except FileNotFoundError:
+            return self  # moved aside by a run that begins; the new one will be there soon
+        complete = new[: new.rfind(b"\n") + 1]
+        if is_same and not complete:
+            return self
+        rows = [*(self.rows if is_same else ()), *parse_rows(complete)]
+        return RunHistory(self.folder, rows, identity, begin + len(complete))
 
     @cached_property
     def reports(self) -> list[Row]:
         """The rows about training: those with a loss and a speed."""
         return [row for row in self.rows if "tps" in row]
+
+    @cached_property
+    def validations(self) -> list[Row]:
+        """The rows with a loss on held-out data."""
+        return [row for row in self.rows if "validation_loss" in row]
 
     def events(self, kind: str) -> list[Row]:
         """The rows about something that happened."""
@@ -71,38 +140,145 @@ class History:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def rank_events(self, folder: str = "events") -> dict[int, list[Row]]:
-        """The event log of each rank, in order of ranks."""
-        paths = (self.folder / folder).glob("rank*.jsonl")
-        found = {int(path.stem.removeprefix("rank")): list(read_rows(path)) for path in paths}
-        return dict(sorted(found.items()))
+    @property
+    def ranks(self) -> int | None:
+        """Of the latest launch; None where unknown."""
+        return self.environment.get("ranks")
+
+    @cached_property
+    def model(self) -> str:
+        """Name and flavor of the model; empty where unknown."""
+        names = (self.recipe.get(f"model.{key}") for key in ("name", "flavor"))
+        return " ".join(str(name) for name in names if name is not None)
+
+    @cached_property
+    def layout(self) -> dict[str, int]:
+        """The size of each axis of the mesh that has more than one rank."""
+        sizes = {axis: int(self.recipe.get(key, 1)) for axis, key in AXES.items()}
+        if sizes["dp_shard"] == -1:
+            others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
+            sizes["dp_shard"] = (self.ranks or others) // others
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @cached_property
+    def rank_events(self) -> dict[int, list[Row]]:
+        """The event log of each rank of the latest launch, in order of ranks."""
+        paths = (self.folder / "events").glob("rank*.jsonl")
+        logs = {int(path.stem.removeprefix("rank")): path for path in paths}
+        # An earlier launch may have had more ranks.
+        ours = (rank for rank in sorted(logs) if self.ranks is None or rank < self.ranks)
+        return {rank: list(parse_rows(logs[rank].read_bytes())) for rank in ours}
+
+    def last_event(self, kind: str, rank: int = 0) -> Row:
+        """The newest event of a kind in the log of a rank; empty where there is none."""
+        log = self.rank_events.get(rank, ())
+        return next((row for row in reversed(log) if row["event"] == kind), {})
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that rank 0 sends in a step, by axis; empty where it was not recorded."""
+        sent = self.last_event("traffic").items()
+        return {k.removeprefix("sent/"): float(v) for k, v in sent if k.startswith("sent/")}
+
+    def report_steps(self) -> list[tuple[Row, int]]:
+        """The reports, each with the number of steps that it is of."""
+        found: list[tuple[Row, int]] = []
+        before = 0
+        for row in self.rows:
+            if row.get("event") == "rollback":
+                before = row["step"]
+            elif "tps" in row:
+                if row["step"] > before:
+                    found.append((row, row["step"] - before))
+                before = row["step"]
+        return found
+
+    @property
+    def traces_folder(self) -> Path:
+        """Where traces of the profiler are: a folder for each that was taken."""
+        key = "profiling.save_traces_folder"
+        return self.folder / str(self.recipe.get(key, "profile_traces"))
+
+    def newest_trace(self) -> dict[int, Path]:
+        """The files of the trace that was taken last, by rank."""
+        paths = list(self.traces_folder.glob("*/rank*_trace.json"))
+        return traces_in(max(paths, key=lambda path: path.stat().st_mtime).parent) if paths else {}
+
+    def state(self) -> RunState:
+        """Whether the run is going on now, by what its ranks note at every step."""
+        notes = self.folder / str(self.recipe.get("comm.save_traces_folder", "comm_traces"))
+        try:
+            traces = read_traces(notes)
+        except ConfigError:
+            return RunState(False, 0, 0, "unknown: its ranks left no notes of their steps")
+        step, ranks = max(trace.step for trace in traces), max(t.world_size for t in traces)
+        if all(trace.state == "finished" for trace in traces):
+            return RunState(False, step, ranks, f"ended well at step {step}")
+        if any(trace.state == "ended" or trace.failure or trace.crash for trace in traces):
+            return RunState(False, step, ranks, report(traces)[0])
+        gone = [str(trace.rank) for trace in traces if _is_gone(trace)]
+        if gone:
+            words = f"stopped without a word at step {step}: rank {', '.join(gone)} is gone"
+            return RunState(False, step, ranks, words)
+        ago = max(time.time() - max(trace.time for trace in traces), 0.0)
+        return RunState(True, step, ranks, f"in step {step}, which began {ago:.0f} s ago")
 
 
-def seconds_of(row: Row, steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each phase, and of each pause, in the steps that a report is of."""
-    phases = {k.removeprefix("time/"): v * steps for k, v in row.items() if k.startswith("time/")}
-    pauses = {
-        key.removesuffix("_s"): value
-        for key, value in row.items()
-        if key.endswith("_s") and key != "eta_s" and isinstance(value, float)
-    }
-    return phases, pauses
+def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each phase of a step, in order, and of each pause between steps.
+
+    Args:
+        reports: each with the number of steps that it is of.
+    """
+    phases: dict[str, float] = {}
+    pauses: dict[str, float] = {}
+    for row, steps in reports:
+        for key, value in row.items():
+            if key.startswith("time/"):
+                name = key.removeprefix("time/")
+                phases[name] = phases.get(name, 0.0) + value * steps
+            elif key.endswith("_s") and key != "eta_s" and isinstance(value, float):
+                name = key.removesuffix("_s")
+                pauses[name] = pauses.get(name, 0.0) + value
+    return {name: phases[name] for name in PHASES if name in phases}, pauses
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one a line; a line that is not whole is left out."""
-    yield from parse_rows(path.read_bytes())
+def traces_in(folder: Path) -> dict[int, Path]:
+    """The traces of the profiler in a folder, by rank."""
+    found = {int(p.name[4:].partition("_")[0]): p for p in folder.glob("rank*_trace.json")}
+    return dict(sorted(found.items()))
 
 
 def parse_rows(text: bytes) -> Iterator[Row]:
-    """The JSON objects of a piece of such a file."""
+    """JSON objects, one a line, with today's names; a line that is not complete is left out."""
     for line in text.split(b"\n"):
         try:
             row = json.loads(line) if line else None
         except ValueError:
             continue
         if isinstance(row, dict):
-            yield row
+            yield renamed(row)
+
+
+def renamed(row: Row) -> Row:
+    """A row with today's names, also within it: an event has seconds by phase."""
+    return {
+        OLD_NAMES.get(key, key): renamed(value) if isinstance(value, dict) else value
+        for key, value in row.items()
+    }
+
+
+def _is_gone(trace: RankTrace) -> bool:
+    """Whether its process was on this machine, and no longer exists."""
+    if trace.state == "finished" or trace.host != socket.gethostname():
+        return False
+    try:
+        os.kill(trace.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False  # somebody else's, so it exists
+    return False
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from tests.unit.explain.folders import note, row, write_run
 from torchtitan.config import ConfigError
 from torchtitan.profiling import REQUEST_FILE
 from torchtitan.tools.explain.request import NoAnswer, profile
-from torchtitan.tools.explain.state import state_of
+from torchtitan.tools.history import RunHistory
 
 # More than a process number can be.
 NOBODY = 2**22 + 1
@@ -89,4 +89,4 @@ def test_processes_of_another_machine_may_be_alive(tmp_path: Path) -> None:
     note(tmp_path, 0, "training", 9, pid=NOBODY)
     path = tmp_path / "comm_traces/0.step"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
-    assert state_of(tmp_path, {}).is_alive
+    assert RunHistory(tmp_path).state().is_alive

@@ -22,7 +22,7 @@ from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import judge
 from torchtitan.tools.compare.report import Parity, Report, Spread, Status, Variant
-from torchtitan.tools.history import History
+from torchtitan.tools.history import RunHistory
 
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Keys, by how they begin, that tell nothing about how a run trains."""
@@ -55,7 +55,7 @@ class Candidate:
 
 def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
     """A run that exists, whoever made it."""
-    history = History.open(folder)
+    history = RunHistory.open(folder)
     ranks = int(history.environment.get("ranks", 1))
     job, reasons = None, tuple[str, ...]()
     try:

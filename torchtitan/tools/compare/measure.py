@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan.tools.compare.launch import read_outcome
 from torchtitan.tools.compare.report import Curve, Run, Spread
 from torchtitan.tools.explain.trace import read_trace
-from torchtitan.tools.history import History, Row, seconds_of
+from torchtitan.tools.history import Row, RunHistory, seconds_of
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -26,7 +26,7 @@ class Measured:
     def __init__(self, folder: Path, round: int, seed: int, warmup: int, last: int | None) -> None:
         """Measured are the steps after `warmup`, up to `last` (None: to the end)."""
         self.folder, self.round, self.seed = folder, round, seed
-        self.history = History.open(folder)
+        self.history = RunHistory.open(folder)
         reports = self.history.reports
         self.all = [row for row in reports if last is None or row["step"] <= last]
         self.rows = [row for row in self.all if row["step"] > warmup]
@@ -71,7 +71,7 @@ class Measured:
         )
 
     def _event(self, kind: str) -> Row:
-        rank = self.history.rank_events().get(0, [])
+        rank = self.history.rank_events.get(0, [])
         return next((row for row in rank if row["event"] == kind), {})
 
     @property
@@ -124,7 +124,7 @@ class Measured:
 
 
 def _phases(row: Row, steps: int) -> dict[str, float]:
-    phases, pauses = seconds_of(row, steps)
+    phases, pauses = seconds_of([(row, steps)])
     return phases | pauses if phases else {}
 
 

@@ -1,28 +1,18 @@
 """What there is to be told of a run, as numbers: read from its folder, whatever it left there."""
 
 import itertools
-import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.device import peak_flops
-from torchtitan.timeline import PHASES
-from torchtitan.tools.explain.state import State, state_of
 from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
 from torchtitan.tools.explain.trace import read_trace
-from torchtitan.tools.history import History, Row, seconds_of
+from torchtitan.tools.history import Row, RunHistory, RunState, seconds_of, traces_in
 
-AXES = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
 # A trace may be of hundreds of megabytes.
 MOST_TRACES = 8
 
@@ -54,7 +44,7 @@ class Facts:
     on_cuda: bool
     layout: dict[str, int]
     step: int
-    state: State
+    state: RunState
     tokens: int
     tokens_a_step: int | None
     tps: float | None
@@ -102,30 +92,28 @@ def read_facts(folder: Path) -> Facts:
     Raises:
         ConfigError: where no run has written metrics.
     """
-    history = History.open(folder)
-    recipe, environment = history.recipe, history.environment
-    ranks = environment.get("ranks")
-    # An earlier launch may have had more.
-    per_rank = {n: rows for n, rows in history.rank_events().items() if n < (ranks or n + 1)}
-    starts = [[row for row in rows if row["event"] == "start"] for rows in per_rank.values()]
+    history = RunHistory.open(folder)
+    recipe, device, logs = history.recipe, history.environment.get("device"), history.rank_events
+    starts = [[row for row in log if row["event"] == "start"] for log in logs.values()]
     last_starts = [of_rank[-1] for of_rank in starts if of_rank]
-    rows = steady(history.rows, {row["step"] for of_rank in starts for row in of_rank})
-    all_reports, reports = history.reports, [row for row, _ in rows]
-    device = environment.get("device")
-    seconds, pauses = _seconds(rows)
-    steps = sum(count for _, count in rows)
-    layout = _layout(recipe, ranks)
+    # The first report of each process is of a step that also starts up.
+    first_steps = {row["step"] for of_rank in starts for row in of_rank}
+    later = [(row, n) for row, n in history.report_steps()[1:] if row["step"] not in first_steps]
+    seconds, pauses = seconds_of(later)
+    all_reports, reports = history.reports, [row for row, _ in later]
+    last = all_reports[-1] if all_reports else {}
+    steps = sum(count for _, count in later)
     return Facts(
         folder=folder,
         recipe=recipe,
-        ranks=ranks,
+        ranks=history.ranks,
         device=device,
-        on_cuda=environment.get("device_type") == "cuda"
+        on_cuda=history.environment.get("device_type") == "cuda"
         or (device is not None and peak_flops(device) is not None),
-        layout=layout,
-        step=all_reports[-1]["step"] if all_reports else 0,
-        state=state_of(folder, recipe),
-        tokens=all_reports[-1]["tokens"] if all_reports else 0,
+        layout=history.layout,
+        step=last.get("step", 0),
+        state=history.state(),
+        tokens=last.get("tokens", 0),
         tokens_a_step=_tokens_a_step(all_reports),
         tps=_median(row["tps"] for row in reports),
         mfu=_median(row.get("mfu") for row in reports),
@@ -136,48 +124,14 @@ def read_facts(folder: Path) -> Facts:
         first_step_s=_largest(last_starts, "first_step_s"),
         before_first_step_s=_largest(last_starts, "before_first_step_s"),
         compile_s=_largest(last_starts, "compile_s"),
-        sent=_sent(per_rank.get(0, [])),
-        slowest=slowest_by_phase(per_rank, layout.get("pp", 1)),
+        sent=history.sent,
+        slowest=slowest_by_phase(logs, history.layout.get("pp", 1)),
         memory_gib=_largest(all_reports, "memory_gib"),
         memory_pct=_largest(all_reports, "memory_pct"),
         skipped=sum(row.get("skipped", 0) for row in all_reports),
         events=dict(Counter(row["event"] for row in history.rows if "event" in row)),
-        traces=_traces(folder, recipe),
+        traces=_traces(history),
     )
-
-
-def steady(rows: Sequence[Row], first_steps: Collection[int]) -> list[tuple[Row, int]]:
-    """The reports but the first of each process, and the number of steps that each is of."""
-    found: list[tuple[Row, int]] = []
-    before: int | None = None
-    for row in rows:
-        if row.get("event") == "rollback":
-            before = row["step"]
-        elif "tps" in row:
-            if before is not None and row["step"] > before and row["step"] not in first_steps:
-                found.append((row, row["step"] - before))
-            before = row["step"]
-    return found
-
-
-def _seconds(rows: Sequence[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of each phase, in order, and of each pause."""
-    phases: dict[str, float] = {}
-    pauses: dict[str, float] = {}
-    for row, steps in rows:
-        for sums, found in zip((phases, pauses), seconds_of(row, steps), strict=True):
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value
-    return {name: phases[name] for name in PHASES if name in phases}, pauses
-
-
-def _layout(recipe: Mapping[str, Any], ranks: int | None) -> dict[str, int]:
-    """The size of each axis that has more than one rank."""
-    sizes = {axis: int(recipe.get(key, 1)) for axis, key in AXES.items()}
-    if sizes["dp_shard"] == -1:
-        others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
-        sizes["dp_shard"] = (ranks or others) // others
-    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _tokens_a_step(reports: Sequence[Row]) -> int | None:
@@ -189,34 +143,26 @@ def _tokens_a_step(reports: Sequence[Row]) -> int | None:
     return round(statistics.median(found)) if found else None
 
 
-def _sent(events: Sequence[Row]) -> dict[str, float]:
-    rows = [row for row in events if row["event"] == "traffic"]
-    found = rows[-1] if rows else {}
-    return {k.removeprefix("sent/"): float(v) for k, v in found.items() if k.startswith("sent/")}
-
-
-def _traces(folder: Path, recipe: Mapping[str, Any]) -> Traces | None:
-    """Of the traces of the same steps that were written last."""
-    parent = folder / str(recipe.get("profiling.save_traces_folder", "profile_traces"))
-    paths = list(parent.glob("*/rank*_trace.json"))
+def _traces(history: RunHistory) -> Traces | None:
+    """Of the trace that was taken last."""
+    paths = history.newest_trace()
     if not paths:
         return None
-    newest = max(paths, key=lambda path: path.stat().st_mtime).parent
-    return replace(read_rank_traces(newest), folder=str(newest.relative_to(folder)))
+    folder = next(iter(paths.values())).parent
+    return replace(read_rank_traces(folder), folder=str(folder.relative_to(history.folder)))
 
 
 def read_rank_traces(folder: Path) -> Traces:
     """Of the traces of all ranks in a folder."""
-    ranks = {int(p.name[4:].partition("_")[0]): p for p in folder.glob("rank*_trace.json")}
-    chosen = sorted(ranks)[:MOST_TRACES]
-    found = {rank: read_trace(ranks[rank]) for rank in chosen}
+    paths = traces_in(folder)
+    found = {rank: read_trace(paths[rank]) for rank in list(paths)[:MOST_TRACES]}
     return Traces(
         folder=str(folder),
         steps=max((trace.steps for trace in found.values()), default=0),
         compute_s={rank: trace.compute / max(trace.steps, 1) for rank, trace in found.items()},
         exposed={rank: trace.exposed / (trace.span or 1) for rank, trace in found.items()},
         idle={rank: trace.idle / (trace.span or 1) for rank, trace in found.items()},
-        left_out=len(ranks) - len(chosen),
+        left_out=len(paths) - len(found),
     )
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from torchtitan.config import ConfigError
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
-from torchtitan.tools.explain.state import state_of
-from torchtitan.tools.history import History
+from torchtitan.tools.history import RunHistory, traces_in
 
 # Seconds between two looks at what the run has written.
 PACE = 0.5
@@ -33,14 +32,13 @@ def profile(folder: Path, steps: int, patience: float, tell: Callable[[str], Non
         ConfigError: where no run goes on in the folder, or it was asked already.
         NoAnswer: where the traces do not come.
     """
-    recipe = History.open(folder).recipe
-    state = state_of(folder, recipe)
+    history = RunHistory.open(folder)
+    state, traces = history.state(), history.traces_folder
     if not state.is_alive:
         raise ConfigError(f"{folder}: there is no run to trace; the last one {state.words}")
     request = folder / REQUEST_FILE
     if request.exists():
         raise ConfigError(f"{request}: it was asked for a trace already, and has not begun")
-    traces = folder / str(recipe.get("profiling.save_traces_folder", "profile_traces"))
     known = set(traces.glob(f"*{ON_REQUEST}"))
     unfinished = request.with_name(f"{REQUEST_FILE}.writing")
     unfinished.write_text(json.dumps({"steps": steps}) + "\n")
@@ -51,7 +49,7 @@ def profile(folder: Path, steps: int, patience: float, tell: Callable[[str], Non
     try:
         while True:
             # Asked before looking, since a run that ends may have written them just before.
-            now = state_of(folder, recipe)
+            now = history.state()
             if not is_taken and not request.exists():
                 tell("the run knows of it; it traces, and writes what it traced")
                 is_taken = True
@@ -74,4 +72,4 @@ def profile(folder: Path, steps: int, patience: float, tell: Callable[[str], Non
 def _written(traces: Path, known: set[Path]) -> tuple[Path, int]:
     """The folder that was not known before, and how many ranks wrote a trace there."""
     new = sorted(set(traces.glob(f"*{ON_REQUEST}")) - known)
-    return (new[0], len(list(new[0].glob("rank*_trace.json")))) if new else (traces, 0)
+    return (new[0], len(traces_in(new[0]))) if new else (traces, 0)

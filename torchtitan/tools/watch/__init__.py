@@ -1,7 +1,7 @@
 """`torchtitan watch RUN`: what a run is doing, read from its folder, drawn anew every few seconds.
 
 Nothing asks the run itself: it may be on another machine, as long as its folder can be read here.
-So whether it is alive is told by when its last row came, against when one is due.
+So whether it is alive is judged by when its last row came, against when the next one is due.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.tools.history import RunHistory
 from torchtitan.tools.watch.view import View
 
 __all__ = ["watch"]
@@ -25,7 +26,7 @@ def watch(folders: Sequence[Path], refresh: float = 2.0, once: bool = False) -> 
     from rich.console import Console, Group
     from rich.live import Live
 
-    views = [View.open(folder) for folder in folders]
+    views = [View(RunHistory.open(folder)) for folder in folders]
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     console = Console(width=None if on_terminal else 100, highlight=False)
     if once or not on_terminal:

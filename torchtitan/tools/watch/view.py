@@ -1,123 +1,105 @@
 """A run as lines of text: where it is, whether it is alive, how it learns, how fast it is."""
 
+import itertools
+import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.tools.history import METRICS_FILE, History, Row
-from torchtitan.tools.watch.rows import RunSummary, Tail, sparkline
+from torchtitan.tools.history import MEASUREMENTS, Row, RunHistory
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
+BLOCKS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "!"
 LABEL_WIDTH = 12
 LAST_EVENTS = 5
 
 # A report may take this many times as long as the steps to it, and never less than these seconds:
-# saving, validating and compiling take time that steps do not tell of.
-PATIENCE, LEAST_SECONDS = 3, 30
+# time for saving, validating and compiling is not part of a step's.
+SILENT_FACTOR, SILENT_SECONDS = 3, 30
 
 
 @dataclass
 class View:
     """A run as far as it was read; rich can print it."""
 
-    history: History
-    tail: Tail
-    seen: RunSummary = field(default_factory=RunSummary)
-
-    @classmethod
-    def open(cls, folder: Path) -> "View":
-        """The run of a dump folder.
-
-        Raises:
-            ConfigError: where no run has written metrics.
-        """
-        view = cls(History.open(folder), Tail(folder / METRICS_FILE))
-        view.update()
-        return view
+    history: RunHistory
 
     def update(self) -> None:
         """Read what is new."""
-        rows, is_other = self.tail.new_rows()
-        if is_other:
-            # Another launch may have another recipe.
-            self.history, self.seen = History(self.history.folder), RunSummary()
-        for row in rows:
-            self.seen.take(row)
+        self.history = self.history.updated()
 
     def lines(self, width: int, now: float) -> Iterator[tuple[str, str]]:
-        """Labels and texts; `width` characters are to be had for both, `now` is Unix seconds."""
+        """Labels and texts; both together have `width` characters, `now` is in Unix seconds."""
         yield "run", title(self.history)
-        yield "state", state(self.history.recipe, self.seen, now)
-        if self.seen.report:
-            yield from numbers(self.history.recipe, self.seen, width - LABEL_WIDTH, now)
-        for number, row in enumerate(self.seen.events[-LAST_EVENTS:]):
+        yield "state", state(self.history, now)
+        if self.history.reports:
+            yield from numbers(self.history, width - LABEL_WIDTH, now)
+        for number, row in enumerate(incidents(self.history.rows)[-LAST_EVENTS:]):
             yield "" if number else "events", event_line(row)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
         from rich.text import Text
 
-        for label, told in self.lines(options.max_width, time.time()):
-            style = "yellow" if label == "state" and told.startswith("silent") else ""
-            parts = (f"{label:<{LABEL_WIDTH}}", "dim"), (told, style)
+        for label, text in self.lines(options.max_width, time.time()):
+            style = "yellow" if label == "state" and text.startswith("silent") else ""
+            parts = (f"{label:<{LABEL_WIDTH}}", "dim"), (text, style)
             yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
         yield Text()
 
 
-def title(history: History) -> str:
+def title(history: RunHistory) -> str:
     """What the run is called, what it trains, and on what."""
-    recipe, environment = history.recipe, history.environment
-    name = recipe.get("metrics.run_name") or history.folder.resolve().name
-    model = " ".join(str(recipe[key]) for key in ("model.name", "model.flavor") if key in recipe)
-    where = f"{environment['ranks']} x {environment['device']}" if environment else ""
-    tags = ", ".join(recipe.get("metrics.tags", ()))
-    return "  ".join(part for part in (name, model, where, tags) if part)
+    name = history.recipe.get("metrics.run_name") or history.folder.resolve().name
+    where = f"{history.ranks} x {history.environment['device']}" if history.ranks else ""
+    tags = ", ".join(history.recipe.get("metrics.tags", ()))
+    return "  ".join(part for part in (name, history.model, where, tags) if part)
 
 
-def state(recipe: Mapping[str, Any], seen: RunSummary, now: float) -> str:
-    """Whether the run seems alive, in plain words."""
-    if not seen.report or seen.time is None:
+def state(history: RunHistory, now: float) -> str:
+    """Whether the run seems alive, by when its last row came and when the next report is due."""
+    if not history.reports:
         return "no report yet"
-    since = max(now - seen.time, 0.0)
-    step, ago = seen.report["step"], duration(since)
-    if step >= recipe.get("training.steps", float("inf")):
+    report, recipe = history.reports[-1], history.recipe
+    step, since = report["step"], max(now - last_time(history), 0.0)
+    ago = duration(since)
+    if step >= recipe.get("training.steps", math.inf):
         return f"finished at step {step:,}, {ago} ago"
     log_freq = recipe.get("metrics.log_freq", 1)
-    due = (log_freq - step % log_freq) * (seen.report.get("step_time") or 0.0)
-    told = f"the last row came {ago} ago; steps to the next report take {duration(due)}"
-    if since <= max(PATIENCE * due, LEAST_SECONDS):
-        return f"alive: {told}"
-    return f"silent: {told}. It saves, validates, compiles or hangs, or it is gone"
+    due = (log_freq - step % log_freq) * (report.get("step_time") or 0.0)
+    text = f"the last row came {ago} ago; steps to the next report take {duration(due)}"
+    if since <= max(SILENT_FACTOR * due, SILENT_SECONDS):
+        return f"alive: {text}"
+    return f"silent: {text}. It saves, validates, compiles or hangs, or it is gone"
 
 
-def numbers(
-    recipe: Mapping[str, Any], seen: RunSummary, width: int, now: float
-) -> Iterator[tuple[str, str]]:
+def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, str]]:
     """The last report, and the curves that lead to it."""
-    report, room = seen.report, max(width - 10, 1)
-    step, steps = report["step"], recipe.get("training.steps")
+    report, room = history.reports[-1], max(width - 10, 1)
+    step, steps = report["step"], history.recipe.get("training.steps")
     done = f"{step:,} of {steps:,} ({step / steps:.0%})" if steps else f"{step:,}"
-    eta = report.get("eta_s")
-    if eta and seen.time is not None:
+    if eta := report.get("eta_s"):
         done += f", {duration(max(eta - (now - report.get('time', now)), 0.0))} left"
     yield "step", done
-    yield "loss", f"{sparkline(seen.losses, room)}  {show(report.get('loss'), '.4f')}"
-    yield "grad norm", f"{sparkline(seen.grad_norms, room)}  {show(report.get('grad_norm'), '.4f')}"
-    if seen.validations:
-        last, best = (
+    for label, key in (("loss", "loss"), ("grad norm", "grad_norm")):
+        curve = sparkline([number(row.get(key)) for row in history.reports], room)
+        yield label, f"{curve}  {show(report.get(key), '.4f')}"
+    if validations := history.validations:
+        best = min(validations, key=lambda row: number(row["validation_loss"], math.inf))
+        last, lowest = (
             f"{show(row['validation_loss'], '.4f')} at step {row['step']:,}"
-            for row in (seen.validations[-1], seen.best_validation)
+            for row in (validations[-1], best)
         )
-        yield "validation", f"{last}; best {best}"
+        yield "validation", f"{last}; best {lowest}"
     yield "tokens", show(report.get("tokens"), ",d")
-    now_tps, mean_tps = show(report["tps"], ",.0f"), show(seen.mean_tps, ",.0f")
+    speeds = show(report["tps"], ",.0f"), show(mean_tps(history.reports), ",.0f")
     a_step = f"{show(report.get('step_time'), '.3g')} s a step"
-    yield "speed", f"{now_tps} tokens/s/device now, {mean_tps} mean; {a_step}"
+    yield "speed", "{} tokens/s/device now, {} mean; {}".format(*speeds, a_step)
     yield "mfu", show(report.get("mfu"), ".1%")
     memory = show(report.get("memory_gib"), ".2f"), show(report.get("memory_pct"), ".0f")
     yield "memory", "{} GiB ({}%)".format(*memory)
@@ -136,13 +118,66 @@ def slowest(report: Row) -> Iterator[tuple[str, str]]:
         yield "slowest", f"rank {over[worst]} in {phase}: {percent}% of a step behind the median"
 
 
+def last_time(history: RunHistory) -> float:
+    """When the last row was written, in Unix seconds; 0 where unknown."""
+    return next((row["time"] for row in reversed(history.rows) if "time" in row), 0.0)
+
+
+def mean_tps(reports: Sequence[Row]) -> float | None:
+    """Tokens a second and device, over all reports with a speed."""
+    tokens = device_seconds = 0.0
+    for before, row in zip([{}, *reports], reports, strict=False):
+        if row["tps"]:
+            trained = row["tokens"] - before.get("tokens", 0)
+            tokens += trained
+            device_seconds += trained / row["tps"]
+    return tokens / device_seconds if device_seconds else None
+
+
+def incidents(rows: Sequence[Row]) -> list[Row]:
+    """What happened to the run, skipped steps among it."""
+    found = []
+    for row in rows:
+        if "event" in row:
+            found += [row] if row["event"] not in MEASUREMENTS else []
+        elif row.get("skipped"):
+            event = {"event": "skipped", "step": row["step"], "time": row.get("time")}
+            why = {"because": row["skipped_because"]} if "skipped_because" in row else {}
+            found.append({**event, "steps": row["skipped"], **why})
+    return found
+
+
 def event_line(row: Row) -> str:
     """When something happened, at which step, what it was, and its details."""
-    details = {name: row[name] for name in row.keys() - {"event", "step", "time"}}
-    told = ", ".join(f"{name.replace('_', ' ')} {details[name]}" for name in row if name in details)
+    rest = {name: value for name, value in row.items() if name not in ("event", "step", "time")}
+    details = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in rest.items())
     at = row.get("time")
     clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else " " * 8
-    return f"{clock}  step {row['step']:,}  {row['event']}{f': {told}' if told else ''}"
+    return f"{clock}  step {row['step']:,}  {row['event']}{f': {details}' if details else ''}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """A curve in at most `width` characters, each the mean of as many values as the others."""
+    columns = min(width, len(values))
+    edges = [n * len(values) // columns for n in range(columns + 1)] if columns else []
+    pieces = [values[begin:end] for begin, end in itertools.pairwise(edges)]
+    means = [math.fsum(piece) / len(piece) for piece in pieces]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
+
+    def block(mean: float) -> str:
+        if not math.isfinite(mean):
+            return NOT_FINITE
+        height = (mean - lowest) / (highest - lowest) if highest > lowest else 0.0
+        return BLOCKS[round(height * (len(BLOCKS) - 1))]
+
+    return "".join(map(block, means))
+
+
+def number(value: object, otherwise: float = math.nan) -> float:
+    """A value as it is reported: null where it was not finite."""
+    is_finite = isinstance(value, float | int) and math.isfinite(value)
+    return float(value) if is_finite else otherwise  # type: ignore[arg-type]
 
 
 def show(value: Any, spec: str) -> str:

@@ -1,0 +1,88 @@
+"""`RunHistory`: rows as they come in, and rows as older versions wrote them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan.tools.history import RunHistory, seconds_of
+
+
+def test_only_what_is_new_of_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    history = RunHistory(tmp_path)
+    assert history.updated() is history
+    path.write_text('{"step": 1}\n{"st')
+    history = history.updated()
+    assert history.rows == [{"step": 1}]
+    assert history.updated() is history
+    # What was read is not looked at again, even where it changed.
+    with path.open("r+") as file:
+        file.write("#" * 11)
+        file.seek(0, os.SEEK_END)
+        file.write('ep": 2}\n')
+    assert history.updated().rows == [{"step": 1}, {"step": 2}]
+
+
+def test_a_file_in_the_place_of_the_last_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    history = RunHistory.open(tmp_path)
+    (tmp_path / "new").write_text('{"step": 1}\n{"step": 7}\n')
+    (tmp_path / "new").replace(path)
+    assert history.updated().rows == [{"step": 1}, {"step": 7}]
+    path.write_text('{"step": 8}\n')
+    assert history.updated().rows == [{"step": 8}]
+
+
+def test_rows_of_older_versions_have_the_names_of_today(tmp_path: Path) -> None:
+    """As they were written before the phase `agree` became `sync`."""
+    rows = [
+        {"step": 2, "time": 9.0, "loss": 1.0, "tps": 50.0, "time/forward": 0.3, "time/agree": 0.1}
+        | {"slowest/agree": 3, "slowest/agree_pct": 4.0, "checkpoint_s": 1.5},
+        {"step": 2, "time": 9.5, "event": "rollback", "from_step": 4, "stepped_over": 32},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    spent = {"forward": 0.6, "agree": 0.2}
+    event = {"step": 2, "event": "steps", "steps": 2, "wall": spent, "busy": spent}
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/rank0.jsonl").write_text(json.dumps(event) + "\n")
+    history = RunHistory.open(tmp_path)
+    [report] = history.reports
+    assert (report["slowest/sync"], report["slowest/sync_pct"]) == (3, 4.0)
+    assert "slowest/agree" not in report
+    phases, pauses = seconds_of(history.report_steps())
+    assert phases == pytest.approx({"forward": 0.6, "sync": 0.2})
+    assert pauses == {"checkpoint": 1.5}
+    [rollback] = history.events("rollback")
+    assert (rollback["skipped_samples"], rollback["from_step"]) == (32, 4)
+    [steps] = history.rank_events[0]
+    assert steps["wall"] == steps["busy"] == {"forward": 0.6, "sync": 0.2}
+
+
+def test_reports_and_the_steps_they_are_of(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "tps": 1.0},
+        {"step": 10, "tps": 1.0},
+        {"step": 4, "event": "rollback"},
+        {"step": 7, "tps": 1.0},
+        {"step": 7, "validation_loss": 1.0},
+        {"step": 12, "tps": 1.0},
+    ]
+    history = RunHistory(tmp_path, rows)
+    assert [(row["step"], steps) for row, steps in history.report_steps()] == [
+        *((1, 1), (10, 9)),
+        *((7, 3), (12, 5)),
+    ]
+    assert len(history.validations) == 1
+
+
+def test_a_run_that_left_nothing_else_is_unknown(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    assert (history.recipe, history.environment, history.ranks, history.model) == ({}, {}, None, "")
+    assert (history.layout, history.rank_events, history.sent, history.newest_trace()) == (
+        *({}, {}, {}, {}),
+    )
+    assert not history.state().is_alive
+    assert history.state().words.startswith("unknown")
