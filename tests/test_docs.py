@@ -62,7 +62,7 @@ NOT_RUN = {
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
-    "profiling.md": ["needs a run that goes on"],
+    "profiling.md": ["needs a live run"],
 }
 
 # What a command is made small by; more than this many steps become this many.
