@@ -1,12 +1,11 @@
 """The whole recipe as one tree, each section imported from its owner."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
-from torchtitan.config import Config, ListOf, OneOf
+from torchtitan.config import Config, ListOf, OneOf, flat
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
 from torchtitan.losses import LossConfig
@@ -165,17 +164,4 @@ class JobConfig(Config):
 
     def flat(self) -> dict[str, Any]:
         """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""
-        return {
-            f"{section}.{key}": value
-            for name, values in self.model_dump(mode="json").items()
-            for section, items in _numbered(name, values)
-            for key, value in items.items()
-        }
-
-
-def _numbered(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A section by its name, or those of a list each by name and number."""
-    if isinstance(values, list):
-        yield from ((f"{name}.{number}", item) for number, item in enumerate(values))
-    else:
-        yield name, values
+        return {".".join(path): value for path, value in flat(self).items()}

@@ -4,6 +4,7 @@ from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_text
 from torchtitan.config.help import help_text, json_schema
 from torchtitan.config.load import Recipe, load
+from torchtitan.config.schema import flat
 from torchtitan.config.settings import (
     CannotRun,
     Config,
@@ -31,6 +32,7 @@ __all__ = [
     "Setting",
     "Translation",
     "allowed_names",
+    "flat",
     "help_text",
     "json_schema",
     "load",

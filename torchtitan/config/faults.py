@@ -1,95 +1,125 @@
-"""What is wrong with a setting taken by itself, and what could be written instead."""
+"""What is wrong with each setting taken by itself, and what could be written instead."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from torchtitan.config.schema import (
-    classes,
+    Several,
+    class_at,
     describe,
     field_schema,
-    find_choice,
-    find_list,
-    is_section,
-    list_of,
+    find,
     names,
-    section_class,
-    validate,
+    places,
 )
-from torchtitan.config.settings import Config, ConfigError, KeyPath, ListOf, Setting
-from torchtitan.config.words import allowed_names, nearest, show
+from torchtitan.config.settings import BAD_CHOICE, Config, KeyPath, OneOf, Setting
+from torchtitan.config.words import holds_sections, nearest, show
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+Settings = Mapping[KeyPath, Setting]
 
 
 def validate_all(
-    schema: type[Config], settings: Mapping[KeyPath, Setting]
-) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    """The values of the settings that are right, and what is wrong with the others."""
-    values: dict[KeyPath, Any] = {}
-    faults: dict[KeyPath, str] = {}
-    for path in sorted(settings, key=len):  # a section before what is in it
-        if any(path[:depth] in faults for depth in range(1, len(path))):
-            continue
+    schema: type[ConfigT], settings: Settings
+) -> tuple[ConfigT, dict[KeyPath, str], Settings]:
+    """The tree of settings, what is wrong with them, and those that are right.
+
+    In the tree defaults take the place of those that are wrong.
+    """
+    faults = dict(_gaps(schema, settings))
+    dropped = set(faults)
+    while True:
+        sound = {
+            path: setting
+            for path, setting in settings.items()
+            if not any(path[:depth] in dropped for depth in range(1, len(path) + 1))
+        }
         try:
-            _validate_into(values, schema, path, settings)
-        except ConfigError as error:
-            faults[path] = str(error)
-    return values, {path: faults[path] for path in settings if path in faults}
+            # In JSON, unlike in Python, a list is a strict tuple. A date has no JSON form; as an
+            # object it fits no field.
+            text = json.dumps(_nest(sound), default=lambda date: {"date": str(date)})
+            config = schema.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                path = tuple(map(str, details["loc"]))
+                dropped.add(_whole(path, details["type"], settings))
+                if path not in faults:
+                    while path not in settings:  # part of a value, or missing in a section
+                        path = path[:-1]
+                    faults.setdefault(path, _message(schema, path, details, settings))
+        else:
+            return config, {path: faults[path] for path in settings if path in faults}, sound
 
 
-def _validate_into(
-    values: dict[KeyPath, Any],
-    schema: type[Config],
-    path: KeyPath,
-    settings: Mapping[KeyPath, Setting],
-) -> None:
-    value = settings[path].value
-    choice = find_choice(schema, path[:-1], settings)
-    if choice and path[-1] == "name" and not choice.choice(value):
-        raise ConfigError(f"got {show(value)}; {allowed_names(value, choice.registry)}")
-    if several := find_list(schema, path[:-1], settings):
-        _check_item(several, path, settings)
-        return
-    section = section_class(schema, path[:-1], settings)
-    if section is None:
-        return  # its name is wrong, so nobody knows what belongs into it
-    info = section.model_fields.get(path[-1])
-    if info is None:
-        known = list(section.model_fields)
-        what = "section" if len(path) == 1 and value == {} else "key"
-        if choice:
-            name = settings.get((*path[:-1], "name"))
-            what += f" of {name.value if name else choice.default}"
-        raise ConfigError(
-            f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
-        )
-    if list_of(info):
-        if not isinstance(value, list) or any(item != {} for item in value):
-            raise ConfigError(f"got {show(value)}; wanted sections, each under [[{path[-1]}]]")
-        return
-    if is_section(info):
-        if value != {}:
-            raise ConfigError(f"got {show(value)}; wanted a section")
-        return
-    try:
-        values[path] = validate(info, value)
-    except ValidationError:
-        raise ConfigError(f"got {show(value)}; {wanted(info, value)}") from None
+def _whole(path: KeyPath, what: str, settings: Settings) -> KeyPath:
+    """What is left out where there is an error: the section, where it cannot be made without."""
+    if what == "missing" or (what == BAD_CHOICE and path[-1] == "name"):
+        path = path[:-1]
+    while path not in settings:
+        path = path[:-1]
+    assert path, "the whole recipe needs nothing"
+    return path
 
 
-def _check_item(several: ListOf, path: KeyPath, settings: Mapping[KeyPath, Setting]) -> None:
-    """Refuse what is no section of a list, or has no name, or stands after a gap."""
-    section, value = path[:-1], settings[path].value
-    numbers = list(takewhile(lambda n: (*section, n) in settings, map(str, count())))
-    if path[-1] not in numbers:
-        allowed = [".".join((*section, n)) for n in (*numbers, str(len(numbers)))][-2:]
-        raise ConfigError(f"they are numbered from 0 without a gap; wanted {' or '.join(allowed)}")
-    if value != {}:
-        raise ConfigError(f"got {show(value)}; wanted a section")
-    if (*path, "name") not in settings:
-        raise ConfigError(f"it has no name; allowed: {', '.join(several.registry)}")
+def _gaps(schema: type[Config], settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    """Sections of a list whose numbers do not follow those before."""
+    for *above, last in settings:
+        path = tuple(above)
+        if not last.isdecimal() or not isinstance(find(schema, path, settings), Several):
+            continue
+        numbers = list(takewhile(lambda n: (*path, n) in settings, map(str, count())))  # noqa: B023
+        if last not in numbers:
+            allowed = [".".join((*path, n)) for n in (*numbers, str(len(numbers)))][-2:]
+            wanted = f"wanted {' or '.join(allowed)}"
+            yield (*path, last), f"they are numbered from 0 without a gap; {wanted}"
+
+
+def _nest(settings: Settings) -> Any:
+    """The settings as TOML nests them."""
+    tree: dict[str, Any] = {}
+    for path in sorted(settings, key=len):  # a section before what is in it
+        value, node = settings[path].value, tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else {}
+        if value == {}:
+            node.setdefault(path[-1], {})
+        elif not holds_sections(value):
+            node[path[-1]] = value
+    return _with_lists(tree)
+
+
+def _with_lists(node: Any) -> Any:
+    """The same with a list wherever keys are numbers, up to the first that is missing."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(key.isdecimal() for key in node):
+        return [_with_lists(node[n]) for n in takewhile(node.__contains__, map(str, count()))]
+    return {key: _with_lists(value) for key, value in node.items()}
+
+
+def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, settings: Settings) -> str:
+    value, kind = settings[path].value, find(schema, path, settings)
+    got, what = f"got {show(value)}; ", details["type"]
+    if what == BAD_CHOICE:
+        return details["msg"]
+    if what == "extra_forbidden":
+        return _unknown(schema, path, settings)
+    if what == "missing":
+        return f"it has no {details['loc'][-1]}"
+    if isinstance(kind, Several):
+        header = ".".join(key for key in path if not key.isdecimal())
+        return f"{got}wanted sections, each under [[{header}]]"
+    if not isinstance(kind, FieldInfo):
+        return f"{got}wanted a section"
+    if what == "value_error":
+        return got + details["msg"].removeprefix("Value error, ")
+    return got + wanted(kind, value)
 
 
 def wanted(info: FieldInfo, value: Any) -> str:
@@ -102,14 +132,27 @@ def wanted(info: FieldInfo, value: Any) -> str:
     return f"{word} {describe(allowed)}{nearest(value, known)}"
 
 
+def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
+    above = path[:-1]
+    home = find(schema, above, settings)
+    section = class_at(home, above, settings)
+    assert section is not None, "only a section has unknown keys"
+    what = "section" if not above and settings[path].value == {} else "key"
+    if isinstance(home, OneOf):
+        name = settings.get((*above, "name"))
+        what += f" of {name.value if name else home.default}"
+    known = list(section.model_fields)
+    return f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
+
+
 def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
     """Where the key is known, or else the nearest name among `known`, those beside it."""
-    homes = [home for home in classes(schema) if path[-1] in home[2].model_fields]
+    homes = [place for place in places(schema) if path[-1] in place.settings.model_fields]
     here = ".".join("0" if part.isdecimal() else part for part in path[:-1])
-    owners = [choice for section, choice, _ in homes if section == here and choice]
+    owners = [place.choice for place in homes if place.path == here and place.choice]
     if owners:
         return f"; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
-    elsewhere = list(dict.fromkeys(f"{section}.{path[-1]}" for section, _, _ in homes))
+    elsewhere = list(dict.fromkeys(f"{place.path}.{path[-1]}" for place in homes))
     near = nearest(path[-1], known, "".join(f"{part}." for part in path[:-1]))
     if len(elsewhere) == 1 or (elsewhere and not near):
         return f"; did you mean {' or '.join(elsewhere)}?"

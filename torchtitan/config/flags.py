@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 
 from torchtitan.config.schema import (
     NOUNS,
+    Kind,
     describe,
     field_schema,
-    find_field,
-    is_section,
+    find,
     json_types,
 )
 from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
@@ -42,16 +42,16 @@ def read_flags(
     chosen = {path: Setting(v[0], "") for path, v in flags if path[-1] == "name" and v}
 
     for path, values in flags:
-        info, is_off = find_field(schema, new_name(path), {**below, **chosen}), False
-        if info is None and (positive := _without_no(path)):
+        kind, is_off = find(schema, new_name(path), {**below, **chosen}), False
+        if kind is None and (positive := _without_no(path)):
             path, is_off = positive, True
-            info = find_field(schema, new_name(path), {**below, **chosen})
+            kind = find(schema, new_name(path), {**below, **chosen})
         name = ".".join(path)
         origin = f"--{name}"
         try:
             if path in settings:
                 raise ConfigError("given twice; wanted one value")
-            value = _off(values) if is_off else _typed(info, values)
+            value = _off(values) if is_off else _typed(kind, values)
         except ConfigError as error:
             problems.append(f"{origin}: {name}: {error}")
             continue
@@ -92,12 +92,12 @@ def _off(values: Sequence[str]) -> bool:
     return False
 
 
-def _typed(info: FieldInfo | None, values: Sequence[str]) -> Any:
-    """The value that words mean for a field; by their looks for a key that has none."""
-    if info is None or is_section(info):
+def _typed(kind: Kind | None, values: Sequence[str]) -> Any:
+    """The value that words mean for a field; by their looks for what is none."""
+    if not isinstance(kind, FieldInfo):
         typed = [_word(value, ANYTHING) for value in values]
         return typed if len(typed) > 1 else typed[0] if typed else True
-    schema = field_schema(info)
+    schema = field_schema(kind)
     kinds = json_types(schema)
     if not values and "boolean" in kinds:
         return True

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.schema import classes, describe, field_schema
+from torchtitan.config.schema import describe, field_schema, kind_of, places
 from torchtitan.config.settings import Config
 from torchtitan.config.words import show
 
@@ -31,11 +31,16 @@ class Section(NamedTuple):
 
 def sections(schema: type[Config]) -> Iterator[Section]:
     """Every section of a recipe, in order."""
-    for name, choice, settings in classes(schema):
-        entries = [_entry(f"{name}.{key}", info) for key, info in settings.model_fields.items()]
-        first = name.removesuffix(".0")
-        header = f"[{name}]" if name == first else f"[[{first}]]"
-        yield Section(header, choice, (settings.__doc__ or "").strip().splitlines()[0], entries)
+    for path, choice, settings, owner in places(schema):
+        entries = [
+            _entry(f"{path}.{key}", info)
+            for key, info in settings.model_fields.items()
+            if isinstance(kind_of(info), FieldInfo)
+        ]
+        name = ".".join(key for key in path.split(".") if key != "0")
+        header = f"[[{name}]]" if path.endswith(".0") else f"[{name}]"
+        about = (settings.__doc__ or "").strip().splitlines()[0]
+        yield Section(header, choice, f"(Of {owner} only.) {about}" if owner else about, entries)
 
 
 def help_text(schema: type[Config]) -> str:
@@ -66,4 +71,5 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
 def _entry(path: str, info: FieldInfo) -> Entry:
     assert info.description, f"{path} has no help text"
     default = "none" if info.default is None else show(info.default)
+    default = "it has to be said" if info.is_required() else default
     return Entry(path, describe(field_schema(info)), default, info.description)

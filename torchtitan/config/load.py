@@ -7,7 +7,7 @@ what the settings mean together is checked last, with defaults in the place of t
 so every mistake is reported in one go, each with its place, what was got and what is allowed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_recipe
 from torchtitan.config.flags import read_flags
-from torchtitan.config.schema import find_choice, list_of
+from torchtitan.config.schema import class_at, find
 from torchtitan.config.settings import (
     CannotRun,
     Config,
@@ -25,7 +25,7 @@ from torchtitan.config.settings import (
     Setting,
     Translation,
 )
-from torchtitan.config.words import show
+from torchtitan.config.words import holds_sections, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = dict[KeyPath, Setting]
@@ -51,11 +51,14 @@ class Recipe(Generic[ConfigT]):
         value: Any = self.config
         for key in path:
             value = value[int(key)] if isinstance(value, tuple) else getattr(value, key)
-        if isinstance(value, tuple):
+        if isinstance(value, Config):
+            value = {}
+        elif isinstance(value, tuple):
             value = [getattr(item, "name", item) for item in value]
         # What an entry of a list does not say stands, as it were, under its header.
-        place = self.origins.get(path[:2], self.place) if len(path) > 2 else self.place
-        origin = self.origins.get(path, place)
+        headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
+        places = [self.origins[above] for above in (*headers, path) if above in self.origins]
+        origin = places[-1] if places else self.place
         return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
 
 
@@ -113,16 +116,16 @@ def load(
     problems += wrong_flags
     settings = _merged(schema, settings, translated(from_flags, written), notices)
 
-    values, faults = validate_all(schema, settings)
+    config, faults, sound = validate_all(schema, settings)
     for path, message in faults.items():
         problems.append(f"{settings[path].origin}: {'.'.join(path)}: {message}")
     origins = {
         path: setting.origin
-        for path, setting in settings.items()
-        if path in values or path[-1].isdigit()
+        for path, setting in sound.items()
+        if path[-1].isdecimal() or not (setting.value == {} or holds_sections(setting.value))
     }
     place = str(recipe) if recipe else "defaults"
-    loaded = Recipe(schema.model_validate(_nest(values)), notices, place, origins)
+    loaded = Recipe(config, notices, place, origins)
     are_valid = not problems
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
@@ -147,34 +150,26 @@ def _merged(schema: type[Config], below: Settings, above: Settings, notices: lis
     A recipe that changes the optimizer of what it extends need not undo the settings of that one. A
     list of sections takes the place of the one below it: nobody could tell which correspond.
     """
-    lists = {name for name, info in schema.model_fields.items() if list_of(info)}
-    replaced = {path[0] for path in above if len(path) == 1} & lists
-    below = {path: setting for path, setting in below.items() if path[0] not in replaced}
+    lists = {path for path, setting in above.items() if isinstance(setting.value, list)}
+    below = {
+        path: setting
+        for path, setting in below.items()
+        if not any(path[:depth] in lists for depth in range(1, len(path)))
+    }
     merged = below | above
-    for (*section, last), name in above.items():
-        choice = find_choice(schema, tuple(section), merged) if last == "name" else None
-        if choice is None:
+    for (*path_of_section, last), name in above.items():
+        section = tuple(path_of_section)
+        kind = find(schema, section, merged)
+        now, before = class_at(kind, section, merged), class_at(kind, section, below)
+        if last != "name" or now is None or before is None or now is before:
             continue
-        was = below.get((*section, "name"))
-        now, before = choice.choice(name.value), choice.choice(was.value if was else choice.default)
-        if now is None or before is None or now is before:
-            continue
-        for key in before.model_fields:
-            path = (*section, key)
-            if path in below and path not in above and key not in now.model_fields:
+        gone = {(*section, key) for key in before.model_fields.keys() - now.model_fields.keys()}
+        for path in below:
+            if path[: len(section) + 1] in gone and path not in above:
                 del merged[path]
-                notices.append(
-                    f"{name.origin}: {'.'.join(section)}.name: {name.value} has no {key}; "
-                    f"{show(below[path].value)} of {below[path].origin} is left out"
-                )
+                if path in gone:
+                    notices.append(
+                        f"{name.origin}: {'.'.join(section)}.name: {name.value} has no {path[-1]}; "
+                        f"{show(below[path].value)} of {below[path].origin} is left out"
+                    )
     return merged
-
-
-def _nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree

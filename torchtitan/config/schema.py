@@ -1,8 +1,7 @@
 """Asks a tree of settings about its sections and fields, and describes what a field holds."""
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -18,92 +17,100 @@ NOUNS = {
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def one_of(info: FieldInfo) -> OneOf | None:
-    """The registry that a section is chosen from, if it is."""
-    return next((item for item in info.metadata if isinstance(item, OneOf)), None)
+class Several(NamedTuple):
+    """A list of sections."""
+
+    item: type[Config] | OneOf
 
 
-def list_of(info: FieldInfo) -> ListOf | None:
-    """The registry that a list of sections is chosen from, if it is."""
-    return next((item for item in info.metadata if isinstance(item, ListOf)), None)
+Kind = type[Config] | OneOf | Several | FieldInfo
+"""What is at a path: a section, one chosen by its name, a list of such, or a value."""
 
 
-def subsection(info: FieldInfo) -> type[Config] | None:
-    """The settings class of a field that is a section."""
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Config) else None
+def kind_of(info: FieldInfo) -> Kind:
+    """What a field is."""
+    for item in info.metadata:
+        if isinstance(item, OneOf):
+            return item
+        if isinstance(item, ListOf):
+            return Several(item.item)
+    kind, items = info.annotation, get_args(info.annotation)
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return kind
+    if get_origin(kind) is tuple and isinstance(items[0], type) and issubclass(items[0], Config):
+        return Several(items[0])
+    return info
 
 
-def is_section(info: FieldInfo) -> bool:
-    """Whether a field is a section, chosen by name or not."""
-    return bool(one_of(info) or subsection(info))
+def find(schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]) -> Kind | None:
+    """What is at a path, following the choices that `settings` make by name; None: nothing."""
+    kind: Kind | None = schema
+    for depth, key in enumerate(path):
+        if isinstance(kind, Several):
+            kind = kind.item if key.isdecimal() else None
+        else:
+            section = class_at(kind, path[:depth], settings)
+            info = section.model_fields.get(key) if section else None
+            kind = kind_of(info) if info else None
+    return kind
 
 
-def classes(schema: type[Config]) -> Iterator[tuple[str, str | None, type[Config]]]:
-    """(section, choice, settings class) for every section and every choice of it.
-
-    Of a list of sections it is the first one: `convert.0`.
-    """
-    for name, info in schema.model_fields.items():
-        if choice := one_of(info):
-            yield from ((name, key, settings) for key, settings in choice.registry.items())
-        elif several := list_of(info):
-            yield from ((f"{name}.0", key, settings) for key, settings in several.registry.items())
-        elif one := subsection(info):
-            yield name, None, one
-
-
-def section_class(
-    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
+def class_at(
+    kind: Kind | None, path: KeyPath, settings: Mapping[KeyPath, Setting]
 ) -> type[Config] | None:
-    """The settings class of a section, following the choice that `settings` make by `name`."""
-    if not section:
-        return schema
-    if choice := find_choice(schema, section, settings):
-        name = settings.get((*section, "name"))
-        return choice.choice(name.value if name else choice.default)
-    info = find_field(schema, section, settings)
-    return subsection(info) if info else None
+    """The settings class of what is at a path; None: it is no section, or has a wrong name."""
+    if isinstance(kind, OneOf):
+        name = settings.get((*path, "name"))
+        return kind.choice(name.value if name else kind.default)
+    return kind if isinstance(kind, type) else None
 
 
-def find_choice(
-    schema: type[Config], section: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> OneOf | None:
-    """The registry that the section at a path is chosen from, if it is."""
-    if info := find_field(schema, section, settings):
-        return one_of(info)
-    several = find_list(schema, section[:-1], settings)
-    return several.item if several and section[-1].isdecimal() else None
+class Place(NamedTuple):
+    """A section of a tree of settings, or one choice of it."""
+
+    path: str
+    """Of a list of sections it is the first one: `convert.0`."""
+    choice: str | None
+    settings: type[Config]
+    owner: str
+    """The choice of the section around it that has such a section, if not all of them have."""
 
 
-def find_list(
-    schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> ListOf | None:
-    """The registry that the sections in the list at a path are chosen from, if it is a list."""
-    info = find_field(schema, path, settings)
-    return list_of(info) if info else None
+def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
+    """Every section and every choice of it, those within others after what they are in."""
+    seen = set()
+    for key, info in schema.model_fields.items():
+        kind, here = kind_of(info), (*path, key)
+        if isinstance(kind, Several):
+            kind, here = kind.item, (*here, "0")
+        if isinstance(kind, FieldInfo):
+            continue
+        choices = kind.registry if isinstance(kind, OneOf) else {None: kind}
+        for name, settings in choices.items():
+            yield Place(".".join(here), name, settings, "")
+        for name, settings in choices.items():
+            for place in places(settings, here):
+                if place[:3] in seen:
+                    continue
+                seen.add(place[:3])
+                child = place.path.split(".")[len(here)]
+                everywhere = all(child in other.model_fields for other in choices.values())
+                yield place if everywhere else place._replace(owner=place.owner or name or "")
 
 
-def find_field(
-    schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]
-) -> FieldInfo | None:
-    """The field at `path`, None where there is none."""
-    if not path:
-        return None
-    section = section_class(schema, path[:-1], settings)
-    return section.model_fields.get(path[-1]) if section else None
-
-
-def validate(info: FieldInfo, value: Any) -> Any:
-    """A value that TOML can hold, as the field holds it.
-
-    Raises:
-        pydantic.ValidationError: where the field does not allow it; "20" and true are no numbers.
-    """
-    # In JSON, unlike in Python, a list is a strict tuple. A date has no JSON form; as an object it
-    # fits no field.
-    text = json.dumps(value, default=lambda date: {"date": str(date)})
-    return _adapter(info).validate_json(text)
+def flat(config: Config) -> dict[KeyPath, Any]:
+    """Every value of a tree of settings, as TOML could hold it, by its path."""
+    values: dict[KeyPath, Any] = {}
+    dump = config.model_dump(mode="json")
+    for key, info in type(config).model_fields.items():
+        value = getattr(config, key)
+        parts: dict[KeyPath, Any] = {(key,): value}
+        if isinstance(kind_of(info), Several):
+            parts = {(key, str(number)): item for number, item in enumerate(value)}
+        for path, part in parts.items():
+            below = flat(part) if isinstance(part, Config) else {(): dump[key]}
+            values |= {(*path, *rest): leaf for rest, leaf in below.items()}
+    return values
 
 
 def field_schema(info: FieldInfo) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """What settings are made of: frozen sections, choices by name, values with their place."""
 
-import itertools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, SerializationInfo
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from torchtitan.config.words import allowed_names, show
 
 KeyPath = tuple[str, ...]
+
+BAD_CHOICE: Final = "bad_choice"
+"""The type of pydantic's error about a section without a name, or whose name is in no registry."""
 
 
 class ConfigError(ValueError):
@@ -58,12 +61,16 @@ class OneOf:
         if isinstance(value, Config):
             return value
         if not isinstance(value, dict):
-            raise ValueError("wanted a section")
+            raise PydanticCustomError("model_type", "wanted a section")
         got = value.get("name", self.default)
         settings = self.choice(got)
         if settings is None:
-            raise ValueError(f"name: got {show(got)}; {allowed_names(got, self.registry)}")
-        return settings.model_validate(value | {"name": got})
+            allowed = allowed_names(got, self.registry)
+            message = f"it has no name; {allowed}" if got is None else f"got {show(got)}; {allowed}"
+            kind = PydanticCustomError(BAD_CHOICE, "{message}", {"message": message})
+            line = InitErrorDetails(type=kind, loc=("name",) if got is not None else (), input=got)
+            raise ValidationError.from_exception_data("section", [line])
+        return settings.model_validate_json(json.dumps(value | {"name": got}), strict=True)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
@@ -74,7 +81,7 @@ class OneOf:
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         choices = []
         for name, settings in self.registry.items():
-            choice = settings.model_json_schema()
+            choice = dict(handler.resolve_ref_schema(handler(settings.__pydantic_core_schema__)))
             if name != self.default:
                 choice["required"] = [*choice.get("required", ()), "name"]
             choices.append(choice)
@@ -83,7 +90,10 @@ class OneOf:
 
 @dataclass(frozen=True)
 class ListOf:
-    """Annotation of a list of sections, `[[name]]`, each chosen from a registry by its `name`."""
+    """Annotation of a list of sections, `[[name]]`, each chosen from a registry by its `name`.
+
+    Where all are of one class it needs no annotation: the field is a tuple of that class.
+    """
 
     registry: Mapping[str, type[Config]]
 
@@ -92,21 +102,9 @@ class ListOf:
         """What one of the sections is."""
         return OneOf(self.registry, None)
 
-    def _validate(self, value: Any) -> tuple[Config, ...]:
-        """From a list, or from a tree of settings, where the sections stand by their numbers."""
-        if isinstance(value, dict):
-            value = list(itertools.takewhile(bool, (value.get(str(n)) for n in itertools.count())))
-        if not isinstance(value, list | tuple):
-            raise ValueError("wanted a list of sections")
-        return tuple(self.item._validate(item) for item in value)
-
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self._validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda configs, info: [_dump(config, info) for config in configs], info_arg=True
-            ),
-        )
+        item = self.item.__get_pydantic_core_schema__(source, handler)
+        return core_schema.tuple_variable_schema(item)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         names = ", ".join(self.registry)

@@ -24,10 +24,15 @@ def show(value: Any) -> str:
     """A value as TOML writes it."""
     if value == {}:
         return "a section"
-    if isinstance(value, list) and value and all(item == {} for item in value):
+    if holds_sections(value):
         return "a list of sections"
     if value is None:
         return "nothing"
     if isinstance(value, date | time | float):
         return str(value)
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def holds_sections(value: Any) -> bool:
+    """Whether a value stands for a list of sections: `[{}, {}]`."""
+    return isinstance(value, list) and bool(value) and all(item == {} for item in value)

@@ -128,20 +128,21 @@ def _section(document: Body, section: KeyPath) -> Body:
         if path == section and has_keys:
             return body
     made: Body
-    if len(section) == 1:
-        table = tomlkit.table()
-        document += [(None, Whitespace("\n")), (tomlkit.key(section[0]), table)]
+    *above, last = section
+    if not last.isdecimal():
+        home, table = _section(document, tuple(above)), tomlkit.table()
+        home += [(None, Whitespace("\n")), (tomlkit.key(last), table)]
         made = table.value.body
         return made
-    name, number = section
-    sections = next((item for key, item in document if key and key.key == name), None)
+    home = _section(document, tuple(above[:-1]))
+    sections = next((item for key, item in home if key and key.key == above[-1]), None)
     if sections is None:
         sections = tomlkit.aot()
-        document.append((tomlkit.key(name), sections))
-    while len(sections.body) <= int(number):
+        home.append((tomlkit.key(above[-1]), sections))
+    while len(sections.body) <= int(last):
         sections.append(tomlkit.table())
         sections.body[-1].trivia.indent = "\n"
-    made = sections.body[int(number)].value.body
+    made = sections.body[int(last)].value.body
     return made
 
 

@@ -72,7 +72,7 @@ class Conditions(Config):
 class VariantKeys(Config):
     """The keys of a variant that are not settings of its recipe."""
 
-    name: str = Field(description="What the report calls it.")
+    name: str = Field("", description="What the report calls it.")
     recipe: str | None = Field(None, description="Another recipe than the study's.")
     ranks: int | None = Field(None, ge=1, description="Another number of processes.")
 
@@ -118,13 +118,11 @@ def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
         raise RecipeError(problems)
     common = _below(settings, ("common",))
     own = {key: value for key, value in settings.items() if key[0] not in ("common", "variants")}
-    values, faults = validate_all(Conditions, own)
+    written, faults, _ = validate_all(Conditions, own)
     for key, text in faults.items():
         known = "; and [common], [[variants]]" if text.startswith("unknown") else ""
         problems.append(f"{own[key].origin}: {'.'.join(key)}: {text}{known}")
-    conditions = _changed(
-        Conditions.model_validate({key[0]: value for key, value in values.items()}), changes
-    )
+    conditions = _changed(written, changes)
     plans = list(_plans(path, settings, conditions, common, flags, problems))
     if problems:
         raise RecipeError(problems)
@@ -151,14 +149,13 @@ def _plans(
         if ("name",) not in keys:
             problems.append(f"{header}: variants.{number}: it has no name")
             continue
-        values, faults = validate_all(VariantKeys, keys)
+        variant, faults, _ = validate_all(VariantKeys, keys)
         problems += [
             f"{keys[key].origin}: variants.{number}.{key[0]}: {text}"
             for key, text in faults.items()
         ]
         if faults:
             continue
-        variant = VariantKeys.model_validate({key[0]: value for key, value in values.items()})
         recipe = variant.recipe or conditions.recipe
         yield Plan(
             variant.name,
@@ -270,7 +267,8 @@ def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
     settings: Settings = {}
     for key, value in words.items():
         path = tuple(key.split("."))
-        settings.setdefault(path[:1], Setting({}, origin))
+        for depth in range(1, len(path)):
+            settings.setdefault(path[:depth], Setting({}, origin))
         settings[path] = Setting(value, origin)
     return settings
 

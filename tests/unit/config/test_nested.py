@@ -1,0 +1,263 @@
+"""Sections within sections, and lists of them, at any depth: from TOML, flags, and in `extends`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import tomlkit
+from pydantic import Field, field_validator
+
+from torchtitan.config import (
+    Config,
+    ListOf,
+    OneOf,
+    Recipe,
+    RecipeError,
+    Translation,
+    flat,
+    help_text,
+    json_schema,
+    load,
+)
+
+
+class Plain(Config):
+    """Sent as it is."""
+
+    name: Literal["plain"] = Field("plain", description="Which.")
+
+
+class Quantized(Config):
+    """Sent in few bits."""
+
+    name: Literal["quantized"] = Field("quantized", description="Which.")
+    bits: int = Field(8, ge=2, description="Bits of a number.")
+
+
+WAYS: dict[str, type[Config]] = {"plain": Plain, "quantized": Quantized}
+
+
+class Communication(Config):
+    """What is sent."""
+
+    weights: Annotated[Plain | Quantized, OneOf(WAYS, "plain")] = Plain()
+    steps: Annotated[tuple[Plain | Quantized, ...], ListOf(WAYS)] = ()
+
+
+class Group(Config):
+    """Some parameters."""
+
+    match: str = Field(description="Which of them.")
+    lr_factor: float = Field(1.0, gt=0, description="Times the rate.")
+    betas: tuple[float, ...] = Field((), description="Both.")
+
+
+class Rest(Config):
+    """What the other does not do."""
+
+    lr: float = Field(1e-3, gt=0, description="Rate.")
+
+
+class SGD(Config):
+    """One rate."""
+
+    name: Literal["SGD"] = Field("SGD", description="Which.")
+    groups: tuple[Group, ...] = ()
+
+
+class Muon(Config):
+    """Matrices."""
+
+    name: Literal["Muon"] = Field("Muon", description="Which.")
+    groups: tuple[Group, ...] = ()
+    adamw: Rest = Rest()
+    even: int = Field(2, description="Even.")
+
+    @field_validator("even")
+    @classmethod
+    def _is_even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("it is odd")
+        return value
+
+
+class Root(Config):
+    """A recipe."""
+
+    optimizer: Annotated[SGD | Muon, OneOf({"SGD": SGD, "Muon": Muon}, "SGD")] = SGD()
+    communication: Communication = Communication()
+
+
+MUON = """
+[optimizer]
+name = "Muon"
+adamw = { lr = 0.5 }
+[[optimizer.groups]]
+match = "norm"
+lr_factor = 2
+[[optimizer.groups]]
+match = "head"
+betas = [0.9, 0.95]
+[communication.weights]
+name = "quantized"
+bits = 4
+[[communication.steps]]
+name = "plain"
+"""
+MADE = Root(
+    optimizer=Muon(
+        adamw=Rest(lr=0.5),
+        groups=(Group(match="norm", lr_factor=2), Group(match="head", betas=(0.9, 0.95))),
+    ),
+    communication=Communication(weights=Quantized(bits=4), steps=(Plain(),)),
+)
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(text: str = "", flags: str = "") -> Recipe[Root]:
+    Path("r.toml").write_text(text, encoding="utf-8")
+    return load(
+        Root,
+        "r.toml",
+        flags.split(),
+        translate=lambda settings, below: Translation(settings, [], [], {}),
+        new_name=lambda path: path,
+        prepare=lambda settings: [],
+        check=lambda config: [],
+    )
+
+
+def refused(text: str = "", flags: str = "") -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        read(text, flags)
+    return error.value.lines
+
+
+def test_toml() -> None:
+    recipe = read(MUON)
+    assert recipe.config == MADE
+    assert recipe.origins["optimizer", "adamw", "lr"] == "r.toml:4"
+    assert recipe.origins["optimizer", "groups", "1", "betas"] == "r.toml:10"
+    assert recipe.origins["communication", "weights", "bits"] == "r.toml:13"
+    assert read(tomlkit.dumps(MADE.model_dump(mode="json"))).config == MADE
+
+
+def test_flags() -> None:
+    made = read(MUON, "--optimizer.groups.1.lr_factor 3 --optimizer.adamw.lr=1e-1").config
+    assert isinstance(made.optimizer, Muon)
+    assert made.optimizer.groups[1] == Group(match="head", lr_factor=3.0, betas=(0.9, 0.95))
+    assert made.optimizer.adamw == Rest(lr=0.1)
+    flags = "--communication.weights.name quantized --communication.weights.bits 2"
+    flags += " --optimizer.groups.0.match norm --optimizer.groups.0.betas 0.1 0.2"
+    made = read(flags=flags).config
+    assert made.communication.weights == Quantized(bits=2)
+    assert made.optimizer == SGD(groups=(Group(match="norm", betas=(0.1, 0.2)),))
+
+
+def test_extends() -> None:
+    Path("base.toml").write_text(MUON, encoding="utf-8")
+    mine = 'extends = "base.toml"\n[optimizer.adamw]\nlr = 0.25\n[[optimizer.groups]]\nmatch = "x"'
+    made = read(mine).config
+    assert made.optimizer == Muon(adamw=Rest(lr=0.25), groups=(Group(match="x"),))
+    assert made.communication == MADE.communication
+    assert read('extends = "base.toml"\n[optimizer]\ngroups = []').config.optimizer == Muon(
+        adamw=Rest(lr=0.5)
+    )
+    other = read(
+        'extends = "base.toml"\n[optimizer]\nname = "SGD"\n[communication.weights]\nname = "plain"'
+    )
+    assert other.config.optimizer == SGD(groups=MADE.optimizer.groups)
+    assert other.config.communication.weights == Plain()
+    assert other.notices == [
+        "r.toml:3: optimizer.name: SGD has no adamw; a section of base.toml:4 is left out",
+        "r.toml:5: communication.weights.name: plain has no bits; 4 of base.toml:13 is left out",
+    ]
+
+
+def test_every_mistake_is_found_at_its_place() -> None:
+    text = """
+[optimizer]
+name = "Muon"
+even = 3
+adamw = { lr = "1", l = 2 }
+[[optimizer.groups]]
+match = 5
+[[optimizer.groups]]
+lr_factor = 0
+[[optimizer.groups]]
+match = "x"
+lr_facto = 1
+[communication.weights]
+name = "quantised"
+bits = "many"
+[[communication.steps]]
+bits = 4
+"""
+    names = "allowed: plain, quantized"
+    assert refused(text, "--optimizer.groups.4.lr_factor 1 --communication.steps.0.bits 1") == [
+        "r.toml:4: optimizer.even: got 3; it is odd",
+        'r.toml:5: optimizer.adamw.lr: got "1"; wanted a number > 0',
+        "r.toml:5: optimizer.adamw.l: unknown key; allowed: lr; did you mean optimizer.adamw.lr?",
+        "r.toml:7: optimizer.groups.0.match: got 5; wanted a string",
+        "r.toml:8: optimizer.groups.1: it has no match",
+        "r.toml:9: optimizer.groups.1.lr_factor: got 0; wanted a number > 0",
+        "r.toml:12: optimizer.groups.2.lr_facto: unknown key; allowed: match, lr_factor, betas; "
+        "did you mean optimizer.groups.2.lr_factor?",
+        f'r.toml:14: communication.weights.name: got "quantised"; {names}; did you mean quantized?',
+        f"--communication.steps.0.bits: communication.steps.0: it has no name; {names}",
+        "--optimizer.groups.4.lr_factor: optimizer.groups.4: they are numbered from 0 without a "
+        "gap; wanted optimizer.groups.2 or optimizer.groups.3",
+    ]
+
+
+def test_what_is_no_section() -> None:
+    assert refused(
+        "[optimizer]\nname = 'Muon'\nadamw = 5\ngroups = [1]\n[optimizer.even]\na = 1"
+    ) == [
+        "r.toml:3: optimizer.adamw: got 5; wanted a section",
+        "r.toml:4: optimizer.groups: got [1]; wanted sections, each under [[optimizer.groups]]",
+        "r.toml:5: optimizer.even: got a section; wanted an integer",
+    ]
+    assert refused("[optimizer.groups]\nmatch = 'x'\n[communication]\nweights = 'plain'") == [
+        "r.toml:1: optimizer.groups: got a section; wanted sections, each under "
+        "[[optimizer.groups]]",
+        'r.toml:4: communication.weights: got "plain"; wanted a section',
+    ]
+
+
+def test_values_by_their_path() -> None:
+    values = flat(MADE)
+    assert values["optimizer", "groups", "1", "betas"] == [0.9, 0.95]
+    assert values["optimizer", "adamw", "lr"] == 0.5
+    assert values["communication", "weights", "bits"] == 4
+    assert values["communication", "steps", "0", "name"] == "plain"
+    assert not {("optimizer", "groups"), ("communication", "weights")} & values.keys()
+
+
+def test_help_has_each_section_once() -> None:
+    text = help_text(Root)
+    headers = [line for line in text.splitlines() if line.startswith("[")]
+    assert headers == [
+        '[optimizer] with name = "SGD": One rate.',
+        '[optimizer] with name = "Muon": Matrices.',
+        "[[optimizer.groups]]: Some parameters.",
+        "[optimizer.adamw]: (Of Muon only.) What the other does not do.",
+        "[communication]: What is sent.",
+        '[communication.weights] with name = "plain": Sent as it is.',
+        '[communication.weights] with name = "quantized": Sent in few bits.',
+        '[[communication.steps]] with name = "plain": Sent as it is.',
+        '[[communication.steps]] with name = "quantized": Sent in few bits.',
+    ]
+    assert "  --optimizer.groups.0.match  (a string; default: it has to be said)" in text
+    assert "  --optimizer.adamw.lr  (a number > 0; default: 0.001)" in text
+
+
+def test_schema_refers_to_nothing_that_is_missing() -> None:
+    schema = json_schema(Root)
+    muon = schema["properties"]["optimizer"]["oneOf"][1]
+    assert muon["properties"]["adamw"]["$ref"] == "#/$defs/Rest"
+    assert schema["$defs"]["Rest"]["properties"].keys() == {"lr"}
