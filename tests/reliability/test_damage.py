@@ -115,7 +115,7 @@ def harms() -> list[Any]:
     return found
 
 
-EXPECTED = "named; set aside, and the one before used, to the same numbers; or refused"
+EXPECTED = "named and set aside; resumes from the one before, with the same numbers; or refused"
 
 
 @pytest.mark.parametrize(("layout", "harm", "name", "seed"), harms())
@@ -194,7 +194,7 @@ def test_files_exchanged_between_two_checkpoints(
     assert "/step-2 at step 2\n" in auto.log
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
     what = "a file" if name else "the names"
-    expected = "both set aside, and the one before used, to the same numbers"
+    expected = "both set aside; resumes from the one before, with the same numbers"
     tell(f"{what} of two checkpoints exchanged", expected, "as expected")
 
 
@@ -211,7 +211,11 @@ def test_every_checkpoint_harmed(harm: str, tmp_path: Path, saved: Saved, tell: 
     assert f"no checkpoint in {run}/checkpoint is what was saved" in played.log
     assert all(f"step-{step}/{FILES['one rank'][step // 2]}" in played.log for step in (2, 4, 6))
     assert {path.name: contents(path) for path in checkpoints(run).values()} == before
-    tell("every checkpoint harmed", "refused, each named; nothing starts afresh", "as expected")
+    tell(
+        "every checkpoint corrupted",
+        "refused, each named; nothing starts from scratch",
+        "as expected",
+    )
 
 
 # --- malice ---
@@ -236,9 +240,9 @@ def pickled(mark: Path) -> bytes:
 
 
 MALICE = {
-    "in the place of a file": [(name,) for name in FILES["one rank"]],
+    "in place of a file": [(name,) for name in FILES["one rank"]],
     "beside the files": [(".metadata",), ("__0_0.distcp",), ("data.pkl",)],
-    "in the place of a checkpoint": [(".metadata", "__0_0.distcp", "train_state.json")],
+    "in place of a checkpoint": [(".metadata", "__0_0.distcp", "train_state.json")],
 }
 
 
@@ -265,7 +269,7 @@ def test_malicious_pickles_are_not_run(
     run, mark = tmp_path / "run", tmp_path / "mark"
     shutil.copytree(saved("one rank"), run)
     newest = run / "checkpoint/step-6"
-    if where == "in the place of a checkpoint":
+    if where == "in place of a checkpoint":
         shutil.rmtree(newest)
         newest.mkdir()
     for name in names:
@@ -281,7 +285,7 @@ def test_malicious_pickles_are_not_run(
     statuses = [one.status for one in played]
     if where == "beside the files":  # they are not looked at
         assert statuses == [0, 0, 0], played
-    elif where == "in the place of a file":
+    elif where == "in place of a file":
         assert statuses == [2, 2, 0], played
         assert "; set aside as step-6.damaged\n" in played[2].log
     else:
@@ -289,7 +293,11 @@ def test_malicious_pickles_are_not_run(
         assert all(f"{newest}: format 1" in one.log for one in played)
     if not any(statuses[2:]):
         End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
-    tell(f"a malicious pickle {where}", "never run; refused in words, or not read", "as expected")
+    tell(
+        f"a malicious pickle {where}",
+        "never executed; refused with a message, or not read",
+        "as expected",
+    )
 
 
 def test_malicious_weights_of_others_are_not_run(tmp_path: Path, tell: Tell) -> None:
@@ -307,5 +315,7 @@ def test_malicious_weights_of_others_are_not_run(tmp_path: Path, tell: Tell) -> 
         assert played.status == 2, played.log
         assert "checkpoint.initial_load_path" in played.log
     tell(
-        "a malicious pickle as weights of Meta or Hugging Face", "never run; refused", "as expected"
+        "a malicious pickle as weights of Meta or Hugging Face",
+        "never executed; refused",
+        "as expected",
     )

@@ -112,8 +112,10 @@ WHAT = {
     "a read-only file system": "Read-only file system",
     "no permission": "Permission denied",
 }
-EXPECTED = "told loudly; training goes on; what was saved stays; the next save works"
-EXPECTED_LAST = "told loudly; ends with status 1; what was saved stays, and goes on later"
+EXPECTED = "logged as an error; training continues; saved checkpoints stay; the next save works"
+EXPECTED_LAST = (
+    "logged as an error; exits with status 1; saved checkpoints stay, and the run resumes later"
+)
 
 
 def daily(kind: str, mode: str) -> Any:
@@ -279,7 +281,7 @@ def test_a_slow_disk(tmp_path: Path, undisturbed: Undisturbed, tell: Tell) -> No
     assert play(recipe(sync, training={"steps": 4})).status == 0
     digests = [read_manifest(checkpoints(folder)[4]).digest for folder in (run, sync)]
     assert digests[0] == digests[1]
-    tell("a slow disk, async", "training goes on; each file is of its own step", "as expected")
+    tell("a slow disk, async", "training continues; each file is from its own step", "as expected")
 
 
 @pytest.mark.slow
@@ -291,4 +293,4 @@ def test_a_run_that_may_write_nowhere(tmp_path: Path, small_disk: Mount, tell: T
     assert played.log.startswith(f"job.dump_folder: cannot write into {run}: ")
     assert "Traceback" not in played.log
     assert not list(run.iterdir())
-    tell("a read-only folder from the start", "refused with status 2, in words", "as expected")
+    tell("a read-only folder from the start", "refused with status 2 and a message", "as expected")

@@ -107,7 +107,7 @@ def test_a_checkpoint_of_the_first_format(tmp_path: Path, tell: Tell) -> None:
         )
         assert told in played.log
         assert "Traceback" not in played.log
-    tell("a checkpoint of format 1", "refused with what can be done about it", "as expected")
+    tell("a checkpoint of format 1", "refused, with what can be done about it", "as expected")
 
 
 def test_a_checkpoint_of_a_later_format(tmp_path: Path, tell: Tell) -> None:
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_later_format(tmp_path: Path, tell: Tell) -> None:
         assert played.status == 2, played.log
         told = f"{path}: format 3; this version reads 2. A newer torchtitan wrote it: use that one"
         assert told in played.log
-    tell("a checkpoint of a later format", "refused with what can be done about it", "as expected")
+    tell("a checkpoint of a later format", "refused, with what can be done about it", "as expected")
 
 
 # --- time ---
@@ -149,7 +149,9 @@ def test_a_clock_that_goes_backwards(tmp_path: Path, undisturbed: Undisturbed, t
     assert "/step-4 at step 4\n" in played.log
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
     tell(
-        "clocks that go backwards, files of the future", "steps count, times do not", "as expected"
+        "clocks that go backwards, files from the future",
+        "checkpoints are ordered by step, not by time",
+        "as expected",
     )
 
 
@@ -201,8 +203,8 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(
     assert note.read_text() == "step-2 step-4.damaged"
     assert list(checkpoints(run)) == [8]
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
-    expected = "found when it is read back; set aside; the one before is kept"
-    tell("a checkpoint harmed between writing and reading back", expected, "as expected")
+    expected = "detected when it is read back; set aside; the one before is kept"
+    tell("a checkpoint corrupted between writing and reading back", expected, "as expected")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -217,8 +219,8 @@ def test_a_last_checkpoint_that_is_harmed_at_once(
     assert list(checkpoints(run)) == [6]
     assert play(recipe(run, checkpoint=saves)).status == 0
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
-    expected = "ends with status 1; the one before is kept, and goes on later"
-    tell("the last checkpoint harmed between writing and reading back", expected, "as expected")
+    expected = "exits with status 1; the one before is kept, and the run resumes from it later"
+    tell("the last checkpoint corrupted between writing and reading back", expected, "as expected")
 
 
 def test_checkpoints_of_a_run_that_went_further_are_left_alone(tmp_path: Path, tell: Tell) -> None:

@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_the_step_it_is_named_after(
     assert played.status == 0, played.log
     assert wrong_steps(tmp_path, noted) == []
     assert len({digest(tensors) for tensors in noted.values()}) == len(noted), "weights change"
-    expected = "content and digest are those noted when the step ended, to the bit"
+    expected = "content and digest match those recorded when the step ended, to the bit"
     tell(f"8 checkpoints, async_mode = {mode}", expected, "as expected", len(noted))
 
 
@@ -146,4 +146,8 @@ def test_without_the_wait_it_would_be_found(layout: str, tmp_path: Path, tell: T
     found = wrong_steps(tmp_path, noted)
     assert found
     assert set(found) <= set(range(1, 8))
-    tell("the same without waiting for the copy", "the trial finds some of 8 wrong", "as expected")
+    tell(
+        "the same without waiting for the copy",
+        "the trial detects that some of 8 are wrong",
+        "as expected",
+    )

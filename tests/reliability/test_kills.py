@@ -95,22 +95,22 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
     "while weights are copied": (at_call(f"{CHECKPOINT}.staging:Staging._copy", 2), "any", 2),
     "before its folder is made": (at_call(f"{CHECKPOINT}.folder:begin", 2), "first", 2),
     "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
-    "halfway in the bytes": (
+    "halfway through the data": (
         at_call(f"{CHECKPOINT}.saver:write_file", 2, half_written),
         "any",
         2,
     ),
-    "before the bytes are on the disk": (at_call("os:fsync", 7), "first", 2),
-    "before the index is on the disk": (at_call("os:fsync", 8), "first", 2),
-    "before the counters are on the disk": (at_call("os:fsync", 9), "first", 2),
+    "before the data is on disk": (at_call("os:fsync", 7), "first", 2),
+    "before the index is on disk": (at_call("os:fsync", 8), "first", 2),
+    "before the counters are on disk": (at_call("os:fsync", 9), "first", 2),
     "before the manifest": (at_call(f"{CHECKPOINT}.storage:write_manifest", 2), "first", 2),
-    "halfway in the manifest": (
+    "halfway through the manifest": (
         at_call(f"{CHECKPOINT}.manifest:write_json", 2, half_a_json),
         "first",
         2,
     ),
-    "before it gets its name": (at_call(f"{CHECKPOINT}.folder:commit", 2), "first", 2),
-    "after it got its name": (at_call("os:fsync", 12), "first", 4),
+    "before it is renamed": (at_call(f"{CHECKPOINT}.folder:commit", 2), "first", 2),
+    "after it is renamed": (at_call("os:fsync", 12), "first", 4),
     "while it is read back": (
         at_call(f"{CHECKPOINT}.saver:_read_back", 2),
         "any",
@@ -118,7 +118,7 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
     ),
     "before an old one is deleted": (at_call(f"{CHECKPOINT}.folder:delete", 1), "first", 4),
     "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
-    "when weights have changed since": (
+    "after the weights have changed": (
         at_call("torchtitan.optim.group:Optimizers.step", 6, done_and_dead),
         "any",
         4,
@@ -145,7 +145,7 @@ def stages() -> list[Any]:
     return found
 
 
-DAILY = ("halfway in the bytes", "halfway in the manifest", "after it got its name")
+DAILY = ("halfway through the data", "halfway through the manifest", "after it is renamed")
 
 
 @pytest.mark.parametrize(("layout", "mode", "stage", "rank"), stages())
@@ -169,15 +169,15 @@ def test_a_kill_at_a_stage_of_a_save(
     tell(f"SIGKILL of a rank {stage}", EXPECTED, "as expected")
 
 
-EXPECTED = "each checkpoint whole; goes on from the newest; the numbers of a run never stopped"
+EXPECTED = "every checkpoint intact; resumes from the newest; same numbers as an uninterrupted run"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "trap"),
     {
-        "while what was unfinished is deleted": at_call("shutil:rmtree", 1, half_deleted),
-        "while it is read before it is loaded": at_call(f"{CHECKPOINT}.manifest:hash_file", 2),
+        "while an unfinished one is deleted": at_call("shutil:rmtree", 1, half_deleted),
+        "while it is verified before loading": at_call(f"{CHECKPOINT}.manifest:hash_file", 2),
         "while it is loaded": at_call(f"{CHECKPOINT}.contents:load_into"),
     }.items(),
 )
@@ -186,7 +186,7 @@ def test_a_kill_while_resuming(
     layout: str, what: str, trap: Trap, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
 ) -> None:
     folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": "async"}
-    stages = (STAGES["before it gets its name"][0], trap)
+    stages = (STAGES["before it is renamed"][0], trap)
     for stage in stages:
         played = play(recipe(folder, layout, checkpoint=saves), ranks_of(layout), {0: stage})
         assert played.was_killed, played.log
