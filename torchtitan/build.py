@@ -32,7 +32,12 @@ from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.optim import Optimizers, learning_rate_factor, open_optimizers
+from torchtitan.optim import (
+    Optimizers,
+    learning_rate_factor,
+    name_parameters,
+    open_optimizers,
+)
 from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
@@ -87,8 +92,9 @@ def build(job: JobConfig, world: World) -> Run:
     folder = Path(job.job.dump_folder).expanduser()
     tokenizer, timeline = open_tokenizer(job), Timeline(world.device)
     model = build_model(job, world, timeline)
+    parameters = name_parameters(model.parts, MODELS[job.model.name].role)
     optimizers = open_optimizers(
-        model.parts, job.optimizer, world.groups["pp"], world.device, redistribute_grads
+        parameters, job.optimizer, world.groups["pp"], world.device, redistribute_grads
     )
     open_stream = partial(
         build_stream,

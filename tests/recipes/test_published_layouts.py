@@ -20,7 +20,8 @@ from torchtitan.build import allocate, lay_out
 from torchtitan.checks import load_job
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.optim import Optimizers
+from torchtitan.models import MODELS
+from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.timeline import Timeline
@@ -64,7 +65,8 @@ def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
         leave_out_the_vote(model.executor)
     with FakeTensorMode(allow_non_fake_inputs=True):
         allocate(model, job, world)
-        optimizers = Optimizers(model.parts, job.optimizer, world.groups["pp"])
+        parameters = name_parameters(model.parts, MODELS[job.model.name].role)
+        optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
         shape = job.training.local_batch_size, job.training.seq_len
         batch = Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
         loss = model.forward_backward([batch, batch], torch.tensor(1.0))

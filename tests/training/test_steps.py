@@ -214,7 +214,8 @@ def check_groups(job: JobConfig) -> None:
         run = build(job, world)
         decay = {
             run.optimizers.names[p]: group["weight_decay"]
-            for group in run.optimizers.optimizers[0].param_groups
+            for optimizer in run.optimizers.rules
+            for group in optimizer.param_groups
             for p in group["params"]
         }
         run.data.close()

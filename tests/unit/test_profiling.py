@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tests.named import named
 from torchtitan.device import Device
 from torchtitan.optim import AdamW, Optimizers
 from torchtitan.profiling import (
@@ -256,7 +257,7 @@ def fail_in_backward(profiler, timeline, error):
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 def test_when_memory_runs_out_what_was_held_is_written_and_the_error_goes_on(error, tmp_path):
     model = torch.nn.ModuleDict({"small": torch.nn.Linear(4, 4), "large": torch.nn.Linear(64, 64)})
-    optimizers = Optimizers([model], AdamW())
+    optimizers = Optimizers(named(model), AdamW())
     model["large"](torch.ones(64)).sum().backward()
     optimizers.step()
     timeline = Timeline(Device("cpu"))

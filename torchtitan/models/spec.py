@@ -7,6 +7,7 @@ so a new model is two files and one line in `torchtitan.models.MODELS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -103,10 +104,33 @@ class ModelSpec(Generic[Args]):
     """(arguments, sequence length) to floating-point operations, forward and backward."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Parameter names, with `*` as above, to what they are to an optimizer, where `role` errs."""
     shrink: Callable[[Args, MinShape], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)
     """Other formats of its weights: "hf" for Hugging Face, "meta" for Meta's own."""
+
+    def role(self, name: str, ndim: int) -> str:
+        """What a parameter is to an optimizer: a name in `roles`, or one of these.
+
+        "embedding" works before the blocks and "head" after them, "norm" is any vector but a
+        "bias", and "matrix" is all else.
+        """
+        for pattern, role in self.roles.items():
+            if fnmatchcase(name, pattern):
+                return role
+        module, _, last = name.rpartition(".")
+        planned = {role for p, role in self.tensor_plan.items() if fnmatchcase(module, p)}
+        if ndim < 2:
+            return "bias" if last == "bias" and "norm" not in planned else "norm"
+        if "embedding" in planned or _within(name, self.before_blocks):
+            return "embedding"
+        return "head" if _within(name, self.after_blocks) else "matrix"
+
+
+def _within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -1,21 +1,23 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
 arXiv:1711.05101), as torch implements them, or with states in fewer bits, as torchao does."""
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from torchtitan.optim import low_bit
-from torchtitan.optim.settings import Implemented, ParameterGroups
+from torchtitan.optim.settings import Implemented, OptimizerConfig, ParameterGroup
 
 
-class _AnyAdam(Implemented):
+class AdamRule(Implemented):
     """What Adam and AdamW have in common."""
 
-    name: Literal["AdamW", "Adam"]
+    decoupled: ClassVar[bool]
+    """Whether the weights decay by themselves, not by their gradients."""
+
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
@@ -25,14 +27,32 @@ class _AnyAdam(Implemented):
         "in 16, 8 or 4 bits; a run may resume with another.",
     )
 
-    def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
-        betas = (self.beta1, self.beta2)
-        settings: dict[str, Any] = {"lr": self.lr, "betas": betas, "eps": self.eps}
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
         if self.state_dtype != "parameter":
-            decoupled = self.name == "AdamW"
-            return low_bit.LowBitAdam(groups, self.state_dtype, decoupled=decoupled, **settings)
-        kind = torch.optim.AdamW if self.name == "AdamW" else torch.optim.Adam
-        return kind(groups, **settings | self.how())
+            return low_bit.LowBitAdam(groups, self.state_dtype, decoupled=self.decoupled)
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        how: dict[str, Any] = self.how()
+        return kind([group.options() for group in groups], **how)
+
+    def saved(self, state: Tensor) -> Tensor:
+        return low_bit.values(state)
+
+    def restore(self, state: Tensor, saved: Tensor) -> None:
+        low_bit.fill(state, saved)
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return low_bit.BYTES.get(self.state_dtype, 2 * parameter_bytes)
+
+    @property
+    def rounds_state(self) -> bool:
+        return self.state_dtype != "parameter"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.state_dtype != "parameter"
 
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
         if self.state_dtype == "parameter":
@@ -40,13 +60,21 @@ class _AnyAdam(Implemented):
         return low_bit.describe(self.state_dtype, states)
 
 
-class AdamW(_AnyAdam):
+class AdamWRule(AdamRule):
+    """Adam with weight decay decoupled from the gradient."""
+
+    decoupled = True
+
+
+class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
     name: Literal["AdamW"] = Field("AdamW", description="Which optimizer.")
 
 
-class Adam(_AnyAdam):
+class Adam(AdamRule, OptimizerConfig):
     """Adam; weight decay is added to the gradient."""
+
+    decoupled = False
 
     name: Literal["Adam"] = Field("Adam", description="Which optimizer.")

@@ -4,15 +4,16 @@ A name means the same on every layout, so state saved under any layout loads und
 whatever number of model parts or parameter groups held it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchtitan.optim import low_bit
+from torchtitan.optim.grouping import Assignment, assign, build_all
 from torchtitan.optim.norm import global_norm, local
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, ParameterGroups
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
 
 __all__ = ["Optimizers", "local"]
 
@@ -25,23 +26,20 @@ class Optimizers:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parameters: Sequence[NamedParameter],
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None = None,
     ) -> None:
         """`stages` are the ranks that hold the other parts of the model, if there are any."""
         self.stages = stages
-        self.names: dict[Tensor, str] = {
-            p: name for part in parts for name, p in part.named_parameters() if p.requires_grad
-        }
-        self.optimizers = self._build(config, _groups(parts, self.names, config))
+        self.names: dict[Tensor, str] = {p.tensor: p.name for p in parameters}
         self.peak_lr = config.lr
+        self.rules = self._build(assign(parameters, config))
+        """Of each torch optimizer."""
 
-    def _build(
-        self, config: OptimizerConfig, groups: ParameterGroups
-    ) -> list[torch.optim.Optimizer]:
-        """One optimizer of all parameters, or several of some each."""
-        return [config.build(groups)]
+    def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
+        """One optimizer for each rule."""
+        return build_all(assignments)
 
     def begin(self, factor: float) -> float:
         """Prepare a step: set rates to `factor` times their peaks and drop the gradients.
@@ -53,19 +51,15 @@ class Optimizers:
         return self.set_lr_factor(factor)
 
     def set_lr_factor(self, factor: float) -> float:
-        """Set the learning rate to `factor` times its peak and return it."""
-        self._set_lr(self.peak_lr * factor)
+        """Set each learning rate to `factor` times its peak; return that of no group."""
+        for optimizer in self.rules:
+            for group in optimizer.param_groups:
+                rate = group[PEAK] * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)  # compiled code would take a number for a constant
+                else:
+                    group["lr"] = rate
         return self.peak_lr * factor
-
-    def _set_lr(self, rate: float) -> None:
-        for group in self._groups():
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # compiled code would take another number for a constant
-            else:
-                group["lr"] = rate
-
-    def _groups(self) -> ParameterGroups:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -97,7 +91,7 @@ class Optimizers:
 
     def step(self) -> None:
         """Update the parameters."""
-        for optimizer in self.optimizers:
+        for optimizer in self.rules:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -106,58 +100,34 @@ class Optimizers:
         The tensors are the live ones, but for those that are stored in few bits. After loading,
         `load_state_dict` is to be called.
         """
-        if not any(optimizer.state for optimizer in self.optimizers):
-            self._allocate()
-        return {name: low_bit.values(state) for name, state in self.states()}
+        for optimizer, rule in self.rules.items():
+            if not optimizer.state:
+                rule.allocate(optimizer)
+        return {name: rule.saved(state) for name, rule, state in self._states()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave, after it was loaded into; weights may be others too."""
-        for name, state in self.states():
+        for name, rule, state in self._states():
             if name in tensors:
-                low_bit.fill(state, tensors[name])
+                rule.restore(state, tensors[name])
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """`<parameter>.<state>` and the live tensor of each, as it is stored."""
-        for optimizer in self.optimizers:
+        return ((name, state) for name, _, state in self._states())
+
+    def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
+        for optimizer, rule in self.rules.items():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        yield f"{self._name(parameter)}.{key}", value
+                        yield f"{self._name(parameter)}.{key}", rule, value
 
     def _name(self, updated: Tensor) -> str:
         """Of what the optimizer updates."""
         return self.names[updated]
 
-    def _allocate(self) -> None:
-        """Have the optimizer make its state, by a step that cannot move a weight."""
-        rates = [group["lr"] for group in self._groups()]
-        for group in self._groups():
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        # Where nothing is loaded into it, the first update must find what it would have found.
-        for _, state in self.states():
-            state.zero_()
-        for group, rate in zip(self._groups(), rates, strict=True):
-            group["lr"] = rate
-
-
-def _groups(
-    parts: Sequence[nn.Module], parameters: Iterable[Tensor], config: OptimizerConfig
-) -> ParameterGroups:
-    """The parameters that are treated alike, together."""
-    modules = [module for part in parts for module in part.modules()]
-    embeddings = {m.weight for m in modules if isinstance(m, nn.Embedding)}
-    groups: dict[tuple[bool, bool], ParameterGroup] = {}
-    for parameter in parameters:
-        is_embedding = parameter in embeddings
-        is_free = ("norms" in config.no_weight_decay_on and parameter.ndim == 1) or (
-            "embeddings" in config.no_weight_decay_on and is_embedding
-        )
-        decay = 0.0 if is_free else config.weight_decay
-        alike = {"params": [], "weight_decay": decay, "is_embedding": is_embedding}
-        groups.setdefault((is_free, is_embedding), alike)["params"].append(parameter)
-    return list(groups.values())
+    def describe(self) -> list[str]:
+        """What there is to log at the start, of each rule."""
+        rules = {id(rule): rule for rule in self.rules.values()}.values()
+        lines = [rule.describe((n, s) for n, r, s in self._states() if r is rule) for rule in rules]
+        return [line for line in lines if line]

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.optim.group import Optimizers
+from torchtitan.optim.grouping import Assignment, groups_of
 from torchtitan.optim.norm import Layout, combined, layout_of, local, local_norms
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.settings import OptimizerConfig, UpdateRule
 
 
 class InBackward(Optimizers):
@@ -23,7 +25,7 @@ class InBackward(Optimizers):
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parameters: Sequence[NamedParameter],
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None,
         redistribute_grads: Callable[[Iterable[Tensor]], None],
@@ -33,17 +35,14 @@ class InBackward(Optimizers):
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
         """Of the gradients that this backward had, by parameter."""
-        super().__init__(parts, config, stages)
+        super().__init__(parameters, config, stages)
         for parameter in self.names:
             parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
-    def _build(
-        self, config: OptimizerConfig, groups: ParameterGroups
-    ) -> list[torch.optim.Optimizer]:
-        for group in groups:
-            for parameter in group["params"]:
-                self.optimizer_of[parameter] = config.build([{**group, "params": [parameter]}])
-        return list(self.optimizer_of.values())
+    def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
+        for one in assignments:
+            self.optimizer_of[one.parameter.tensor] = one.chosen.build(groups_of([one]))
+        return {self.optimizer_of[one.parameter.tensor]: one.chosen for one in assignments}
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:

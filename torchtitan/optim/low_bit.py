@@ -16,7 +16,7 @@ can load. Loaded into the blocks it came from, it is the same to the bit: see `f
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.optim.norm import local
-from torchtitan.optim.settings import ParameterGroup, ParameterGroups
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.settings import ParameterGroup
 from torchtitan.torch_private.compiler import any_number_of_shapes
 from torchtitan.torch_private.dtensor import laid_out_as
 from torchtitan.torch_private.torchao import quiet_torchao
@@ -35,6 +36,8 @@ SMALLEST = 4096
 """Elements; a tensor with fewer is not worth codes."""
 BLOCK = {"float8": 256, "8bit": 256, "4bit": 128}
 """Elements of a block."""
+BYTES = {"bfloat16": 4.0, "float8": 2 + 8 / 256, "8bit": 2 + 8 / 256, "4bit": 1 + 8 / 128}
+"""Of both moments, for each parameter: codes, and a scale of 4 bytes for each block."""
 
 
 class LowBitAdam(torch.optim.Optimizer):
@@ -47,29 +50,27 @@ class LowBitAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: ParameterGroups,
+        groups: Sequence[ParameterGroup],
         dtype: StateDtype,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
         decoupled: bool,
     ) -> None:
         """`decoupled` says whether the weights decay by themselves, not by their gradients."""
         with quiet_torchao():
             from torchao.optim.adam import single_param_adam
-        super().__init__(groups, {"lr": torch.tensor(lr), "betas": betas, "eps": eps})
+        # Compiled code would take a rate that is a number for a constant.
+        tensors = [group.options() | {"lr": torch.tensor(group.rule.lr)} for group in groups]
+        super().__init__(tensors, {})
         self.decoupled = decoupled
         self.update: Callable[..., None] = torch.compile(
             single_param_adam, fullgraph=True, dynamic=False
         )
         # What torch would like of torchao's tensors concerns nobody else.
         warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                made = partial(_zeros, parameter, dtype, is_embedding=group["is_embedding"])
-                moments = {"exp_avg": made(signed=True), "exp_avg_sq": made(signed=False)}
-                self.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        for parameter in (parameter for group in groups for parameter in group.parameters):
+            made = partial(_zeros, parameter, dtype)
+            moments = {"exp_avg": made(signed=True), "exp_avg_sq": made(signed=False)}
+            self.state[parameter.tensor] = {"step": torch.tensor(0.0), **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,7 +81,7 @@ class LowBitAdam(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         self._update(parameter, group)
 
-    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         state["step"] += 1
@@ -100,16 +101,17 @@ class LowBitAdam(torch.optim.Optimizer):
         )
 
 
-def _zeros(parameter: Tensor, dtype: StateDtype, *, is_embedding: bool, signed: bool) -> Tensor:
+def _zeros(parameter: NamedParameter, dtype: StateDtype, *, signed: bool) -> Tensor:
     """A moment of a parameter, laid out as it is."""
-    part = local(parameter).detach()
+    part = local(parameter.tensor).detach()
+    is_small = part.numel() < SMALLEST
     if dtype == "bfloat16":
         made = torch.zeros_like(part, dtype=torch.bfloat16)
-    elif is_embedding or part.numel() < SMALLEST or part.numel() % BLOCK[dtype]:
+    elif parameter.role == "embedding" or is_small or part.numel() % BLOCK[dtype]:
         made = torch.zeros_like(part)
     else:
         made = _quantized_zeros(part, dtype, signed)
-    return laid_out_as(parameter, made)
+    return laid_out_as(parameter.tensor, made)
 
 
 def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:

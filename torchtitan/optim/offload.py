@@ -8,15 +8,18 @@ checkpoint is that of a run without this.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.device import Device
 from torchtitan.optim.group import Optimizers
+from torchtitan.optim.grouping import Assignment, groups_of
 from torchtitan.optim.norm import local
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.settings import OptimizerConfig, UpdateRule
 from torchtitan.torch_private.dtensor import laid_out_as
 
 
@@ -25,7 +28,7 @@ class Offloaded(Optimizers):
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parameters: Sequence[NamedParameter],
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None,
         device: Device,
@@ -35,17 +38,16 @@ class Offloaded(Optimizers):
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.is_current = False
         """Whether the host's weights are those of the device."""
-        super().__init__(parts, config, stages)
+        super().__init__(parameters, config, stages)
         self.name_of = {host: self.names[p] for p, host in self.hosts.items()}
 
-    def _build(
-        self, config: OptimizerConfig, groups: ParameterGroups
-    ) -> list[torch.optim.Optimizer]:
-        for group in groups:
-            for parameter in group["params"]:
-                host = self.hosts[parameter] = self._memory_for(parameter)
-                self.optimizer_of[parameter] = config.build([{**group, "params": [host]}])
-        return list(self.optimizer_of.values())
+    def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
+        for one in assignments:
+            parameter = one.parameter.tensor
+            host = self.hosts[parameter] = self._memory_for(parameter)
+            on_host = one._replace(parameter=replace(one.parameter, tensor=host))
+            self.optimizer_of[parameter] = one.chosen.build(groups_of([on_host]))
+        return {self.optimizer_of[one.parameter.tensor]: one.chosen for one in assignments}
 
     def _memory_for(self, parameter: Tensor) -> Tensor:
         """Host memory, laid out as the parameter is; only from pinned memory are copies quick."""

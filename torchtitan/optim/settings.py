@@ -1,6 +1,11 @@
-"""What every optimizer's settings have in common."""
+"""What every optimizer's settings have in common.
 
-from collections.abc import Iterable
+An optimizer is an update rule for all parameters, or one that hands some of them to other rules by
+their roles (`rule_for`). Groups of a recipe change the numbers of a rule, never the rule itself.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -8,17 +13,90 @@ from pydantic import Field
 from torch import Tensor
 
 from torchtitan.config import Config
-
-ParameterGroup = dict[str, Any]
-ParameterGroups = list[ParameterGroup]
+from torchtitan.optim.parameters import NamedParameter
 
 
-class OptimizerConfig(Config):
+class UpdateRule(Config):
+    """How parameters are updated: settings, and what is made of them."""
+
+    lr: float = Field(8e-4, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
+
+    def options(self) -> dict[str, Any]:
+        """The numbers of an update, as the torch optimizer calls them; they may differ by group."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay}
+
+    def build(self, groups: "Sequence[ParameterGroup]") -> torch.optim.Optimizer:
+        """The optimizer over `groups`, each of which has a rule of this class."""
+        raise NotImplementedError
+
+    def allocate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state that `optimizer`, which has none, would find in its first update.
+
+        This is for a state that starts with zeros and is made in the first update: it makes one at
+        a rate of zero. A rule whose state starts otherwise does it otherwise.
+        """
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def saved(self, state: Tensor) -> Tensor:
+        """What a checkpoint holds of a state: itself, or a tensor that any layout can load."""
+        return state
+
+    def restore(self, state: Tensor, saved: Tensor) -> None:
+        """Take over what `saved` gave, after a checkpoint was read into it."""
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        """Of each parameter, at the least."""
+        return 0.0
+
+    @property
+    def rounds_state(self) -> bool:
+        """Whether state is stored in fewer bits than it is computed in, so that layouts differ."""
+        return False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the update needs a compiler, whatever `[compile]` says."""
+        return False
+
+    def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
+        """What to log at the start of `<parameter>.<state>` and the tensor of each, if anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroup:
+    """Parameters that are updated alike."""
+
+    parameters: tuple[NamedParameter, ...]
+    rule: UpdateRule
+    """With the numbers that hold for these."""
+
+    def options(self) -> dict[str, Any]:
+        """The group as a torch optimizer takes it."""
+        tensors = [parameter.tensor for parameter in self.parameters]
+        return {"params": tensors, PEAK: self.rule.lr, **self.rule.options()}
+
+
+PEAK = "peak_lr"
+"""Key of a torch optimizer's group: its rate where the factor of the schedule is 1."""
+
+
+class OptimizerConfig(UpdateRule):
     """Settings of an optimizer; `name` picks the subclass, `build` makes the optimizer."""
 
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
-    lr: float = Field(8e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
     )
@@ -31,19 +109,12 @@ class OptimizerConfig(Config):
         False, description="Keep the states in host memory, and compute the updates there."
     )
 
-    def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
-        """The optimizer over `groups`.
-
-        Each is `{"params": [...], "weight_decay": number, "is_embedding": whether they are tables
-        of which a step uses some rows}`.
-        """
-        raise NotImplementedError
-
-    def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
-        """What to say at the start of `<parameter>.<state>` and the tensor of each, if anything."""
+    def rule_for(self, parameter: NamedParameter) -> UpdateRule:
+        """What updates a parameter: these settings, or those of a section within them."""
+        return self
 
 
-class Implemented(OptimizerConfig):
+class Implemented(UpdateRule):
     """Settings of an optimizer that torch implements in three ways."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = Field(

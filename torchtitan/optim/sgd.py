@@ -1,12 +1,13 @@
 """Stochastic gradient descent. Unlike Adam it shows every error of scale in the gradients, so the
 parity tests use it."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroups
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
 
 
 class SGD(OptimizerConfig):
@@ -20,11 +21,13 @@ class SGD(OptimizerConfig):
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 
-    def build(self, groups: ParameterGroups) -> torch.optim.Optimizer:
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"momentum": self.momentum, "nesterov": self.nesterov}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            groups,
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            foreach=self.implementation == "foreach",
+            [group.options() for group in groups], foreach=self.implementation == "foreach"
         )
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return parameter_bytes if self.momentum else 0.0

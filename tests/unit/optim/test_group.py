@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.named import named
 from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
 
 
@@ -11,7 +12,7 @@ def train(optimizer: OptimizerConfig, steps: int, *, saved_before: bool) -> list
     """Weights after some steps; their state may be asked for before the first, as by a save."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    optimizers = Optimizers([model], optimizer)
+    optimizers = Optimizers(named(model), optimizer)
     if saved_before:
         assert all(not value.any() for value in optimizers.state_dict().values())
     for _ in range(steps):

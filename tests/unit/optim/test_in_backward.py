@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.named import named
 from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.low_bit import StateDtype
@@ -38,8 +39,10 @@ CONFIGS = [
 def test_it_is_the_step_after_the_backward(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("force_eager")
     after, during = network(), network()
-    expected, norms = train(after, Optimizers([after], config))
-    found, same_norms = train(during, InBackward([during], config, None, lambda parameters: None))
+    expected, norms = train(after, Optimizers(named(after), config))
+    found, same_norms = train(
+        during, InBackward(named(during), config, None, lambda parameters: None)
+    )
     assert all(map(torch.equal, found, expected))
     assert same_norms == norms
     torch.compiler.set_stance("default")
@@ -56,7 +59,7 @@ def test_one_gradient_is_alive_at_a_time(dtype: StateDtype) -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
-    train(model, InBackward([model], AdamW(state_dtype=dtype), None, lambda parameters: None))
+    train(model, InBackward(named(model), AdamW(state_dtype=dtype), None, lambda parameters: None))
     largest = max(parameter.nbytes for parameter in model.parameters())
     assert len(alive) == 4 * 12
     assert max(alive) == largest

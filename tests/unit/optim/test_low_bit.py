@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.named import named
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.group import local
 from torchtitan.optim.low_bit import StateDtype, is_quantized, size
@@ -47,7 +48,7 @@ def train(network: nn.Module, optimizers: Optimizers, steps: range) -> None:
 
 def opened(config: OptimizerConfig) -> tuple[nn.Module, Optimizers]:
     network = model()
-    return network, Optimizers([network], config)
+    return network, Optimizers(named(network), config)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -124,7 +125,7 @@ def test_small_tensors_and_embeddings_are_left_as_they_are() -> None:
 def test_rows_that_a_step_does_not_use_do_not_run_away(dtype: StateDtype) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(64, 128)
-    optimizers = Optimizers([table], AdamW(lr=1e-3, weight_decay=0.0, state_dtype=dtype))
+    optimizers = Optimizers(named(table), AdamW(lr=1e-3, weight_decay=0.0, state_dtype=dtype))
     for step in range(8):
         before = table.weight.detach().clone()
         optimizers.zero_grad()
@@ -141,7 +142,7 @@ BYTES = {"parameter": 8.0, "bfloat16": 4.0, "float8": 2.0312, "8bit": 2.0312, "4
 def test_bytes_of_a_parameter(dtype: Any) -> None:
     """The table of docs/optimizers.md."""
     layer = nn.Linear(512, 512, bias=False)
-    optimizers = Optimizers([layer], AdamW(state_dtype=dtype))
+    optimizers = Optimizers(named(layer), AdamW(state_dtype=dtype))
     optimizers.state_dict()  # makes what torch makes later
     kept = sum(size(state) for name, state in optimizers.states() if not name.endswith("step"))
     assert kept / layer.weight.numel() == pytest.approx(BYTES[dtype], abs=1e-4)
@@ -150,6 +151,7 @@ def test_bytes_of_a_parameter(dtype: Any) -> None:
 COMPILED = """
 import torch
 from torch import nn
+from tests.named import named
 from torchtitan.optim import AdamW, Optimizers
 
 found = []
@@ -157,7 +159,7 @@ for stance in ("default", "force_eager"):
     torch.compiler.set_stance(stance)
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)
-    optimizers = Optimizers([layer], AdamW(lr=1e-2, state_dtype="8bit"))
+    optimizers = Optimizers(named(layer), AdamW(lr=1e-2, state_dtype="8bit"))
     for factor in (1.0, 0.5):
         optimizers.set_lr_factor(factor)
         layer.weight.grad = torch.randn(64, 64)

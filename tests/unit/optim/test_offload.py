@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.named import named
 from torchtitan.device import Device
 from torchtitan.optim import SGD, Adam, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.offload import Offloaded
@@ -13,8 +14,8 @@ def opened(config: OptimizerConfig, *, offload: bool) -> tuple[nn.Module, Optimi
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     if offload:
-        return network, Offloaded([network], config, None, Device("cpu"))
-    return network, Optimizers([network], config)
+        return network, Offloaded(named(network), config, None, Device("cpu"))
+    return network, Optimizers(named(network), config)
 
 
 def train(network: nn.Module, optimizers: Optimizers, steps: range) -> list[torch.Tensor]:
