@@ -147,7 +147,7 @@ def message(collective: Collective) -> Message:
 def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
     """What a step sends according to `torchtitan.parallel.traffic`."""
     spec, layout, degrees = MODELS[job.model.name], layout_of(job), job.degrees(ranks)
-    args = spec.flavors[job.model.flavor]
+    args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)
 

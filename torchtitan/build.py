@@ -16,7 +16,7 @@ from torchtitan.checkpoint import (
     TrainState,
 )
 from torchtitan.data import DataStream, Tokenizer, build_stream, check_vocabulary, load_tokenizer
-from torchtitan.job import SAME_RUN, JobConfig
+from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
     EVENTS_FOLDER,
@@ -194,13 +194,13 @@ def open_statistics(
 def choice(job: JobConfig) -> ResumePolicy:
     """What decides on the start of this run."""
     folder = Path(job.job.dump_folder).expanduser()
-    return ResumePolicy(job.checkpoint, folder, job.flat(), SAME_RUN)
+    return ResumePolicy(job.checkpoint, folder, job.in_effect(), job.same_run())
 
 
 def open_tokenizer(job: JobConfig) -> Tokenizer:
     """The recipe's tokenizer, known to fit the model's vocabulary."""
     tokenizer = load_tokenizer(job.model.tokenizer_path)
-    check_vocabulary(tokenizer, MODELS[job.model.name].flavors[job.model.flavor].vocab_size)
+    check_vocabulary(tokenizer, job.model_args().vocab_size)
     return tokenizer
 
 
@@ -209,7 +209,7 @@ def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelMod
     model = lay_out(job, world, timeline)
     allocate(model, job, world)
     spec = MODELS[job.model.name]
-    rule = partial(spec.init_std, spec.flavors[job.model.flavor])
+    rule = partial(spec.init_std, job.model_args())
     for part in model.parts:
         initialize(part.named_parameters(), rule, job.debug.seed)
     return model
@@ -218,7 +218,7 @@ def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelMod
 def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """The network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
-    args = spec.flavors[job.model.flavor]
+    args = job.model_args()
     layout = layout_of(job)
     network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     logger.info(
@@ -278,9 +278,9 @@ def build_meter(job: JobConfig, world: World, folder: Path, timeline: Timeline) 
         color=not job.metrics.disable_color_printing,
         run_name=job.metrics.run_name,
         tags=job.metrics.tags,
-        recipe=job.flat(),
+        recipe=job.in_effect(),
     )
-    flops = spec.flops_per_token(spec.flavors[job.model.flavor], job.training.seq_len)
+    flops = spec.flops_per_token(job.model_args(), job.training.seq_len)
     return Meter(
         build_sinks(job.metrics, context),
         log_freq=job.metrics.log_freq,

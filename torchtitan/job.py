@@ -10,7 +10,9 @@ from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
-from torchtitan.models.attention import AttentionMask
+from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
+from torchtitan.models.llama3.settings import Llama3Config
+from torchtitan.models.settings import TextConfig
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -26,7 +28,8 @@ from torchtitan.validate import ValidationConfig
 
 DTYPES = Literal["float32", "bfloat16"]
 
-# A checkpoint and a recipe that differ in one of these belong to different runs.
+# A checkpoint and a recipe that differ in one of these, or in a size of the model, belong to
+# different runs.
 SAME_RUN = {
     "model.name",
     "model.flavor",
@@ -50,23 +53,6 @@ class JobSection(Config):
         (),
         description="Modules to import first; they may add to MODELS, CONVERTERS, "
         "OPTIMIZERS, DATASETS.",
-    )
-
-
-class ModelSection(Config):
-    """Which model."""
-
-    name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
-    flavor: str = Field("debugmodel", description="Which size of it.")
-    tokenizer_path: str | None = Field(
-        None,
-        description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one; "
-        "absent: bytes.",
-    )
-    attn_mask_type: AttentionMask = Field(
-        "causal",
-        description="causal: a token attends to all before it in its sequence; block_causal: to "
-        "those of its own document only.",
     )
 
 
@@ -120,7 +106,7 @@ class JobConfig(Config):
     """A recipe."""
 
     job: JobSection = JobSection()
-    model: ModelSection = ModelSection()
+    model: Annotated[TextConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()
     convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
     data: DataConfig = DataConfig()
     training: TrainingSection = TrainingSection()
@@ -138,6 +124,10 @@ class JobConfig(Config):
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
     debug: DebugSection = DebugSection()
+
+    def model_args(self) -> Any:
+        """The arguments of the model: its flavor's, with the sizes that the recipe says."""
+        return MODELS[self.model.name].args(self.model)
 
     def degrees(self, world_size: int) -> Degrees:
         """Sizes of the mesh axes for `world_size` ranks."""
@@ -161,6 +151,14 @@ class JobConfig(Config):
     def schedule_steps(self) -> int:
         """Length of the learning rate schedule."""
         return self.lr_scheduler.total_steps or self.training.steps
+
+    def same_run(self) -> set[str]:
+        """Keys that a checkpoint and a recipe of one run agree in."""
+        return SAME_RUN | {f"model.{key}" for key in self.model.sizes()}
+
+    def in_effect(self) -> dict[str, Any]:
+        """`flat`, with the sizes of the model whether the recipe or its flavor says them."""
+        return with_sizes(self.flat())
 
     def flat(self) -> dict[str, Any]:
         """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""

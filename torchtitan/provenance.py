@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from torchtitan.config import show
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
 
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -21,7 +23,7 @@ ENVIRONMENT_FILE = "environment.json"
 
 def about_run(job: JobConfig) -> dict[str, Any]:
     """What a checkpoint says of the run that saved it."""
-    return {"recipe": job.flat(), "seed": job.debug.seed, "versions": versions()}
+    return {"recipe": job.in_effect(), "seed": job.debug.seed, "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:
@@ -53,12 +55,17 @@ def git_commit() -> str | None:
 
 
 def to_toml(job: JobConfig) -> str:
-    """A recipe as TOML, every key written out; loading it gives an equal recipe."""
+    """A recipe as TOML, every key written out; loading it gives an equal recipe.
+
+    The sizes that the flavor says stand there as a comment.
+    """
     import tomlkit
 
     tree = job.model_dump(mode="json", exclude_none=True)
     text: str = tomlkit.dumps(tree)
-    return text
+    sizes = MODELS[job.model.name].settings.sizes_of(job.model_args())
+    told = ", ".join(f"{key} {show(size)}" for key, size in sizes.items())
+    return text.replace("[model]\n", f"[model]\n# in effect: {told}\n", 1)
 
 
 def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:

@@ -70,7 +70,7 @@ def test_from_one_to_the_other_needs_no_flavor(
 ) -> None:
     source = saved(tmp_path / "ours", "plain")
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors={}))
-    monkeypatch.setattr(opening, "named", lambda *_: Network(SPEC, ARGS))
+    monkeypatch.setattr(opening, "of_recipe", lambda *_: Network(SPEC, ARGS))
     away = run(source, tmp_path / "hf", target_format="hf")
     meta = run(away, tmp_path / "meta", target_format="meta")
     again = run(meta, tmp_path / "again", target_format="hf")

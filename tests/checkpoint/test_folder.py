@@ -119,12 +119,37 @@ def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
 def test_auto_refuses_another_run_and_must_takes_it(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     other = {"model": {"flavor": "tied"}, "debug": {"seed": 3}}
-    message = r'of another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"\)'
+    message = (
+        r'of another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"; '
+        r"model.tied: false -> true\)"
+    )
     with pytest.raises(ConfigError, match=message):
         choose(recipe(tmp_path, **other))
     start = choose(recipe(tmp_path, checkpoint={"resume": "must"}, debug={"seed": 3}))
     assert start.path == tmp_path / "checkpoint/step-4"
     assert "debug.seed: 0 -> 3" in start.changes
+
+
+def test_other_sizes_are_another_run_however_they_are_said(tmp_path: Path) -> None:
+    run(recipe(tmp_path))
+    with pytest.raises(ConfigError, match=r"of another run \(model.ffn_dim: 64 -> 128\)"):
+        choose(recipe(tmp_path, model={"ffn_dim": 128}))
+    assert choose(recipe(tmp_path, model={"ffn_dim": 64, "tied": False})).is_resume
+
+
+def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_before(job: JobConfig) -> dict[str, Any]:
+        sizes = {f"model.{key}" for key in job.model.sizes()}
+        return {key: value for key, value in job.flat().items() if key not in sizes}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobConfig, "in_effect", as_before)
+        run(recipe(tmp_path))
+    assert choose(recipe(tmp_path)).changes == ()
+    with pytest.raises(ConfigError, match=r"of another run \(model.dim: 32 -> 64\)"):
+        choose(recipe(tmp_path, model={"dim": 64}))
 
 
 def test_auto_goes_on_when_only_settings_changed_and_says_which(tmp_path: Path) -> None:

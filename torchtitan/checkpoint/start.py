@@ -9,8 +9,9 @@ from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.opening import OPEN, find_format
+from torchtitan.checkpoint.weights.opening import FOREIGN, find_format
 from torchtitan.config import ConfigError
+from torchtitan.models import spec_in_recipe, with_sizes
 
 
 class ResumePoint(NamedTuple):
@@ -24,7 +25,7 @@ class ResumePoint(NamedTuple):
     damaged: tuple[tuple[Path, str], ...] = ()
     """Newer checkpoints that are not what was saved, and why; they are to be set aside."""
     format: str = "ours"
-    """Of the weights: a key of `opening.OPEN`."""
+    """Of the weights: a key of `weights.opening.OPEN`."""
 
 
 class ResumePolicy(NamedTuple):
@@ -112,7 +113,7 @@ def choose_start(
             f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
             f"{path.name}:\n{_lines(newer)}"
         )
-    saved = read_state(path, read_manifest(path))["recipe"]
+    saved = with_sizes(read_state(path, read_manifest(path))["recipe"])
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())
@@ -164,7 +165,7 @@ def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSour
         ConfigError: where they are not those of the recipe's model.
     """
     try:
-        return OPEN[kind](path, recipe["model.name"], recipe["model.flavor"]).source
+        return FOREIGN[kind](path, [spec_in_recipe(recipe)], recipe["model.flavor"])
     except ConfigError as error:
         raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
 

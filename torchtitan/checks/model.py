@@ -15,14 +15,14 @@ from torchtitan.parallel import convert_checks, pipeline_checks
 
 
 def problems_of_model(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
-    spec = MODELS.get(job.model.name)
-    if spec is None:
-        yield Problem("model.name", allowed_names(job.model.name, MODELS))
-        return
-    args = spec.flavors.get(job.model.flavor)
-    if args is None:
+    spec = MODELS[job.model.name]
+    if job.model.flavor not in spec.flavors:
         names = allowed_names(job.model.flavor, spec.flavors)
         yield Problem("model.flavor", names, ("model.name",))
+        return
+    args = job.model_args()
+    if misfits := list(job.model.problems(args)):
+        yield from (Problem(f"model.{key}", message, ("model",)) for key, message in misfits)
         return
     p, whose = job.parallelism, f"{job.model.name} {job.model.flavor}"
     tp = p.tensor_parallel_degree
@@ -73,13 +73,13 @@ def functions(job: JobConfig) -> list[str]:
 
 
 def problems_of_converters(job: JobConfig) -> Iterator[Problem]:
-    spec, p = MODELS.get(job.model.name), job.parallelism
+    spec, p = MODELS[job.model.name], job.parallelism
     if job.metrics.precision_freq and not job.convert:
         message = "no layer is converted, so there is nothing to report; add [[convert]], or use 0"
         yield Problem("metrics.precision_freq", message, ("convert",))
-    if not job.convert or spec is None or job.model.flavor not in spec.flavors:
+    if not job.convert or job.model.flavor not in spec.flavors:
         return
-    model = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+    model = build_empty(spec.build, job.model_args(), 1)
     in_pipeline = p.pipeline_parallel_degree > 1
     sequences = (
         p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
@@ -91,10 +91,10 @@ def problems_of_converters(job: JobConfig) -> Iterator[Problem]:
 
 def problems_of_loss(job: JobConfig) -> Iterator[Problem]:
     """What cannot be where the model computes its loss itself."""
-    spec, key = MODELS.get(job.model.name), "loss.vocabulary_chunk"
-    if not job.loss.vocabulary_chunk or spec is None or job.model.flavor not in spec.flavors:
+    spec, key = MODELS[job.model.name], "loss.vocabulary_chunk"
+    if not job.loss.vocabulary_chunk or job.model.flavor not in spec.flavors:
         return
-    model = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+    model = build_empty(spec.build, job.model_args(), 1)
     if not has_linear_loss(model):
         message = f"{job.model.name} does not end in LinearLoss, which makes the chunks; use 0"
         yield Problem(key, message, ("model",))

@@ -67,8 +67,8 @@ def problems_of_checkpoints(job: JobConfig) -> Iterator[Problem]:
     if c.export_dtype != "float32" and not (c.last_save_model_only or c.last_save_in_hf):
         message = "it needs checkpoint.last_save_model_only or checkpoint.last_save_in_hf"
         yield Problem("checkpoint.export_dtype", message, ("checkpoint.last_save_model_only",))
-    spec = MODELS.get(job.model.name)
-    if c.last_save_in_hf and spec and "hf" not in spec.formats:
+    spec = MODELS[job.model.name]
+    if c.last_save_in_hf and "hf" not in spec.formats:
         message = f"the spec of {spec.name} does not say how its weights are written so"
         yield Problem("checkpoint.last_save_in_hf", message, ("model.name",))
     row = job.training.max_skipped_steps

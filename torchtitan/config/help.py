@@ -30,8 +30,12 @@ class Section(NamedTuple):
 
 
 def sections(schema: type[Config]) -> Iterator[Section]:
-    """Every section of a recipe, in order."""
+    """Every section of a recipe, in order; a class that several choices share is told once."""
+    told: set[tuple[str, type[Config]]] = set()
     for path, choice, settings, owner in places(schema):
+        if (path, settings) in told:
+            continue
+        told.add((path, settings))
         entries = [
             _entry(f"{path}.{key}", info)
             for key, info in settings.model_fields.items()

@@ -82,6 +82,8 @@ class OneOf:
         choices = []
         for name, settings in self.registry.items():
             choice = dict(handler.resolve_ref_schema(handler(settings.__pydantic_core_schema__)))
+            named = choice["properties"]["name"] | {"const": name, "default": name}
+            choice["properties"] = choice["properties"] | {"name": named}
             if name != self.default:
                 choice["required"] = [*choice.get("required", ()), "name"]
             choices.append(choice)

@@ -1,10 +1,51 @@
 """The models a recipe can name: `[model] name` is a key of `MODELS`."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import ModelSpec
 
 MODELS: dict[str, ModelSpec[Any]] = {
     "llama3": LLAMA3,
 }
+
+
+class _SettingsOfModels(Mapping[str, type[ModelConfig]]):
+    """The settings class of each model there is at the moment."""
+
+    def __getitem__(self, name: str) -> type[ModelConfig]:
+        return MODELS[name].settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODELS)
+
+    def __len__(self) -> int:
+        return len(MODELS)
+
+
+MODEL_SETTINGS = _SettingsOfModels()
+
+
+def spec_in_recipe(recipe: Mapping[str, Any]) -> ModelSpec[Any]:
+    """The family that a recipe names by dotted keys, with the flavor as the recipe has it.
+
+    Raises:
+        KeyError: where there is no such model, or flavor of it.
+    """
+    spec = MODELS[recipe["model.name"]]
+    keys = {key: f"model.{key}" for key in spec.settings.model_fields}
+    said = {key: recipe[path] for key, path in keys.items() if path in recipe}
+    config = spec.settings.model_validate(said)
+    return spec.with_flavor(config.flavor, spec.args(config))
+
+
+def with_sizes(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe by dotted keys, with the sizes that its flavor says; older ones recorded none."""
+    model = MODELS.get(recipe["model.name"])
+    if model is None or recipe["model.flavor"] not in model.flavors:
+        return dict(recipe)
+    spec = spec_in_recipe(recipe)
+    sizes = spec.settings.sizes_of(spec.flavors[recipe["model.flavor"]])
+    return {**recipe, **{f"model.{key}": value for key, value in sizes.items()}}

@@ -6,13 +6,15 @@ so a new model is two files and one line in `torchtitan.models.MODELS`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from torchtitan.models.settings import ModelConfig, TextConfig
 
 InitialWeight = float | Literal["ones"]
 """How a parameter starts: normal with this standard deviation, or all ones."""
@@ -110,6 +112,16 @@ class ModelSpec(Generic[Args]):
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)
     """Other formats of its weights: "hf" for Hugging Face, "meta" for Meta's own."""
+    settings: type[ModelConfig] = TextConfig
+    """Of the section `[model]` where a recipe names this family."""
+
+    def args(self, config: ModelConfig) -> Args:
+        """The arguments in effect: the flavor's, but for the sizes that the recipe says."""
+        return config.over(self.flavors[config.flavor])
+
+    def with_flavor(self, name: str, args: Args) -> Self:
+        """The family with one flavor more, or another in the place of one."""
+        return replace(self, flavors={**self.flavors, name: args})
 
     def role(self, name: str, ndim: int) -> str:
         """What a parameter is to an optimizer: a name in `roles`, or one of these.

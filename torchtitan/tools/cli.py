@@ -97,7 +97,7 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     tokens = sequences * t.seq_len
     yield f"{tokens:,} tokens in a step, {tokens * t.steps:,} in {t.steps:,} steps"
     spec = MODELS[job.model.name]
-    args = spec.flavors[job.model.flavor]
+    args = job.model_args()
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(t.local_batch_size)
         yield stages.describe(job.parallelism, args.n_layers, microbatches)

@@ -87,7 +87,7 @@ def write_ours(
     source, network, extras = opened
     if network.flavor is None:
         raise without_flavor(network)
-    recipe = {"model.name": network.spec.name, "model.flavor": network.flavor, **extras.recipe()}
+    recipe = {**network.recipe(), **extras.recipe()}
     names = weights_of(source, network)
     write_weights(
         folder,

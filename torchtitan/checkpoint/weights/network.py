@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.config import ConfigError, RecipeError, allowed_names, show
+from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
 
 Sizes = tuple[int, ...]
@@ -21,6 +22,12 @@ class Network(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.flavor}" if self.flavor else f"a {self.spec.name}"
+
+    def recipe(self) -> dict[str, Any]:
+        """How a recipe names it, by dotted keys."""
+        sizes = self.spec.settings.sizes_of(self.args)
+        named = {"name": self.spec.name, "flavor": self.flavor} | sizes
+        return {f"model.{key}": value for key, value in named.items()}
 
     def parameters(self) -> dict[str, Sizes]:
         """Shape of every parameter by our name, in the order of the network."""
@@ -53,6 +60,17 @@ def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor
     if flavor not in flavors:
         raise ConfigError(f"{where}: flavor: got {show(flavor)}; {allowed_names(flavor, flavors)}")
     return Network(models[name], flavors[flavor], flavor)
+
+
+def of_recipe(
+    where: object, recipe: Mapping[str, Any], model: str | None = None, flavor: str | None = None
+) -> Network:
+    """The network of a recorded recipe, by dotted keys; or another that is asked for by name."""
+    recorded = recipe["model.name"], recipe["model.flavor"]
+    network = named(where, MODELS, model or recorded[0], flavor or recorded[1])
+    if (network.spec.name, network.flavor) != recorded:
+        return network
+    return network._replace(args=spec_in_recipe(recipe).flavors[recipe["model.flavor"]])
 
 
 def identify(

@@ -15,7 +15,7 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
 from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta import PARAMS, MetaWeights
-from torchtitan.checkpoint.weights.network import Network, named
+from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.config import ConfigError, allowed_names, show
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
@@ -55,9 +55,8 @@ def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     """A checkpoint of ours, or the newest in a folder of them or of a run."""
     path = find(folder)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
-    names = model or recipe["model.name"], flavor or recipe["model.flavor"]
     source = Verified(path, SavedTensors(path))
-    return Opened(source, named(path, MODELS, *names), Extras.of_recipe(recipe))
+    return Opened(source, of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe))
 
 
 def open_hugging_face(folder: Path, model: str | None, flavor: str | None) -> Opened:
@@ -74,6 +73,10 @@ OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
     "ours": open_ours,
     "hf": open_hugging_face,
     "meta": open_meta,
+}
+FOREIGN: dict[str, type[HuggingFaceWeights] | type[MetaWeights]] = {
+    "hf": HuggingFaceWeights,
+    "meta": MetaWeights,
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torchtitan.models.llama3.hugging_face import HUGGING_FACE
 from torchtitan.models.llama3.meta import META
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
+from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import (
     InitialWeight,
     MinShape,
@@ -156,4 +157,5 @@ LLAMA3 = ModelSpec(
     flops_per_token=flops_per_token,
     shrink=shrink,
     formats={"hf": HUGGING_FACE, "meta": META},
+    settings=Llama3Config,
 )

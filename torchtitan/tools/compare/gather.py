@@ -169,7 +169,7 @@ def _sent(each: Candidate) -> tuple[dict[str, float], str]:
     if job.convert:
         return sent, "between stages: not known, as gloo records no messages"
     degrees, layout, spec = job.degrees(each.ranks), layout_of(job), MODELS[job.model.name]
-    args = spec.flavors[job.model.flavor]
+    args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
     between = sum(one.sent(degrees.pp) for one in traffic if one.axis == "pp")

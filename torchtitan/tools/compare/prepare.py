@@ -150,7 +150,7 @@ def _too_large(recipe: Recipe[JobConfig], plan: Plan, device: Device) -> Iterato
             f"{message}{torch.cuda.device_count()}; a study may have a launcher of its own",
         )
         return
-    spec, args = MODELS[job.model.name], MODELS[job.model.name].flavors[job.model.flavor]
+    spec, args = MODELS[job.model.name], job.model_args()
     parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
     copies = job.degrees(ranks).dp_replicate
     needed = parameters * STATE_BYTES * copies / 1024**3

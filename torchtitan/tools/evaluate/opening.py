@@ -16,11 +16,10 @@ from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.foreign import weights_of
-from torchtitan.checkpoint.weights.network import Network, named
+from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find_format
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
-from torchtitan.models import MODELS
 
 BYTES = "bytes"
 """The tokenizer that is in no file."""
@@ -77,7 +76,6 @@ def _open_ours(place: Place) -> Subject:
     path = inspect.find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
-    names = place.model or recipe["model.name"], place.flavor or recipe["model.flavor"]
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
         raise ConfigError(f"{path}: it does not say its tokenizer; --tokenizer names it")
@@ -88,7 +86,7 @@ def _open_ours(place: Place) -> Subject:
     computed = recipe.get("training.mixed_precision_param")
     return Subject(
         source,
-        named(path, MODELS, *names),
+        of_recipe(path, recipe, place.model, place.flavor),
         tokenizer,
         _begin(tokenizer, recipe.get("data.add_bos", True)),
         frozenset({tokenizer.eos}),

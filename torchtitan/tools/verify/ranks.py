@@ -57,7 +57,7 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
     yield from problems_of_machine(job, "cpu")
     yield from problems_of_tokenizer(job)
     spec = MODELS[job.model.name]
-    args = spec.flavors[job.model.flavor]
+    args = job.model_args()
     parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
     # Weight, gradient and Adam's two moments of 4 bytes each.
     copies = max(2, job.parallelism.data_parallel_replicate_degree)

@@ -5,7 +5,7 @@ Whatever is changed for that is told, key by key. What a flag of the command lin
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def _make_model_small(
     draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: there are other layers")
     draft.set("parallelism.pipeline_parallel_layers_per_stage", None, "--shrink: fewer layers")
     job, flavor = draft.job, draft.tree["model"]["flavor"]
-    args, chosen = spec.flavors[flavor], job.parallelism
+    args, chosen = job.model_args(), job.parallelism
     layers = min(args.n_layers, LAYERS)
     for layout in (chosen, other):
         if layout.pipeline_parallel_degree > 1:
@@ -179,6 +179,7 @@ def _make_model_small(
     )
     draft.said.discard("model.flavor")  # it says which one to shrink
     draft.set("model.flavor", name, f"--shrink: {shape}")
+    draft.tree["model"] |= dict.fromkeys(job.model.sizes())  # the new flavor has them
     draft.lower("loss.vocabulary_chunk", needed.vocab_size // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer_path
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
@@ -186,7 +187,7 @@ def _make_model_small(
     sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
     parts = tensor_ranks * 2 * sequence_ranks
     draft.lower("training.seq_len", -(-SEQ_LEN // parts) * parts, "--shrink")
-    return replace(spec, flavors={**spec.flavors, name: small})
+    return spec.with_flavor(name, small)
 
 
 def _find_data(draft: Draft) -> None:
@@ -237,7 +238,7 @@ def _microbatches(chosen: ParallelismConfig) -> int:
 def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
     """The run of `job` on one rank: in as few microbatches as fit, nothing applied to the model."""
     batch = job.global_batch(job.degrees(ranks))
-    sequence = 4 * job.training.seq_len * spec.flavors[job.model.flavor].vocab_size
+    sequence = 4 * job.training.seq_len * job.model_args().vocab_size
     fits = [n for n in range(1, batch + 1) if batch % n == 0 and n * sequence <= LOGITS]
     training = {
         "global_batch_size": batch,

@@ -1,0 +1,42 @@
+"""Sizes of a model in a recipe: over those of the flavor, and in effect wherever one looks."""
+
+import dataclasses
+
+import pytest
+
+from tests import tiny
+from torchtitan.models import MODELS, spec_in_recipe, with_sizes
+from torchtitan.models.llama3.model import RopeScaling
+from torchtitan.models.llama3.settings import Llama3Config
+from torchtitan.models.llama3.spec import FLAVORS
+from torchtitan.provenance import to_toml
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_what_a_recipe_does_not_say_is_the_flavors(flavor: str) -> None:
+    args = FLAVORS[flavor]
+    config = Llama3Config(flavor=flavor)
+    assert MODELS["llama3"].args(config) == args
+    assert MODELS["llama3"].args(Llama3Config(**Llama3Config.sizes_of(args))) == args
+    assert list(config.problems(args)) == []
+
+
+def test_every_size_can_be_said() -> None:
+    args = MODELS["llama3"].args(Llama3Config(flavor="8B", n_layers=4, tied=True, rope_scaling=32))
+    expected = dataclasses.replace(
+        FLAVORS["8B"], n_layers=4, tied=True, rope_scaling=RopeScaling(factor=32)
+    )
+    assert args == expected
+    assert MODELS["llama3"].args(Llama3Config(flavor="8B", rope_scaling=1.0)).rope_scaling is None
+    fields = {field.name for field in dataclasses.fields(args)}
+    assert fields <= set(Llama3Config.sizes())
+
+
+def test_a_recorded_recipe_tells_the_sizes_in_effect() -> None:
+    job = tiny.job(model={"n_layers": 3})
+    recorded = job.in_effect()
+    assert job.model_args() == dataclasses.replace(tiny.ARGS, n_layers=3)
+    assert spec_in_recipe(recorded).flavors["tiny"] == job.model_args()
+    assert (recorded["model.n_layers"], recorded["model.dim"]) == (3, 32)
+    assert with_sizes({"model.name": "tiny", "model.flavor": "tiny"})["model.n_layers"] == 2
+    assert "# in effect: dim 32, n_layers 3, n_heads 4, " in to_toml(job)

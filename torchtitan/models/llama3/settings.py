@@ -1,0 +1,73 @@
+"""The sizes of a Llama 3 that a recipe can set, and which of them fit each other."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.settings import TextConfig, size
+
+ROPE = {
+    "rope_scaling": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_context",
+}
+"""Keys to the fields of `RopeScaling`."""
+
+
+class Llama3Config(TextConfig):
+    """Llama 3, 3.1 and 3.2: a decoder with rotary positions, grouped queries and SwiGLU."""
+
+    dim: int | None = size("Width of the residual stream", gt=0)
+    n_layers: int | None = size("Blocks", gt=0)
+    n_heads: int | None = size("Query heads; they divide dim", gt=0)
+    n_kv_heads: int | None = size("Key/value heads; they divide n_heads", gt=0)
+    ffn_dim: int | None = size("Width inside a feed-forward", gt=0)
+    vocab_size: int | None = size("Tokens that have an embedding and a logit", gt=0)
+    norm_eps: float | None = size("Added to the mean square in a norm", gt=0)
+    rope_theta: float | None = size("Base of the rotary frequencies", gt=0)
+    rope_scaling: float | None = size(
+        "How far the slow rotary frequencies are stretched, as in Llama 3.1; 1: not at all", ge=1
+    )
+    rope_low_freq_factor: float | None = size(
+        "A pair that turns less often within the original context is stretched by all of that", gt=0
+    )
+    rope_high_freq_factor: float | None = size("One that turns more often is not stretched", gt=0)
+    rope_original_context: int | None = size(
+        "Length of the sequences before they were stretched", gt=0
+    )
+    tied: bool | None = size("Take the logits from the embedding matrix")
+
+    @classmethod
+    def sizes_of(cls, args: Llama3Args) -> dict[str, Any]:
+        scaling = args.rope_scaling or RopeScaling(factor=1.0)
+        plain = {key: getattr(args, key) for key in cls.sizes() if key not in ROPE}
+        return plain | {key: getattr(scaling, name) for key, name in ROPE.items()}
+
+    def over(self, args: Llama3Args) -> Llama3Args:  # type: ignore[override]
+        said = self.said()
+        scaling = {name: said.pop(key) for key, name in ROPE.items() if key in said}
+        changed = dataclasses.replace(args.rope_scaling or RopeScaling(factor=1.0), **scaling)
+        kept = changed if changed.factor > 1 else None
+        return dataclasses.replace(args, **said, rope_scaling=kept)
+
+    def problems(self, args: Llama3Args) -> Iterator[tuple[str, str]]:
+        dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
+        if dim % heads:
+            key = self.origin("n_heads", "dim")
+            yield key, f"the {heads} heads do not divide the dim {dim}"
+        elif (dim // heads) % 2:
+            message = f"a head of dim {dim} / n_heads {heads} = {dim // heads} elements is no pairs"
+            yield self.origin("n_heads", "dim"), f"{message}, which rotary positions turn"
+        if heads % kv_heads:
+            message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
+            yield self.origin("n_kv_heads", "n_heads"), message
+        scaling = args.rope_scaling
+        if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
+            message = (
+                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
+                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
+            )
+            yield key, message

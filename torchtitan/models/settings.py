@@ -1,0 +1,70 @@
+"""The section `[model]`: a family by name, a flavor of it, and the sizes that are to be others.
+
+Every family has a settings class, whose keys beyond those here are the sizes of its networks. One
+that is absent is the flavor's, so a recipe writes only what it changes.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import Field
+
+from torchtitan.config import Config
+from torchtitan.models.attention import AttentionMask
+
+Args = TypeVar("Args")
+
+
+def size(about: str, **bounds: Any) -> Any:
+    """A key that the flavor answers where it is absent."""
+    return Field(None, description=f"{about}; absent: the flavor's.", **bounds)
+
+
+class ModelConfig(Config):
+    """What every family of models can be told."""
+
+    name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
+    flavor: str = Field("debugmodel", description="Which sizes, where no key here says another.")
+
+    @classmethod
+    def sizes(cls) -> list[str]:
+        """The keys that are sizes of the network."""
+        shared = ModelConfig.model_fields.keys() | TextConfig.model_fields.keys()
+        return [key for key in cls.model_fields if key not in shared]
+
+    @classmethod
+    def sizes_of(cls, args: Any) -> dict[str, Any]:
+        """The sizes of a network with these arguments, by key."""
+        return {key: getattr(args, key) for key in cls.sizes()}
+
+    def over(self, args: Args) -> Args:
+        """A flavor's arguments, with the sizes that the recipe says in the place of its own."""
+        return dataclasses.replace(args, **self.said())  # type: ignore[type-var]
+
+    def said(self) -> dict[str, Any]:
+        """The sizes that the recipe says."""
+        return {key: said for key in self.sizes() if (said := getattr(self, key)) is not None}
+
+    def problems(self, args: Any) -> Iterator[tuple[str, str]]:
+        """Which of the sizes in effect cannot be: (key, what is wrong with its value)."""
+        return iter(())
+
+    def origin(self, *keys: str) -> str:
+        """The first of these keys that the recipe says, for a problem to be told of."""
+        return next((key for key in keys if key in self.said()), "flavor")
+
+
+class TextConfig(ModelConfig):
+    """What every model of text can be told."""
+
+    tokenizer_path: str | None = Field(
+        None,
+        description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one; "
+        "absent: bytes.",
+    )
+    attn_mask_type: AttentionMask = Field(
+        "causal",
+        description="causal: a token attends to all before it in its sequence; block_causal: to "
+        "those of its own document only.",
+    )
