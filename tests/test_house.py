@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.tools.cli import VERBS
+
 PACKAGE = Path(__file__).parent.parent / "torchtitan"
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["tools.cli", "launch"],
-    ["tools.verify", "tools.compare", "tools.evaluate"],
-    ["tools.explain", "tools.watch"],
-    ["tools.history"],
+    ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
+    ["tools.watch", "tools.profile", "tools.trace"],
+    ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
+    ["tools.explain", "tools.evaluate"],
+    ["tools.history", "tools.options"],
     ["train"],
     ["trainer"],
     ["build"],
@@ -101,10 +105,24 @@ def test_no_failure_is_swallowed_and_nothing_is_global(path: Path) -> None:
 
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
-    code = "import sys, torchtitan.tools.cli; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(found.stdout.split())
-    assert not loaded & {*HEAVY, *SLOW_TORCH}
+    verbs = ", ".join(f"torchtitan.tools.{module}" for module in modules_of_verbs())
+    assert not imported_by(f"import {verbs}") & {*HEAVY, *SLOW_TORCH}
+
+
+def test_the_command_imports_no_verb_and_no_torch() -> None:
+    """So that `--help` and the completion of a shell are quick."""
+    loaded = imported_by("import torchtitan.tools.cli")
+    verbs = {f"torchtitan.tools.{module.partition('.')[0]}" for module in modules_of_verbs()}
+    assert not loaded & {*HEAVY, *verbs, "torch"}
+
+
+def modules_of_verbs() -> list[str]:
+    return [module for verbs in VERBS.values() for module in verbs.values()]
+
+
+def imported_by(code: str) -> set[str]:
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
 def test_importing_needs_no_accelerator_and_changes_no_logging() -> None:
@@ -112,7 +130,7 @@ def test_importing_needs_no_accelerator_and_changes_no_logging() -> None:
         "import torch\n"
         "def refuse(*args): raise RuntimeError('touched CUDA')\n"
         "torch.cuda._lazy_init = torch.cuda.get_device_name = refuse\n"
-        "import logging, torchtitan.tools.cli\n"
+        "import logging, torchtitan.tools.check, torchtitan.tools.verify\n"
         "assert not logging.getLogger('torchtitan').handlers\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -310,8 +310,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["generate", *words]) == 2
         assert message in capsys.readouterr().err
     for words in (["--top-p", "1.5"], ["--temperature", "-1"], ["--tokens", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["generate", str(path), *words])
+        assert cli.main(["generate", str(path), *words]) == 2
 
 
 def test_a_weight_that_is_not_what_was_saved_is_refused(

@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.main import get_command
 
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, json_schema
@@ -15,11 +19,14 @@ from torchtitan.config.schema import kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools.cli import main
+from torchtitan.tools.cli import VERBS, main
+from torchtitan.tools.options import RecipeVerb, count, verb
 from torchtitan.train import main as train
 from torchtitan.train import split_recipe
 
 ROOT = Path(__file__).parents[2]
+Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
+Vary = Annotated[list[str], typer.Option(metavar="KEY=A,B")]
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +101,7 @@ def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("world", ["0", "-1", "two"])
 def test_check_of_a_wrong_world_size(world: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["check", "r.toml", "--world-size", world])
-    assert end.value.code == 2
+    assert main(["check", "r.toml", "--world-size", world]) == 2
     assert f"got {world}; wanted an integer >= 1" in capsys.readouterr().err
 
 
@@ -117,10 +122,84 @@ def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["migrate", "r.toml", "--training.steps", "5"])
-    assert end.value.code == 2
-    assert "unrecognized arguments: --training.steps 5" in capsys.readouterr().err
+    assert main(["migrate", "r.toml", "--training.steps", "5"]) == 2
+    assert "No such option: --training.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Missing command."),
+        (["chekc"], "No such command 'chekc'. Did you mean 'check'"),
+        (["checkpoint", "verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["check", "r.toml", "--world-sise", "2"], "No such option: --world-sise (Possible "),
+        (
+            ["check", "r.toml", "--device", "cdua"],
+            "got cdua; allowed: cpu, cuda; did you mean cuda",
+        ),
+        (["watch"], "Missing argument"),
+        (["evaluate", "x"], "Missing option '--tasks'"),
+        (["compare", "--seeds"], "Option '--seeds' requires an argument."),
+    ],
+)
+def test_what_the_command_line_does_not_know(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert f"see torchtitan{' ' * bool(words)}" in printed.err
+    assert printed.out == ""
+
+
+def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = {
+        name: next(
+            n for n, line in enumerate(lines) if line.startswith((f"│ {name} ", f"╭─ {name} "))
+        )
+        for group, verbs in VERBS.items()
+        for name in (group, *verbs)
+    }
+    assert list(place.values()) == sorted(place.values())
+
+
+@pytest.mark.parametrize("verb", [verb for verbs in VERBS.values() for verb in verbs])
+def test_each_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    assert f"torchtitan {verb}" in capsys.readouterr().out
+
+
+def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
+    found = []
+
+    def compare(paths: list[Path], seeds: Seeds, vary: Vary, context: typer.Context) -> None:
+        found.append((paths, seeds, vary, context.args))
+
+    app = verb()
+    app.command(cls=RecipeVerb)(compare)
+    words = ["a.toml", "--seeds", "1", "2", "--vary", "x.y=1", "--training.steps", "3", "--seeds=4"]
+    get_command(app).main(words, standalone_mode=False)
+    flags = ["--training.steps", "3"]
+    assert found == [([Path("a.toml")], [1, 2, 4], ["x.y=1"], flags)]
+
+
+def test_completion_knows_verbs_and_options() -> None:
+    for words, expected in {
+        "torchtitan ver": "verify-resume",
+        "torchtitan check --w": "--w",
+    }.items():
+        environment = {**os.environ, "_TORCHTITAN_COMPLETE": "complete_bash"}
+        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        done = subprocess.run(
+            [sys.executable, "-c", "from torchtitan.tools.cli import main; main()"],
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert any(line.startswith(expected) for line in done.stdout.splitlines()), done
 
 
 def test_modules_of_the_current_folder_can_be_imported(

@@ -217,9 +217,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("word", ["0", "-1", "often", "nan"])
 def test_a_pace_that_cannot_be_is_refused(word, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["watch", "x", f"--refresh={word}"])
-    assert ended.value.code == 2
+    assert cli.main(["watch", "x", f"--refresh={word}"]) == 2
     assert f"got {word}; wanted seconds" in capsys.readouterr().err
 
 

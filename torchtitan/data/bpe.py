@@ -57,7 +57,7 @@ def train_tokenizer(
     dataset_path: str | None,
     vocab_size: int,
     output: str,
-    documents: int = 100_000,
+    documents: int | None = 100_000,
     text_key: str = "text",
     seed: int = 0,
 ) -> Path:

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.explain.folders import note, row, write_run
 from torchtitan.config import ConfigError
 from torchtitan.profiling import REQUEST_FILE
-from torchtitan.tools.explain.request import NoAnswer, profile
 from torchtitan.tools.history import RunHistory
+from torchtitan.tools.profile import NoAnswer, request_trace
 
 # More than a process number can be.
 NOBODY = 2**22 + 1
@@ -41,7 +41,7 @@ def test_the_traces_of_all_ranks_are_waited_for(tmp_path: Path) -> None:
 
     run = threading.Thread(target=answer)
     run.start()
-    found = profile(folder, 3, 20, told.append)
+    found = request_trace(folder, 3, 20, told.append)
     run.join()
     assert found == folder / "profile_traces/iteration_11_on_request"
     assert told[0].startswith(f"asked {folder} for a trace of 3 steps; it is in step 7")
@@ -51,7 +51,7 @@ def test_the_traces_of_all_ranks_are_waited_for(tmp_path: Path) -> None:
 def test_a_run_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     folder = alive(tmp_path)
     with pytest.raises(NoAnswer, match=r"no traces of all ranks in 0\.1 seconds; the run is in st"):
-        profile(folder, 1, 0.1, lambda line: None)
+        request_trace(folder, 1, 0.1, lambda line: None)
     assert not (folder / REQUEST_FILE).exists()
 
 
@@ -63,26 +63,26 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path) -> None:
             note(folder, rank, "finished", 9)
 
     with pytest.raises(NoAnswer, match=r"the run is over .*: it ended well at step 9"):
-        profile(folder, 1, 20, end)
+        request_trace(folder, 1, 20, end)
 
 
 def test_who_asks_twice_is_refused(tmp_path: Path) -> None:
     folder = alive(tmp_path)
     (folder / REQUEST_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="it was asked for a trace already"):
-        profile(folder, 1, 1)
+        request_trace(folder, 1, 1)
 
 
 def test_a_run_that_is_over_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [row(1)])
     with pytest.raises(ConfigError, match="there is no run to trace; the last one unknown: its r"):
-        profile(folder, 1, 1)
+        request_trace(folder, 1, 1)
     note(folder, 0, "finished", 9)
     with pytest.raises(ConfigError, match="the last one ended well at step 9"):
-        profile(folder, 1, 1)
+        request_trace(folder, 1, 1)
     note(folder, 0, "training", 9, pid=NOBODY)
     with pytest.raises(ConfigError, match="stopped without a word at step 9: rank 0 is gone"):
-        profile(folder, 1, 1)
+        request_trace(folder, 1, 1)
 
 
 def test_processes_of_another_machine_may_be_alive(tmp_path: Path) -> None:

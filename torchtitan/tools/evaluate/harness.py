@@ -82,7 +82,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
     return tasks
 
 
-def evaluate(wanted: Tasks, tasks: "TaskManager") -> dict[str, Any] | ConfigError | None:
+def run_tasks(wanted: Tasks, tasks: "TaskManager") -> dict[str, Any] | ConfigError | None:
     """What the harness finds, on rank 0, or what of a task cannot be; on the others None."""
     with open_model(open_subject(wanted.place), wanted.length, wanted.dtype) as model:
         together = CollectiveModel(model, wanted.rows)

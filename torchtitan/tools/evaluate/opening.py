@@ -4,8 +4,6 @@ A checkpoint of ours says all of it, since it holds the recipe of its run. Besid
 elsewhere lie a config file and the tokenizer's own. What neither says, a flag has to.
 """
 
-import importlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find_format
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.tools.options import import_modules
 
 BYTES = "bytes"
 """The tokenizer that is in no file."""
@@ -139,12 +138,3 @@ def check_weights(subject: Subject) -> None:
     if isinstance(subject.source, Verified):
         for name in subject.network.parameters():
             subject.source.read(f"model.{name}")
-
-
-def import_modules(names: Iterable[str], where: str) -> None:
-    """Import modules that add to MODELS; `where` they are named."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None

@@ -88,13 +88,13 @@ def _between_ranks(facts: Facts) -> Iterator[str]:
         rest = "" if is_told else ", and what gloo does not record: from stage to stage"
         yield f"Rank 0 sends in a step: {told}{rest}."
     if facts.traces:
-        yield from tell_traces(facts.traces)
+        yield from describe_traces(facts.traces)
     else:
         yield f"There is no trace; torchtitan profile {facts.folder} has a live run write one."
     yield from _slowest(facts.slowest, facts.on_cuda)
 
 
-def tell_traces(traces: Traces) -> Iterator[str]:
+def describe_traces(traces: Traces) -> Iterator[str]:
     """What the traces of all ranks say."""
     steps = f"{traces.steps} step{'s' * (traces.steps != 1)}"
     yield f"The newest trace, of {steps} ({traces.folder}):"

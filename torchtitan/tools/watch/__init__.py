@@ -1,4 +1,4 @@
-"""`torchtitan watch RUN`: what a run is doing, read from its folder, drawn anew every few seconds.
+"""Show what runs are doing, drawn anew every few seconds, until Ctrl-C.
 
 Nothing asks the run itself: it may be on another machine, as long as its folder can be read here.
 So whether it is alive is judged by when its last row came, against when the next one is due.
@@ -8,25 +8,29 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from torchtitan.tools.history import RunHistory
+from torchtitan.tools.options import Verb, number, verb
 from torchtitan.tools.watch.view import View
 
-__all__ = ["watch"]
+SECONDS = number("seconds, above 0 and at most 3600", lambda seconds: 0 < seconds <= 3600)
+app = verb()
 
 
-def watch(folders: Sequence[Path], refresh: float = 2.0, once: bool = False) -> None:
-    """Show runs until Ctrl-C; elsewhere than on a terminal, or `once`, only as they are now.
-
-    Raises:
-        ConfigError: where a folder is not that of a run.
-    """
+@app.command(cls=Verb, help=__doc__)
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of a run: outputs/x")],
+    refresh: Annotated[float, typer.Option(parser=SECONDS, metavar="SECONDS")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print what is, and end")] = False,
+) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    views = [View(RunHistory.open(folder)) for folder in folders]
+    views = [View(RunHistory.open(folder)) for folder in runs]
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     console = Console(width=None if on_terminal else 100, highlight=False)
     if once or not on_terminal:

@@ -1,35 +1,62 @@
-"""`torchtitan profile RUN`: has a run that goes on write a trace of its next steps.
+"""Have a live run write a trace of its next steps, and say what is in it.
 
-The wish is a small file in the run's dump folder. Rank 0 looks for it, all ranks learn of it with
-the verdict on a step, and each writes a trace of the same steps; so that nothing has to be
+The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks learn of it
+with the result of a step, and each writes a trace of the same steps; so nothing has to be
 configured, and nothing but the folder is shared.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 from torchtitan.config import ConfigError
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
+from torchtitan.tools.explain.facts import read_rank_traces
+from torchtitan.tools.explain.page import describe_traces
 from torchtitan.tools.history import RunHistory, traces_in
+from torchtitan.tools.options import Count, Run, Verb, verb
 
-# Seconds between two looks at what the run has written.
-PACE = 0.5
+POLL_INTERVAL = 0.5
+"""Seconds between two looks at what the run has written."""
+ANSWER_TIMEOUT = 300
+"""Seconds that a run may take to answer: to the end of its step, and of the traced ones."""
+
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def profile(
+    run: Run,
+    steps: Annotated[int, Count("how many to trace; absent: 1")] = 1,
+    wait: Annotated[int, Count("absent: 300", "SECONDS")] = ANSWER_TIMEOUT,
+) -> int:
+    try:
+        folder = request_trace(run, steps, wait)
+    except NoAnswer as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    print(*describe_traces(read_rank_traces(folder)), sep="\n")
+    print("open them at https://ui.perfetto.dev")
+    return 0
 
 
 class NoAnswer(RuntimeError):
-    """The run did not trace what it was asked for."""
+    """The run did not write the traces that it was asked for."""
 
 
-def profile(folder: Path, steps: int, patience: float, tell: Callable[[str], None] = print) -> Path:
+def request_trace(
+    folder: Path, steps: int, timeout: float, log: Callable[[str], None] = print
+) -> Path:
     """Ask for a trace of so many steps, and wait for that of every rank; their folder.
 
     Args:
-        patience: seconds to wait in all.
+        timeout: seconds to wait in all.
 
     Raises:
-        ConfigError: where no run goes on in the folder, or it was asked already.
+        ConfigError: where no run is alive in the folder, or it was asked already.
         NoAnswer: where the traces do not come.
     """
     history = RunHistory.open(folder)
@@ -43,28 +70,28 @@ def profile(folder: Path, steps: int, patience: float, tell: Callable[[str], Non
     unfinished = request.with_name(f"{REQUEST_FILE}.writing")
     unfinished.write_text(json.dumps({"steps": steps}) + "\n")
     unfinished.replace(request)
-    tell(f"asked {folder} for a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
+    log(f"asked {folder} for a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
 
-    end, told, is_taken = time.monotonic() + patience, 0, False
+    end, logged, is_taken = time.monotonic() + timeout, 0, False
     try:
         while True:
             # Asked before looking, since a run that ends may have written them just before.
             now = history.state()
             if not is_taken and not request.exists():
-                tell("the run knows of it; it traces, and writes what it traced")
+                log("the run knows of it; it traces, and writes what it traced")
                 is_taken = True
             new, done = _written(traces, known)
-            if done > told:
-                tell(f"{done} of {state.ranks} ranks wrote theirs, in {new}")
-                told = done
+            if done > logged:
+                log(f"{done} of {state.ranks} ranks wrote theirs, in {new}")
+                logged = done
             if done >= state.ranks:
                 return new
             if not now.is_alive:
                 raise NoAnswer(f"the run is over before it wrote all traces: it {now.words}")
             if time.monotonic() > end:
-                what = f"no traces of all ranks in {patience:g} seconds"
+                what = f"no traces of all ranks in {timeout:g} seconds"
                 raise NoAnswer(f"{what}; the run is {now.words}")
-            time.sleep(PACE)
+            time.sleep(POLL_INTERVAL)
     finally:
         request.unlink(missing_ok=True)
 

@@ -1,0 +1,78 @@
+"""Run recipes side by side under the same conditions, or compare runs that exist; a report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan.config import ConfigError
+from torchtitan.tools.compare import FORMS, compare_folders, foresee, read, summary
+from torchtitan.tools.compare import compare as run_and_compare
+from torchtitan.tools.options import Count, RecipeVerb, count, verb
+
+ABSENT = "absent: as the study says, or"
+app = verb()
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def compare(
+    context: typer.Context,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="a study, or recipes, or dump folders of runs")
+    ] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="a variant for each value")
+    ] = None,
+    ranks: Annotated[int | None, Count(f"processes of a run; {ABSENT} 1")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"{ABSENT} the first variant")
+    ] = None,
+    rounds: Annotated[int | None, Count(f"runs of each variant; {ABSENT} 3")] = None,
+    warmup_steps: Annotated[int | None, Count(f"steps not measured; {ABSENT} 5")] = None,
+    steps: Annotated[int | None, Count(f"steps measured after those; {ABSENT} 20")] = None,
+    seeds: Annotated[
+        list[int] | None,
+        typer.Option(parser=count, metavar="N...", help="further seeds, for the spread of chance"),
+    ] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="command that starts a run; {ranks} is filled in")
+    ] = None,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="trace no step")] = False,
+    output: Annotated[str | None, typer.Option(help="folder of the runs and the report")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="say what would run; start nothing")
+    ] = False,
+) -> int:
+    paths, vary = paths or [], vary or []
+    folders = [path for path in paths if path.is_dir()]
+    if folders:
+        if len(folders) < len(paths) or vary or context.args:
+            raise ConfigError(f"{folders[0]}: is a folder; runs are compared as they are")
+        place = Path(output or "outputs/studies/of_runs")
+        warmup = 5 if warmup_steps is None else warmup_steps
+        report = compare_folders(folders, baseline, place, warmup)
+    else:
+        study = read(
+            paths,
+            vary,
+            context.args,
+            ranks=ranks,
+            baseline=baseline,
+            rounds=rounds,
+            warmup_steps=warmup_steps,
+            steps=steps,
+            seeds=seeds or None,
+            launcher=launcher,
+            trace=False if no_trace else None,
+            output=output,
+        )
+        if check:
+            print(*foresee(study), sep="\n")
+            return 0
+        try:
+            place, report = study.output, run_and_compare(study)
+        except KeyboardInterrupt:
+            print(f"stopped; the same command continues with what is left ({study.output})")
+            return 130
+    print(*summary(report), *(place / f"report.{form}" for form in FORMS), sep="\n")
+    return 0 if report.ran and all(each.status != "failed" for each in report.variants) else 1

@@ -1,0 +1,66 @@
+"""Score a model on tasks of the lm-evaluation-harness, which has to be installed."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan.config import ConfigError
+from torchtitan.tools.evaluate.harness import Tasks, as_table, find_tasks, run_tasks
+from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.options import (
+    BatchSize,
+    Dtype,
+    Format,
+    Source,
+    TensorParallel,
+    Tokenizer,
+)
+from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
+from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, verb
+
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def evaluate(
+    source: Source,
+    tasks: Annotated[str, Text("A,B", "names of tasks")],
+    limit: Annotated[int | None, Count("documents of a task; absent: all")] = None,
+    num_fewshot: Annotated[
+        int | None, Text("N", "examples before each; absent: as a task says")
+    ] = None,
+    include_path: Annotated[Path | None, Text("FOLDER", "tasks of your own")] = None,
+    length: Annotated[int | None, Count("tokens of a sequence; absent: as in training")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the results as one object")] = False,
+    format: Format = None,
+    model: Model = None,
+    flavor: Flavor = None,
+    tokenizer: Tokenizer = None,
+    imports: Imports = None,
+    tensor_parallel: TensorParallel = 1,
+    dtype: Dtype = None,
+    batch_size: BatchSize = 8,
+) -> None:
+    names = tuple(name for name in tasks.split(",") if name)
+    found_tasks = find_tasks(names, include_path)
+    place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    subject = open_subject(place)
+    length = length or subject.seq_len
+    if length is None:
+        raise ConfigError(f"{place.path}: it does not say how long sequences are; --length does")
+    wanted = Tasks(
+        place=place,
+        names=names,
+        dtype=chosen_dtype(dtype, subject),
+        length=length,
+        limit=limit,
+        few_shot=num_fewshot,
+        rows=batch_size,
+    )
+    warn_if_longer(subject, length)
+    found = on_ranks(tensor_parallel, subject, run_tasks, wanted, found_tasks)[0]
+    if isinstance(found, ConfigError):
+        raise found
+    print(json.dumps(found["results"], default=str) if as_json else as_table(found))

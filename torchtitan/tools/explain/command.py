@@ -1,0 +1,29 @@
+"""Say what a run did, where its time went, and what to try."""
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan.tools.explain.advice import advise
+from torchtitan.tools.explain.facts import read_facts
+from torchtitan.tools.explain.page import page
+from torchtitan.tools.options import Run, Verb, verb
+
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def explain(
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="the numbers, as JSON")] = False
+) -> None:
+    facts = read_facts(run)
+    advice = advise(facts)
+    found: dict[str, Any] = dataclasses.asdict(facts) | {"folder": str(facts.folder)}
+    del found["recipe"]  # it stands in recipe.toml
+    found["slowest"] = [one._asdict() for one in facts.slowest]
+    found["advice"] = [one._asdict() for one in advice]
+    text = json.dumps(found, indent=1) if as_json else page(facts, advice)
+    # In one piece, so that `| head` does not close the pipe in between.
+    print(f"{text}\n", end="")

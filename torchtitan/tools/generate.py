@@ -1,0 +1,87 @@
+"""Continue prompts: samples from the weights of a run, a checkpoint, Hugging Face or Meta."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan.config import ConfigError
+from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.options import (
+    BatchSize,
+    Dtype,
+    Format,
+    Source,
+    TensorParallel,
+    Tokenizer,
+)
+from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
+from torchtitan.tools.evaluate.samples import Samples
+from torchtitan.tools.evaluate.samples import generate as sample
+from torchtitan.tools.evaluate.sampling import Sampling
+from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, number, verb
+
+TEMPERATURE = number("a number >= 0", lambda value: 0 <= value < float("inf"))
+SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def generate(
+    source: Source,
+    prompt: Annotated[
+        list[str] | None, Text("TEXT", "a text to continue; may be given again")
+    ] = None,
+    prompts_file: Annotated[Path | None, Text("FILE", "one prompt a line")] = None,
+    tokens: Annotated[int, Count("new ones, at most; absent: 64")] = 64,
+    samples: Annotated[int, Count("of each prompt; absent: 1")] = 1,
+    temperature: Annotated[
+        float, typer.Option(parser=TEMPERATURE, metavar="X", help="0: always the likeliest")
+    ] = 1.0,
+    top_k: Annotated[int | None, Count("of so many of the likeliest tokens; absent: all")] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(parser=SHARE, metavar="X", help="of the likeliest with this probability"),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="of the samples")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="an object a line")] = False,
+    format: Format = None,
+    model: Model = None,
+    flavor: Flavor = None,
+    tokenizer: Tokenizer = None,
+    imports: Imports = None,
+    tensor_parallel: TensorParallel = 1,
+    dtype: Dtype = None,
+    batch_size: BatchSize = 8,
+) -> None:
+    place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    subject = open_subject(place)
+    wanted = Samples(
+        place=place,
+        prompts=tuple(prompts(prompt or [], prompts_file)),
+        dtype=chosen_dtype(dtype, subject),
+        samples=samples,
+        tokens=tokens,
+        how=Sampling(temperature, top_k or 0, top_p),
+        seed=seed,
+        rows=batch_size,
+        as_json=as_json,
+    )
+    warn_if_longer(subject, wanted.longest(subject))
+    on_ranks(tensor_parallel, subject, sample, wanted)
+
+
+def prompts(given: list[str], path: Path | None) -> Iterator[str]:
+    """Those of the command line, then those of the file; without any, the empty one."""
+    yield from given
+    if path is None:
+        if not given:
+            yield ""
+        return
+    if not path.is_file():
+        raise ConfigError(f"--prompts-file: got {path}; there is no such file")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts-file: got {path}; it has no prompt, which is a line")
+    yield from lines

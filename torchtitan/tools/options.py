@@ -1,0 +1,139 @@
+"""What the verbs of the command line have in common: their options, and the flags of a recipe."""
+
+import importlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from torchtitan.config import ConfigError, allowed_names
+
+
+class Verb(TyperCommand):
+    """A verb; an option whose metavar ends with `...` takes all the words up to the next option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {
+            name
+            for option in self.params
+            for name in option.opts
+            if option.param_type_name == "option" and str(option.metavar).endswith("...")
+        }
+        words: list[str] = []
+        option = None
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in several else None
+            elif option and words[-1] != option:
+                words.append(option)
+            words.append(word)
+        rest: list[str] = super().parse_args(ctx, words)
+        return rest
+
+
+class RecipeVerb(Verb):
+    """A verb that takes the flags of a recipe, too, `--section.key value`: they are `ctx.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own, flags = split_flags(args, [name for option in self.params for name in option.opts])
+        super().parse_args(ctx, own)
+        ctx.args = flags
+        return flags
+
+
+def split_flags(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a verb itself, and the flags of a recipe with what follows each.
+
+    What is like one of the verb's own `options` is left to the verb, which suggests that one.
+    """
+    own: list[str] = []
+    flags: list[str] = []
+    current = own
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--"):
+            is_own = "." not in name and get_close_matches(name, ["--help", *options], cutoff=0.8)
+            current = own if is_own else flags
+        current.append(word)
+    return own, flags
+
+
+def count(word: object) -> int:
+    """An integer above 0."""
+    if not str(word).isdecimal() or int(str(word)) < 1:
+        raise typer.BadParameter(f"got {word}; wanted an integer >= 1")
+    return int(str(word))
+
+
+def number(what: str, is_allowed: Callable[[float], bool]) -> Callable[[object], float]:
+    """A reader of numbers that says `what` is wanted."""
+
+    def read(word: object) -> float:
+        try:
+            found = float(str(word))
+        except ValueError:
+            found = float("nan")
+        if not is_allowed(found):
+            raise typer.BadParameter(f"got {word}; wanted {what}")
+        return found
+
+    return read
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """A reader of one of `names`."""
+
+    def read(word: str) -> str:
+        if word not in names:
+            raise typer.BadParameter(f"got {word}; {allowed_names(word, names)}")
+        return word
+
+    return read
+
+
+def import_modules(names: Iterable[str], where: str) -> None:
+    """Import modules that add to MODELS; `where` they are named."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None
+
+
+def verb(**settings: Any) -> typer.Typer:
+    """A verb, or a group of verbs."""
+    return typer.Typer(add_completion=False, **settings)
+
+
+def Count(help: str, metavar: str = "N") -> Any:
+    """An option that is an integer above 0; its help says what it is where it is absent."""
+    return typer.Option(parser=count, metavar=metavar, help=help, show_default=False)
+
+
+def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
+    """An option that is one of `names`."""
+    return typer.Option(
+        *spellings,
+        parser=one_of(names),
+        metavar="|".join(names),
+        help=help,
+        autocompletion=lambda: list(names),
+    )
+
+
+def Text(metavar: str, help: str, *spellings: str) -> Any:
+    """An option that is any text."""
+    return typer.Option(*spellings, metavar=metavar, help=help, show_default=False)
+
+
+Recipe = Annotated[str | None, typer.Argument(help="the recipe; --section.key value may follow")]
+Run = Annotated[Path, typer.Argument(help="job.dump_folder of a run: outputs/x")]
+Shrink = Annotated[
+    bool, typer.Option("--shrink", help="make model, batches and layout small first")
+]
+Model = Annotated[str | None, Text("NAME", "a key of MODELS; absent: as the source says")]
+Flavor = Annotated[str | None, Text("NAME", "a size of it; absent: as the source says")]
+Imports = Annotated[list[str] | None, Text("MODULE...", "modules that add to MODELS")]

@@ -1,0 +1,24 @@
+"""Train a few steps in a recipe's layout and on one rank, on the CPU, and compare them."""
+
+from typing import Annotated
+
+import typer
+
+from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
+from torchtitan.tools.verify import verify
+from torchtitan.train import split_recipe
+
+app = verb()
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def verify_parallelism(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[int | None, Count("ranks; absent: as few as show the layout")] = None,
+    steps: Annotated[int | None, Count("optimizer steps; absent: 5")] = None,
+    shrink: Shrink = False,
+) -> int:
+    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    is_same = verify(path, flags, world_size=world_size, steps=steps, shrink=shrink)
+    return 0 if is_same else 1
