@@ -77,7 +77,7 @@ def running(size: str, folder: Path, mode: str) -> Iterator[Run]:
     job = load_job(RECIPE, flags, 1, "cpu").config
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world)
-        with closing(run.data), run.meter:
+        with closing(run.batches), run.meter:
             Trainer(run).step()
             yield run
 
@@ -85,7 +85,7 @@ def running(size: str, folder: Path, mode: str) -> Iterator[Run]:
 def tensors_of(run: Run) -> dict[str, Tensor]:
     """What a checkpoint of the run holds, by the names that it has there."""
     weights = {n: p for part in run.model.parts for n, p in part.state_dict().items()}
-    states = {f"optimizer.{name}": t for name, t in run.optimizers.state_dict().items()}
+    states = {f"optimizer.{name}": t for name, t in run.optimizers.inner.state_dict().items()}
     return {f"model.{name}": weight for name, weight in weights.items()} | states
 
 

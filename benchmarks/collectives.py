@@ -102,7 +102,7 @@ def count(job: JobConfig) -> Counted:
     last, before = -1, 0
     with counting_sends(sends):
         for run, row in training(job, Device("cpu"), uneven=False):
-            groups = run.world.groups
+            groups = run.agree.world.groups
             if row["step"] == job.training.steps - 1:
                 last, before = recorded()[-1].number, len(sends)
     found = [collective for collective in recorded() if collective.number > last]

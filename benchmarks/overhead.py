@@ -23,6 +23,7 @@ too, of the calls themselves and of the threads and processes that the sinks sta
 
 import argparse
 import cProfile
+import dataclasses
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,11 +46,12 @@ import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
 from processor_time import NoMeter, Spent, processor_of_children, processor_of_threads
 
-from torchtitan.build import Run, build
+from torchtitan.build import Observer, Run, around_step, assemble, build
 from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
-from torchtitan.parallel import World, open_world
+from torchtitan.parallel import open_world
+from torchtitan.resilience.stop import StopSignal
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,21 +70,19 @@ def flags(folder: str, ranks: int, steps: int) -> list[str]:
 @contextmanager
 def ours(run: Run) -> Iterator[Step]:
     """A step of the trainer, with everything around it that is live in a run."""
-    with closing(run.data), run.meter, run.profiler, run.stop:
+    with closing(run.batches), run.session():
         trainer = Trainer(run)
 
         def step() -> None:
             trainer.step()
-            assert not run.checkpoint.is_due(False)
-            assert not run.validator.is_due(run.state.step, run.job.training.steps)
-            run.profiler.step(run.state.step)
+            run.after_step(run.state)
 
         yield step
 
 
-def read_batches(run: Run, world: World, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def read_batches(run: Run, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The first batches of a run, in memory; its position is put back."""
-    batches = [next(run.data).to(world.device.torch_device) for _ in range(count)]
+    batches = [batch for _ in range(count) for batch in next(run.batches).microbatches]
     return [(batch.tokens, batch.targets) for batch in batches]
 
 
@@ -93,8 +94,8 @@ def take_turns(arguments: argparse.Namespace) -> dict[str, list[float]]:
         job = load_job(RECIPE, words, arguments.ranks, pick().type).config
         world = stack.enter_context(open_world(job.degrees(arguments.ranks), job.comm))
         reader = build(job, world)
-        with closing(reader.data):
-            batches = read_batches(reader, world, 64)
+        with closing(reader.batches):
+            batches = read_batches(reader, 64)
         steps = {
             "ours": stack.enter_context(ours(build(job, world))),
             "by hand": make_step(batches, arguments.ranks, world.device.type),
@@ -154,17 +155,18 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
         job = load_job(RECIPE, words, 1, pick().type).config
         configure()
         world = stack.enter_context(open_world(job.degrees(1), job.comm))
-        watched, bare = build(job, world), build(job, world)
+        watched, bare = (assemble(job, world, Observer(), StopSignal()) for _ in range(2))
         # Two runs cannot have one event log and one metrics.jsonl, and this one has none of them.
-        bare.meter = NoMeter()  # type: ignore[assignment]
+        nothing: Any = NoMeter()
+        silent: Any = SimpleNamespace(before_step=lambda: None, after_step=lambda step: None)
+        bare = dataclasses.replace(bare, meter=nothing, startup=silent)
         bare.timeline._note = lambda: None  # type: ignore[method-assign]
         spent, before = Spent(), set(threading.enumerate())
-        for name in ("record", "flush"):
-            spent.watch(watched.meter, name)
+        spent.watch(watched.meter, "end_step")
         spent.watch(watched.timeline, "_note")
         steps = {
-            "no meter": stack.enter_context(ours(bare)),
-            "all sinks": stack.enter_context(ours(watched)),
+            "no meter": stack.enter_context(ours(around_step(bare))),
+            "all sinks": stack.enter_context(ours(around_step(watched))),
         }
         threads = set(threading.enumerate()) - before
 

@@ -123,7 +123,7 @@ def train(arguments: argparse.Namespace) -> None:
         before = resident()
         with open_world(job.degrees(side.ranks), job.comm, device) as world:
             run = build(job, world)
-            with closing(run.data), run.meter:
+            with closing(run.batches), run.meter:
                 trainer = Trainer(run)
                 for _ in range(arguments.warmup):
                     trainer.step()

@@ -222,7 +222,7 @@ def train(arguments: argparse.Namespace) -> None:
     before = resident() if device.type == "cpu" else 0.0
     with open_world(job.degrees(arguments.ranks), job.comm, device) as world:
         run = build(job, world)
-        with closing(run.data), run.meter:
+        with closing(run.batches), run.meter:
             trainer = Trainer(run)
             steps(trainer, arguments.warmup, device)
             print(0, flush=True)

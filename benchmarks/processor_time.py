@@ -16,10 +16,10 @@ class NoMeter:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def record(self, **values: Any) -> None:
+    def resume(self, step: int, tokens: int) -> None:
         pass
 
-    def flush(self, step: int, **notes: Any) -> None:
+    def end_step(self, status: Any, lr: float) -> None:
         pass
 
 

@@ -72,7 +72,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Measured]:
             world = stack.enter_context(open_world(job.degrees(2), job.comm, Device("cpu")))
             compiler_counts()["inductor"].clear()
             run = build(job, world)
-            stack.enter_context(closing(run.data))
+            stack.enter_context(closing(run.batches))
             stack.enter_context(run.meter)
             sides[name] = Trainer(run)
             for _ in range(2):

@@ -20,16 +20,16 @@ KIND, RANK, STEP = os.environ["FAULT"].split()
 healthy_step = Trainer.step
 
 
-def step(trainer: Trainer) -> bool:
-    if KIND == "slow" and not Path(trainer.run.job.job.dump_folder, "hurry").exists():
+def step(trainer: Trainer) -> None:
+    if KIND == "slow" and not Path(trainer.run.checkpoint.choice.dump_folder, "hurry").exists():
         time.sleep(0.1)
     if trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
-        trainer.at_step(int(STEP))
-        if trainer.run.world.rank == int(RANK):
+        trainer.run.batches.before_step()
+        if trainer.run.agree.world.rank == int(RANK):
             break_down(trainer.run)
         elif KIND == "silent":
             dist.recv(torch.empty(1), src=int(RANK))
-    return healthy_step(trainer)
+    healthy_step(trainer)
 
 
 def break_down(run: Run) -> None:
@@ -46,7 +46,7 @@ def break_down(run: Run) -> None:
             while True:
                 time.sleep(60)
         case "deviate":
-            run.world.max(torch.zeros(7))
+            run.agree.world.max(torch.zeros(7))
 
 
 Trainer.step = step  # type: ignore[method-assign]

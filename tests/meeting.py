@@ -14,29 +14,35 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.parallel import Launch
-from torchtitan.tools.verify.measure import UnevenTargets
+from torchtitan.resilience.replicas.step import GroupBatches
+from torchtitan.step import RankBatches
+from torchtitan.tools.verify.measure import hide_targets
 from torchtitan.trainer import Trainer
 
 FOLDER = Path(os.environ["MEETING"])
 FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()
 healthy_step = Trainer.step
+PREPARED: list[Trainer] = []
 
 
-def step(trainer: Trainer) -> bool:
-    run, launch, done = trainer.run, Launch.read(), trainer.run.state.step
-    group = run.job.fault_tolerance.group
-    if not isinstance(run.data, UnevenTargets):
-        run.data = UnevenTargets(run.data)  # type: ignore[assignment]
+def step(trainer: Trainer) -> None:
+    batches, launch, done = trainer.run.batches, Launch.read(), trainer.run.state.step
+    assert isinstance(batches, GroupBatches)
+    assert isinstance(batches.inner, RankBatches)
+    group = batches.group.config.group
+    if trainer not in PREPARED:
+        PREPARED.append(trainer)
+        batches.inner.stream = map(hide_targets, batches.inner.stream)
         (FOLDER / f"{group} {launch.rank} {launch.restart}").touch()
         wait_for(f"{1 - group} {launch.rank} 0")
     if FAULT == "kill":
         time.sleep(0.05)
         is_last = launch.rank == launch.size - 1
         if group == int(GROUP) and is_last and not launch.restart and done + 1 == int(STEP):
-            run.replicas.sum = die  # type: ignore[method-assign]
+            batches.group.sum = die  # type: ignore[method-assign]
         if group != int(GROUP) and done == int(STEP) + 3:
             wait_for(f"{GROUP} {launch.rank} 1")
-    return healthy_step(trainer)
+    healthy_step(trainer)
 
 
 def die(tensors: Iterable[Tensor]) -> None:

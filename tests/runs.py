@@ -82,7 +82,7 @@ def train(job: JobConfig) -> dict[str, Tensor]:
         start = choose(job) if world.rank == 0 else None
         start = world.share(start)
         run = build(job, world)
-        with closing(run.data):
+        with closing(run.batches):
             Trainer(run).train(start)
         return weights(run)
 

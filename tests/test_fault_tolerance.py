@@ -166,10 +166,10 @@ def test_a_group_dies_and_comes_back(ranks: int, dies: int, tmp_path: Path) -> N
     # The lanes of the group that was away stood still; nothing was left out or read twice.
     times = {stays: steps, dies: 2 + steps - returned}
     served = {lane: times[lane // 4] for lane in range(8)}
-    assert dict(enumerate(first[1]["data"]["lanes"])) == standing(served)
+    assert dict(enumerate(first[1]["data"]["lanes"])) == positions(served)
 
 
-def standing(samples: dict[int, int]) -> dict[int, list[int]]:
+def positions(samples: dict[int, int]) -> dict[int, list[int]]:
     """Where each lane stands after so many samples of it."""
     job = load_job(ROOT / RECIPE, ["--training.seq_len=32"], 1, "cpu").config
     stream = build_stream(

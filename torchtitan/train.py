@@ -9,19 +9,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from torchtitan.build import Run, build, choice, open_tokenizer
+from torchtitan.build import Observer, build, open_tokenizer, resume_policy
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job, problems_of_machine, remarks
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
-from torchtitan.data import Tokenizer, open_source, unigram_loss
+from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
-from torchtitan.resilience.stop import DIVERGED, status_of_stop, stop_without_launcher
-from torchtitan.trainer import Trainer, TrainingDiverged
+from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.resilience.stop import (
+    DIVERGED,
+    StopSignal,
+    status_of_stop,
+    stop_without_launcher,
+)
+from torchtitan.trainer import Trainer
 
 USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
        python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
@@ -58,43 +64,44 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         # Every rank finds the same mistakes; one of them tells.
         return refuse(error) if launch.rank == 0 else 2
     if launch.rank == 0:
-        tell(recipe)
+        log_recipe(recipe)
         if launch.restart:
             where = start.path if start and start.path else "the beginning"
             ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
             counts = launch.restart, launch.restarts
             logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
 
-    told = (ConfigError, TrainingDiverged, SaveFailed)
-    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=told)
+    shared = (ConfigError, TrainingDiverged, SaveFailed)
+    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
+    stop = StopSignal()
     try:
         with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
             start = world.share(start)
-            built = build(job, world)
-            with closing(built.data):
+            made = build(job, world, Observer(before_step=recorder.step), stop)
+            with closing(made.batches):
                 if world.rank == 0:
                     write_beside(folder, job, world.size, device)
-                    report_unigram_loss(job, built.tokenizer)
-                Trainer(built, recorder.step).train(start)
+                    report_unigram_loss(job)
+                Trainer(made).train(start)
     except ConfigError as error:
         return refuse(error)
     except (TrainingDiverged, SaveFailed) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
-    return ended(built, launch)
+    return exit_status(job, made.state.step, stop, launch)
 
 
-def ended(run: Run, launch: Launch) -> int:
-    """The exit status of a run that finished, or was stopped before."""
-    step, steps = run.state.step, run.job.training.steps
-    if step < steps and not saves(run.job):
+def exit_status(job: JobConfig, step: int, stop: StopSignal, launch: Launch) -> int:
+    """Of a run that finished, or was stopped after `step`."""
+    steps = job.training.steps
+    if step < steps and not saves(job):
         logger.warning(
             "stopped at step %d of %d, and nothing is saved: see [checkpoint]", step, steps
         )
     # An elastic agent would start again after any other; our launcher knows that it was a stop.
     if step >= steps or launch.by_agent:
         return 0
-    return status_of_stop(run.stop.by, saves(run.job))
+    return status_of_stop(stop.by, saves(job))
 
 
 def saves(job: JobConfig) -> bool:
@@ -125,7 +132,7 @@ def problems_of_tokenizer(job: JobConfig) -> Iterator[Problem]:
 
 def choose(job: JobConfig) -> ResumePoint:
     """What the run starts from; one rank decides, before any of them writes."""
-    return choice(job).start()
+    return resume_policy(job).start()
 
 
 def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -155,7 +162,7 @@ def refuse(error: ConfigError) -> int:
     return 2
 
 
-def tell(recipe: Recipe[JobConfig]) -> None:
+def log_recipe(recipe: Recipe[JobConfig]) -> None:
     """Say what was read otherwise than it was written, and the recipe itself if asked."""
     for notice in (*recipe.notices, *remarks(recipe.config)):
         logger.info("%s", notice)
@@ -163,9 +170,10 @@ def tell(recipe: Recipe[JobConfig]) -> None:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 
 
-def report_unigram_loss(job: JobConfig, tokenizer: Tokenizer) -> None:
+def report_unigram_loss(job: JobConfig) -> None:
     """Log the loss that needs no model, once, for the eye to compare with."""
     if job.data.report_unigram_loss:
+        tokenizer = open_tokenizer(job)
         loss = unigram_loss(open_source(job.data, tokenizer, seed=job.debug.seed), tokenizer)
         logger.info("reference: a unigram model of this text has loss %.3f", loss)
 

@@ -173,7 +173,7 @@ def gathered(job: JobConfig, axis: str) -> int:
     """Bytes of all that ranks of an axis gather in the last step of `job`."""
     last = -1
     for run, row in training(job, Device("cpu"), uneven=False):
-        ranks = tuple(torch.distributed.get_process_group_ranks(run.world.groups[axis]))
+        ranks = tuple(torch.distributed.get_process_group_ranks(run.agree.world.groups[axis]))
         if row["step"] == job.training.steps - 1:
             last = recorded()[-1].number
     counts: Counter[Message] = Counter(message(c) for c in recorded() if c.number > last)

@@ -174,7 +174,7 @@ def alive(job: JobConfig) -> list[int]:
             for key, hook in ours.items():  # to be called after it
                 del parameter._post_accumulate_grad_hooks[key]
                 parameter._post_accumulate_grad_hooks[key] = hook
-        with closing(run.data), run.meter:
+        with closing(run.batches), run.meter:
             Trainer(run).step()
         return [found[0], sum(local(p).nbytes for p in everything)]
 

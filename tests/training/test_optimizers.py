@@ -15,14 +15,15 @@ from tests import tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
 from tests.runs import losses, train
-from torchtitan.build import build
-from torchtitan.checkpoint import saved_steps, staging
+from torchtitan.build import Run, build
+from torchtitan.checkpoint import InMemoryState, saved_steps, staging
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
-from torchtitan.trainer import Trainer, TrainingDiverged
+from torchtitan.trainer import Trainer
 
 ALONE = case(batch=8)
 FSDP = case(shard=2)
@@ -90,14 +91,19 @@ def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
     assert f"--then: {why}; add --optimizer.state_dtype parameter" in said.err
 
 
+def in_memory(run: Run) -> InMemoryState:
+    """The state of a run, to be handed over."""
+    return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
+
+
 def handed_over(job: JobConfig) -> bool:
     """Whether a run that takes over another's live state goes on as that does."""
     torch.compiler.set_stance("force_eager")
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         one, other = build(job, world), build(job, world)
-        with closing(one.data), closing(other.data), one.meter, other.meter:
+        with closing(one.batches), closing(other.batches), one.meter, other.meter:
             Trainer(one).step()
-            other.live.put(one.live.get())
+            in_memory(other).put(in_memory(one).get())
             for run in (one, other):
                 Trainer(run).step()
         pairs = zip(one.model.parts[0].parameters(), other.model.parts[0].parameters(), strict=True)

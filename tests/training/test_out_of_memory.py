@@ -28,7 +28,7 @@ def run_out_of_memory(job: JobConfig) -> None:
                 raise error
 
         run.model.parts[0].get_submodule("layers.1").register_forward_pre_hook(fail)
-        with closing(run.data), pytest.raises(torch.OutOfMemoryError) as raised:
+        with closing(run.batches), pytest.raises(torch.OutOfMemoryError) as raised:
             Trainer(run).train(ResumePoint(None))
         assert raised.value is error
 

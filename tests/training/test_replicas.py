@@ -17,7 +17,8 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Recorder, losses, rows, train, weights
-from torchtitan.build import build
+from torchtitan.build import Observer, Run, build
+from torchtitan.checkpoint import InMemoryState
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -115,8 +116,8 @@ def group(manager: Manager, **settings: Any) -> ReplicaGroup:
     data: Any = SimpleNamespace(
         state_dict=dict,
         load_peer_state=lambda state: None,
-        standing=lambda: torch.ones(2, 3, dtype=torch.int64),
-        learn=lambda standing: None,
+        positions=lambda: torch.ones(2, 3, dtype=torch.int64),
+        update_positions=lambda standing: None,
     )
     made = ReplicaGroup(
         FaultToleranceConfig(**{"enable": True, "group_size": 2} | settings),
@@ -128,7 +129,7 @@ def group(manager: Manager, **settings: Any) -> ReplicaGroup:
         recipe={"[model]": 1, "[data]": 2},
     )
     made.manager = manager  # type: ignore[assignment]
-    made.meet(3)
+    made.start_quorum(3)
     return made
 
 
@@ -170,32 +171,32 @@ def test_the_groups_that_were_there_go_on_without_it(
     manager = Manager([True] * 5)
     there = group(manager)
     assert there.count(torch.tensor(5)) == 5
-    assert there.agree()
+    assert there.should_commit()
     manager.peer = peer
-    there.meet(4)
+    there.start_quorum(4)
     there.count(torch.tensor(5))
-    assert not there.agree()
+    assert not there.should_commit()
     manager.peer = nobody
-    there.meet(4)
+    there.start_quorum(4)
     there.count(torch.tensor(5))
-    assert there.agree()
+    assert there.should_commit()
 
 
 def test_too_few_groups_wait_but_one_that_cannot_join_gives_up() -> None:
     waiting = group(Manager([False] * 9, groups=1), min_replica_size=2)
-    assert not any(waiting.agree() for _ in range(9))
+    assert not any(waiting.should_commit() for _ in range(9))
     failing = group(Manager([False] * 9, groups=2), min_replica_size=2)
-    assert not failing.agree()
-    assert not failing.agree()
+    assert not failing.should_commit()
+    assert not failing.should_commit()
     with pytest.raises(RuntimeError, match="no step was made with the other replica groups"):
-        failing.agree()
+        failing.should_commit()
 
 
 def test_a_group_whose_ranks_are_at_different_steps_ends() -> None:
     torn = group(Manager([False]))
     torn.world.max = lambda values: values + 1  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="not all ranks of this replica group could fetch"):
-        torn.agree()
+        torn.should_commit()
 
 
 class Evil:
@@ -223,25 +224,30 @@ def test_a_state_that_is_fetched_cannot_run_code() -> None:
         read_stream(stream)
 
 
+def in_memory(run: Run) -> InMemoryState:
+    """The state of a run, to be handed over."""
+    return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
+
+
 def taken_over(folder: Path) -> dict[str, list[float]]:
     """Losses of a run, and of another that took over its state after three steps."""
     found: dict[str, list[float]] = {}
     made = job(folder, groups=0, training={"steps": 6})
     with open_world(made.degrees(1), made.comm, Device("cpu")) as world:
-        runs = [build(made, world) for _ in range(2)]
+        recorders = [Recorder() for _ in range(2)]
+        runs = [build(made, world, Observer(sinks=[recorder])) for recorder in recorders]
         state: dict[str, Any] = {}
-        for run, name in zip(runs, ("first", "second"), strict=True):
-            recorder = Recorder()
-            run.meter.sinks = [recorder]
+        for run, recorder, name in zip(runs, recorders, ("first", "second"), strict=True):
+            live = in_memory(run)
             trainer = Trainer(run)
-            with closing(run.data), run.meter:
+            with closing(run.batches), run.meter:
                 if name == "second":
-                    run.live.put(state)
+                    live.put(state)
                     assert run.state.step == 3
                 for _ in range(6 - run.state.step):
                     trainer.step()
                     if run.state.step == 3:
-                        state = copied(run.live.get())
+                        state = copied(live.get())
             found[name] = [row["loss"] for row in recorder.rows if "loss" in row]
         first, second = map(weights, runs)
         assert all(torch.equal(first[name], weight) for name, weight in second.items())
@@ -265,7 +271,7 @@ def put_into(folder: Path, flavor: str) -> str:
     with open_world(made[0].degrees(1), made[0].comm, Device("cpu")) as world:
         first, second = (build(one, world) for one in made)
         try:
-            second.live.put(first.live.get())
+            in_memory(second).put(in_memory(first).get())
         except ConfigError as error:
             return str(error)
     return ""

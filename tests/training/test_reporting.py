@@ -17,7 +17,8 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.wandb_files import WANDB_OFFLINE, offline_run
-from torchtitan.build import build
+from torchtitan import build as assembly
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -70,14 +71,17 @@ def waits_by_step(job: JobConfig) -> dict[int, int]:
         open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world,
         ExitStack() as put_back,
     ):
-        run, waits = build(job, world), Waits()
+        waits = Waits()
         for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
             real = getattr(owner, word)
             put_back.callback(setattr, owner, word, real)
             setattr(owner, word, waits.counting(real))
-        trainer = Trainer(run, waits.begin)
-        trainer.has_shown = True  # the text of the first sequence, which is on the host
-        with closing(run.data), waits:
+        # The text of the first sequence is shown on the host.
+        put_back.callback(setattr, assembly, "previewed", assembly.previewed)
+        assembly.previewed = lambda batches, tokenizer: batches
+        run = build(job, world, Observer(before_step=waits.begin))
+        trainer = Trainer(run)
+        with closing(run.batches), waits:
             trainer.train(ResumePoint(None))
         return dict(waits.found)
 
@@ -101,9 +105,9 @@ def killed(job: JobConfig, at_step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
-        run = build(job, world)
-        with closing(run.data):
-            Trainer(run, kill).train(choose(job))
+        run = build(job, world, Observer(before_step=kill))
+        with closing(run.batches):
+            Trainer(run).train(choose(job))
 
 
 def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def with_broken_sinks(job: JobConfig) -> Any:
         if world.rank == 0:
             broken = Unopened(ConnectionError("no route")), Full(OSError(28, "No space left"))
             run.meter.sinks = [*broken, *run.meter.sinks]
-        with closing(run.data):
+        with closing(run.batches):
             Trainer(run).train(ResumePoint(None))
         return run.meter.summary()
 

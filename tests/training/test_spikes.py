@@ -16,7 +16,7 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, parts, rows, weights
-from torchtitan.build import build
+from torchtitan.build import Observer, around_step, assemble, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
@@ -26,9 +26,11 @@ from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.resilience.stop import StopSignal
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
-from torchtitan.trainer import Trainer, TrainingDiverged
+from torchtitan.trainer import Trainer
 
 
 def slow(*case: Any) -> Any:
@@ -48,6 +50,9 @@ class Spoiled:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+    def __iter__(self) -> Any:
+        return self
 
     def __next__(self) -> Batch:
         if not self.left:
@@ -95,36 +100,40 @@ def train(
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = world.share(choose(job) if world.rank == 0 else None)
-        run = build(job, world)
+        made = assemble(job, world, Observer(before_step=at_step), StopSignal())
         if sees < 0:
-            batch = job.global_batch(world.degrees)
-            run.data = Spoiled(run.data, run.accumulation, batch, bad)  # type: ignore[assignment]
+            batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
+            spoiled: Any = Spoiled(made.data, accumulation, batch, bad)
+            made = dataclasses.replace(made, data=spoiled)
+        roll_back = made.divergence.roll_back
+        run = around_step(made)
         clip = run.optimizers.clip
 
-        def misled(*limits: Any) -> Tensor:
-            return clip(*limits) * (100 if run.state.step in bad and world.rank == sees else 1)
+        def misled() -> Tensor:
+            is_bad = run.state.step + 1 in bad and world.rank == sees
+            return clip() * (100 if is_bad else 1)
 
         run.optimizers.clip = misled  # type: ignore[method-assign]
-        trainer = Trainer(run, at_step)
-        step, roll_back = trainer.step, trainer.roll_back
+        trainer = Trainer(run)
+        step = trainer.step
         outcome = Outcome(run.state, {}, None, [], [])
 
-        def watched() -> bool:
+        def watched() -> None:
             if kill_after and len(outcome.moved) == kill_after:
                 raise Killed
             before = parts(run)
-            stop = step()
+            step()
             pairs = [(part.local, before[name].local) for name, part in parts(run).items()]
             outcome.moved.append(any(not torch.equal(new, old) for new, old in pairs))
-            return stop
 
         def returning() -> bool:
             if is_done := roll_back():
                 outcome.returned.append(weights(run))
             return is_done
 
-        trainer.step, trainer.roll_back = watched, returning  # type: ignore[method-assign]
-        with closing(run.data):
+        trainer.step = watched  # type: ignore[method-assign]
+        made.divergence.roll_back = returning  # type: ignore[method-assign]
+        with closing(run.batches):
             try:
                 trainer.train(start)
             except (TrainingDiverged, Killed) as raised:
@@ -183,12 +192,11 @@ FREE: dict[str, Any] = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint"
 
 def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
-        run = build(job, world)
-        run.meter.sinks = []
+        run = build(job, world, Observer(sinks=[]))
         update = run.optimizers.step
-        run.optimizers.step = lambda: None if run.state.step == at else update()  # type: ignore
+        run.optimizers.step = lambda: None if run.state.step + 1 == at else update()  # type: ignore
         trainer = Trainer(run)
-        with closing(run.data), run.meter:
+        with closing(run.batches), run.meter:
             for _ in range(job.training.steps):
                 trainer.step()
         return weights(run)

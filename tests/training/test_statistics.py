@@ -138,9 +138,9 @@ def with_an_infinite_weight(job: JobConfig) -> None:
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         run = build(job, world)
-        [norm] = [p for p, name in run.optimizers.names.items() if name == "norm.weight"]
+        [norm] = [p for p, name in run.optimizers.inner.names.items() if name == "norm.weight"]
         local(norm.detach())[0] = math.inf
-        with closing(run.data):
+        with closing(run.batches):
             Trainer(run).train(ResumePoint(None))
 
 

@@ -12,42 +12,42 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Recorder, losses, rows, trace, train, weights
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.trainer import Trainer, TrainingDiverged
+from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.trainer import Trainer
+from torchtitan.validate import Validator, Values
 
 
 def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[str, Any]:
     """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        run = build(job, world)
         recorder = Recorder()
-        run.meter.sinks = [recorder]
+        run = build(job, world, Observer(sinks=[recorder]))
         clip = run.optimizers.clip
 
-        def spoiled(*limits: Any) -> torch.Tensor:
-            if bad_steps.get(run.state.step) == world.rank:
-                parameter = next(iter(run.optimizers.names))
+        def spoiled() -> torch.Tensor:
+            if bad_steps.get(run.state.step + 1) == world.rank:
+                parameter = next(iter(run.optimizers.inner.names))
                 local = parameter.grad.to_local() if launch.size > 1 else parameter.grad
                 local.view(-1)[0] = torch.inf
-            return clip(*limits)
+            return clip()
 
         run.optimizers.clip = spoiled  # type: ignore[method-assign]
         moved = []
         error = None
-        with closing(run.data):
+        with closing(run.batches):
             trainer = Trainer(run)
             step = trainer.step
 
-            def watched() -> bool:
+            def watched() -> None:
                 before = weights(run)
-                stop = step()
+                step()
                 moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
-                return stop
 
             trainer.step = watched  # type: ignore[method-assign]
             try:
@@ -86,14 +86,14 @@ def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> N
     """Train; one rank gets a signal in the middle of a step."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        run = build(job, world)
 
         def interrupt(step: int) -> None:
             if step == at_step and world.rank == rank:
                 os.kill(os.getpid(), number)
 
-        with closing(run.data):
-            Trainer(run, interrupt).train(ResumePoint(None))
+        run = build(job, world, Observer(before_step=interrupt))
+        with closing(run.batches):
+            Trainer(run).train(ResumePoint(None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -158,14 +158,13 @@ def test_checkpoint_is_on_disk_before_validation_begins(tmp_path: Path) -> None:
 
 
 def failing_validation(job: JobConfig) -> None:
+    def fail(validator: Validator) -> Values:
+        raise MemoryError
+
+    Validator.run = fail  # type: ignore[method-assign]  # in this forked process alone
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world)
-
-        def fail() -> float:
-            raise MemoryError
-
-        run.validator.run = fail  # type: ignore[method-assign]
-        with closing(run.data), pytest.raises(MemoryError):
+        with closing(run.batches), pytest.raises(MemoryError):
             Trainer(run).train(ResumePoint(None))
 
 
@@ -213,12 +212,12 @@ def check_groups(job: JobConfig) -> None:
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world)
         decay = {
-            run.optimizers.names[p]: group["weight_decay"]
-            for optimizer in run.optimizers.rules
+            run.optimizers.inner.names[p]: group["weight_decay"]
+            for optimizer in run.optimizers.inner.rules
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        run.data.close()
+        run.batches.close()
     free = {name for name, value in decay.items() if value == 0}
     assert free == {name for name in decay if "norm" in name or "embeddings" in name}
     assert decay["layers.0.attention.wq.weight"] == 0.5

@@ -3,13 +3,13 @@
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
+from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
@@ -61,27 +61,18 @@ def with_slow_ranks(job: JobConfig) -> None:
     """Train, with rank 0 slow to read and rank 1 slow to compute."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        run = build(job, world)
-        if world.rank == 0:
-            run.data = Slow(run.data)  # type: ignore[assignment]
-        else:
+        observer = Observer(on_microbatch=slow) if world.rank == 0 else Observer()
+        run = build(job, world, observer)
+        if world.rank == 1:
             run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
-        with closing(run.data):
+        with closing(run.batches):
             Trainer(run).train(ResumePoint(None))
 
 
-class Slow:
-    """Batches that take their time."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __next__(self) -> Any:
-        time.sleep(0.1)
-        return next(self.data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.data, name)
+def slow(batch: Batch) -> Batch:
+    """A batch that takes its time."""
+    time.sleep(0.1)
+    return batch
 
 
 def work(seconds: float) -> None:

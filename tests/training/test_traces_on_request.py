@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan import train
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -28,14 +28,14 @@ def asked_by_signal(job: JobConfig) -> None:
     """Train; rank 1 alone gets a signal in the middle of step 2."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        run = build(job, world)
 
         def ask(step: int) -> None:
             if step == 2 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGPROF)
 
-        with closing(run.data):
-            Trainer(run, ask).train(ResumePoint(None))
+        run = build(job, world, Observer(before_step=ask))
+        with closing(run.batches):
+            Trainer(run).train(ResumePoint(None))
 
 
 def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path: Path) -> None:

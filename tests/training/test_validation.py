@@ -11,12 +11,13 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan.build import build
+from torchtitan.build import Observer, assemble, open_validator
 from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.parallel import Launch, open_world
+from torchtitan.resilience.stop import StopSignal
 from torchtitan.validate import Sums, ValidationConfig, together
 
 NAMES = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
@@ -89,7 +90,7 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
     """What the validator finds of a model that is uniform over the first tokens of its vocabulary;
     how many targets there were, and how many of them bytes of text."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
-        run = build(job, world)
+        run = assemble(job, world, Observer(), StopSignal())
         with closing(run.data):
             [part] = run.model.parts
             for parameter in part.parameters():
@@ -103,11 +104,12 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
                 return output
 
             hook = part.register_forward_hook(logits)
-            found = run.validator.run()
+            validator = open_validator(run)
+            found = validator.run()
             hook.remove()
-        [stream] = run.validator.streams.values()
+        [stream] = validator.streams.values()
         stream.rewind()
-        batches = [next(stream) for _ in range(job.validation.steps * run.validator.accumulation)]
+        batches = [next(stream) for _ in range(job.validation.steps * validator.accumulation)]
         targets = torch.cat([batch.targets[batch.targets != IGNORED] for batch in batches])
         return found, len(targets), int((targets < 256).sum())
 

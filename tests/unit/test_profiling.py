@@ -142,7 +142,7 @@ class Asked:
     def step(self, step, seconds=10.0):
         self.now += seconds
         torch.ones(8, 8) @ torch.ones(8, 8)
-        self.profiler.agree(self.profiler.wish())
+        self.profiler.agree(self.profiler.request())
         self.profiler.step(step)
 
 
@@ -166,24 +166,24 @@ def test_a_running_job_traces_when_asked_by_a_file(tmp_path):
 def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path):
     run, other = Asked(tmp_path), Asked(tmp_path, rank=1)
     with run.profiler, other.profiler:
-        assert run.profiler.wish() == 0
+        assert run.profiler.request() == 0
         run.request()
         run.now += 0.9
-        assert run.profiler.wish() == other.profiler.wish() == 0
+        assert run.profiler.request() == other.profiler.request() == 0
         run.now += 0.2
-        assert run.profiler.wish() == 2
+        assert run.profiler.request() == 2
         assert not (tmp_path / REQUEST_FILE).exists()
         # Until all ranks know of it.
-        assert run.profiler.wish() == 2
+        assert run.profiler.request() == 2
         run.profiler.agree(2)
-        assert run.profiler.wish() == 0
+        assert run.profiler.request() == 0
 
 
 def test_a_request_of_an_earlier_run_is_forgotten(tmp_path):
     run = Asked(tmp_path)
     run.request()
     with run.profiler:
-        assert run.profiler.wish() == 0
+        assert run.profiler.request() == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"step": 1}', '{"steps": "x"}', '{"steps": -1}'])
@@ -191,7 +191,7 @@ def test_a_request_that_makes_no_sense_traces_nothing(text, tmp_path):
     run = Asked(tmp_path)
     with run.profiler:
         run.request(text)
-        assert run.profiler.wish() == 0
+        assert run.profiler.request() == 0
     assert written(tmp_path) == []
 
 

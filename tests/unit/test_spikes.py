@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from torchtitan.checks import remarks
-from torchtitan.resilience.spikes import SpikesConfig, judge, usual_of
+from torchtitan.resilience.spikes import SpikesConfig, detect_spike, usual_of
 
 FOUR = SpikesConfig(sigma=2, window=4)
 
@@ -23,11 +23,11 @@ def test_usual_is_mean_and_standard_deviation():
 def test_a_spike_is_more_than_sigma_deviations_above_the_mean(loss, is_skipped):
     config = SpikesConfig(sigma=2, window=8)
     history = {"loss": [2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0], "grad_norm": [1.0] * 8}
-    assert (judge(config, history, loss=loss, grad_norm=1.0) is not None) == is_skipped
+    assert (detect_spike(config, history, loss=loss, grad_norm=1.0) is not None) == is_skipped
 
 
 def test_why_is_told_in_words_and_in_numbers():
-    skip = judge(FOUR, seen(5.0, 5.0, 5.2, 4.8), loss=9.0, grad_norm=math.inf)
+    skip = detect_spike(FOUR, seen(5.0, 5.0, 5.2, 4.8), loss=9.0, grad_norm=math.inf)
     assert skip.why == (
         "the loss is more than 2 standard deviations (0.1414) above its mean of late (5) and "
         "the gradient norm is not finite"
@@ -44,35 +44,37 @@ def test_why_is_told_in_words_and_in_numbers():
 def test_good_values_enter_the_window_and_the_oldest_leave_it():
     history = {}
     for step in range(1, 7):
-        assert judge(FOUR, history, loss=10.0 - step, grad_norm=1.0 + step % 2) is None
+        assert detect_spike(FOUR, history, loss=10.0 - step, grad_norm=1.0 + step % 2) is None
     assert history == {"loss": [7.0, 6.0, 5.0, 4.0], "grad_norm": [2.0, 1.0, 2.0, 1.0]}
 
 
 @pytest.mark.parametrize("bad", [100.0, math.inf, math.nan])
 def test_what_is_skipped_does_not_enter_the_window(bad):
     history = seen(5.0, 5.0, 5.2, 4.8)
-    assert judge(FOUR, history, loss=5.0, grad_norm=bad) is not None
+    assert detect_spike(FOUR, history, loss=5.0, grad_norm=bad) is not None
     assert history == seen(5.0, 5.0, 5.2, 4.8)
 
 
 def test_until_the_window_is_full_only_what_is_not_finite_is_skipped():
     history = seen(5.0, 5.0, 5.2)
-    assert judge(FOUR, history, loss=math.nan, grad_norm=1.0).row == {"skipped_because": "loss"}
-    assert judge(FOUR, history, loss=1e9, grad_norm=1.0) is None
-    assert judge(FOUR, history, loss=1e10, grad_norm=1.0) is not None
+    assert detect_spike(FOUR, history, loss=math.nan, grad_norm=1.0).row == {
+        "skipped_because": "loss"
+    }
+    assert detect_spike(FOUR, history, loss=1e9, grad_norm=1.0) is None
+    assert detect_spike(FOUR, history, loss=1e10, grad_norm=1.0) is not None
 
 
 def test_without_sigma_only_what_is_not_finite_is_skipped():
     config = SpikesConfig(window=4)
     history = seen(5.0, 5.0, 5.2, 4.8)
-    assert judge(config, history, loss=1e30, grad_norm=1e30) is None
-    assert judge(config, history, loss=1.0, grad_norm=math.nan) is not None
+    assert detect_spike(config, history, loss=1e30, grad_norm=1e30) is None
+    assert detect_spike(config, history, loss=1.0, grad_norm=math.nan) is not None
 
 
 def test_a_window_that_became_smaller_looks_at_the_newest_alone():
     history = {"loss": [50.0, 60.0, 1.0, 1.1, 0.9, 1.0], "grad_norm": [1.0] * 6}
-    assert judge(FOUR, history, loss=10.0, grad_norm=1.0) is not None
-    assert judge(FOUR, history, loss=1.0, grad_norm=1.0) is None
+    assert detect_spike(FOUR, history, loss=10.0, grad_norm=1.0) is not None
+    assert detect_spike(FOUR, history, loss=1.0, grad_norm=1.0) is None
     assert history["loss"] == [1.1, 0.9, 1.0, 1.0]
 
 

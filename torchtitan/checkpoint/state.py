@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from torchtitan.step import StepStatus
+
 OLD_COUNTERS = {"skipped_in_a_row": "consecutive_skips", "stepped_over": "skipped_samples"}
 """Names that counters had in checkpoints of version 0.1, to what they are called now."""
 
@@ -26,3 +28,12 @@ class TrainState:
     """Loss and gradient norm of the last good steps, by which spikes are told."""
     schedule_start: int = 0
     """The step after which the learning rate schedule began."""
+
+    def advance(self, status: StepStatus) -> None:
+        """Count a step, unless it is void."""
+        if status.is_void:
+            return
+        self.step += 1
+        self.tokens += status.count
+        self.skipped += status.is_skipped
+        self.consecutive_skips = self.consecutive_skips + 1 if status.is_skipped else 0

@@ -2,7 +2,7 @@
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer
-from torchtitan.data.inspect import preview, unigram_loss
+from torchtitan.data.inspect import preview, previewed, unigram_loss
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset, check_data
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import DataStream, build_stream, merge_states
@@ -22,6 +22,7 @@ __all__ = [
     "merge_states",
     "open_source",
     "preview",
+    "previewed",
     "train_bpe",
     "train_tokenizer",
     "unigram_loss",

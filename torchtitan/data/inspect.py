@@ -1,11 +1,22 @@
 """What a person wants to see of the data before a run: a decoded batch, and a loss to beat."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Source
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.logging import logger
+
+
+def previewed(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Batch]:
+    """The batches; of the first, the log shows the beginning as text."""
+    first = next(batches)
+    logger.info("first sequence: %s", preview(first, tokenizer))
+    yield first
+    yield from batches
 
 
 def preview(batch: Batch, tokenizer: Tokenizer, chars: int = 400) -> str:

@@ -228,7 +228,7 @@ class DataStream:
         lanes = range(len(records) * (self._global_batch // self._per_step) // len(self._peers))
         self.load_state_dict({**state, "lanes": [records.get(str(lane)) for lane in lanes]})
 
-    def standing(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Where the lanes that this rank serves stand: (lanes of all its peers, 3), int64.
 
         A record's numbers, each plus one; zeros where a lane has not begun or is another's. So what
@@ -241,7 +241,7 @@ class DataStream:
         ]
         return torch.tensor(rows, dtype=torch.int64)
 
-    def learn(self, standing: Tensor) -> None:
+    def update_positions(self, standing: Tensor) -> None:
         """Takes note of where the lanes of its peers stand, from the sum of what all said."""
         own = set(self._turns)
         for lane, row in zip(sorted(self._records), standing.tolist(), strict=True):

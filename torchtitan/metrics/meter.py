@@ -42,6 +42,7 @@ from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.sinks import Metrics, Sink, Value
 from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, worked
+from torchtitan.step import StepStatus
 from torchtitan.timeline import PHASES, Spent, Timeline
 
 Number = Tensor | float | int
@@ -166,6 +167,15 @@ class Meter:
         if first or step % self.log_freq == 0 or step >= self.total_steps or notes:
             self._write_row(notes)
 
+    def end_step(self, status: StepStatus, lr: float) -> None:
+        """Take what all ranks know of a step, unless it is void."""
+        if status.is_void:
+            return
+        losses = status.losses
+        counted = {"tokens": status.count, "skipped": status.is_skipped}
+        self.record(**losses, grad_norm=status.grad_norm, lr=lr, **counted)
+        self.flush(self._step + 1, **status.notes)
+
     def log(self, step: int, **values: Number | None) -> None:
         """Write values now, as a row of their own; for what is measured rarely, like validation."""
         row: dict[str, Value] = {n: None if v is None else float(v) for n, v in values.items()}
@@ -183,8 +193,8 @@ class Meter:
         """Write what was measured of all ranks together, as a row of its own; no rank's event."""
         self._write(step, {"event": kind, **values})
 
-    def go_on_after(self, step: int, tokens: int) -> None:
-        """Go on after another `step` than the last; the summary counts what this process did."""
+    def rewind_to(self, step: int, tokens: int) -> None:
+        """Continue after another `step` than the last; the summary counts what this process did."""
         if self._step > self._row_step:
             self._write_row()
         self.start_step -= self._step - step

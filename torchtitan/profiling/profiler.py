@@ -65,7 +65,7 @@ class Profiler:
         self.evidence = evidence or Evidence(device, timeline)
         self.clock = clock
         self._step = self._steps = 0
-        self._wish = self._asked = 0
+        self._requested = self._asked = 0
         self._looked = -PACE
         self._trace: Trace | None = None
         self._handler: Any = None
@@ -76,22 +76,22 @@ class Profiler:
         if self.rank == 0:
             # Of whoever asked a run in this folder that is gone.
             (self.folder / REQUEST_FILE).unlink(missing_ok=True)
-        self._handler = signal.signal(REQUEST_SIGNAL, self._wish_one)
+        self._handler = signal.signal(REQUEST_SIGNAL, self._request_one)
         self._begin_if_due()
         return self
 
-    def wish(self) -> int:
+    def request(self) -> int:
         """How many steps this rank was asked to trace; 0: it was not."""
         if self.rank == 0 and self.clock() - self._looked >= PACE:
             self._looked = self.clock()
-            self._wish = max(self._wish, self._take_request())
-        return self._wish
+            self._requested = max(self._requested, self._take_request())
+        return self._requested
 
-    def agree(self, steps: int) -> None:
+    def agree(self, steps: float) -> None:
         """Every rank is to trace so many steps, as soon as no other trace is under way."""
-        self._asked = max(self._asked, steps)
+        self._asked = max(self._asked, int(steps))
         if steps:
-            self._wish = 0
+            self._requested = 0
 
     def step(self, step: int) -> None:
         """End training step number `step`."""
@@ -125,8 +125,8 @@ class Profiler:
             if self.config.enable_memory_snapshot:
                 record_memory(None)
 
-    def _wish_one(self, number: int, frame: FrameType | None) -> None:
-        self._wish = max(self._wish, 1)
+    def _request_one(self, number: int, frame: FrameType | None) -> None:
+        self._requested = max(self._requested, 1)
 
     def _take_request(self) -> int:
         path = self.folder / REQUEST_FILE

@@ -18,7 +18,10 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+from torchtitan.checkpoint import TrainState
 from torchtitan.config import Config
+from torchtitan.logging import logger
+from torchtitan.step import StepStatus
 
 History = dict[str, list[float]]
 """Values of the last good steps by name, oldest first."""
@@ -64,7 +67,29 @@ class Skip(NamedTuple):
     """For metrics: which values it is for, and what they were lately, if the window is full."""
 
 
-def judge(config: SpikesConfig, history: History, **values: float) -> Skip | None:
+class Guard:
+    """Decides which updates are applied: those of steps that are finite and no spike."""
+
+    def __init__(self, config: SpikesConfig, state: TrainState, update_is: str = "skipped") -> None:
+        """`update_is` says what becomes of the update of a step that is not accepted."""
+        self.config, self.state, self.update_is = config, state, update_is
+
+    def accepts(self, status: StepStatus) -> bool:
+        """Whether the update of this step is applied; if not, the log says why."""
+        loss, grad_norm = status.highest_loss, status.highest_norm
+        skip = detect_spike(self.config, self.state.history, loss=loss, grad_norm=grad_norm)
+        if skip is None:
+            return True
+        status.is_skipped, status.notes = True, skip.row
+        logger.warning(
+            "step %d: loss %g, gradient norm %g: %s; the update is %s",
+            *(self.state.step + 1, status.losses["loss"].item(), status.grad_norm.item()),
+            *(skip.why, self.update_is),
+        )
+        return False
+
+
+def detect_spike(config: SpikesConfig, history: History, **values: float) -> Skip | None:
     """Whether to skip a step with these values; if not, they enter the history."""
     reasons: dict[str, str] = {}
     row: dict[str, str | float] = {}

@@ -40,18 +40,24 @@ def stop_without_launcher() -> None:
 class StopSignal:
     """While entered, the first signal of a kind is a request, and the second acts at once.
 
-    One rank's request is no decision: the trainer lets all ranks agree after each step.
+    One rank's request is no decision: all ranks agree on it with each step.
     """
 
     def __init__(self) -> None:
         self.by: signal.Signals | None = None
         """The first signal."""
+        self.is_agreed = False
+        """Whether all ranks stop."""
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Whether the run should stop."""
         return self.by is not None
+
+    def agree(self, is_requested: float) -> None:
+        """All ranks know whether one of them was asked."""
+        self.is_agreed = bool(is_requested)
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -71,8 +77,8 @@ class StopSignal:
         received = signal.Signals(number)
         if self.by is None:
             self.by = received
-            told = "%s: finishing this step, then saving; once more to stop at once"
-            logger.info(told, received.name)
+            message = "%s: finishing this step, then saving; once more to stop at once"
+            logger.info(message, received.name)
         # A scheduler may signal all processes of a job, and the launcher passes on what it got: so
         # one request may come as two signals, but never twice as the same one.
         if received != ORPHANED:

@@ -443,9 +443,9 @@ def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(
             for place, sample in enumerate(samples):
                 served[(8 * number + 4 * group + place) % lanes].append(sample)
         for rank in range(2):
-            total = sum(own[rank].standing() for _, own in of)
+            total = sum(own[rank].positions() for _, own in of)
             for _, own in of:
-                own[rank].learn(total)
+                own[rank].update_positions(total)
 
     for number in range(5):
         step(number, (0, here), (1, away))

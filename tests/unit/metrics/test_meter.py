@@ -306,7 +306,7 @@ def test_after_a_rollback_steps_count_on_from_there_and_what_was_undone_is_summe
     meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
     with meter:
         run(meter, clock, range(11, 15))
-        meter.go_on_after(8, 300)
+        meter.rewind_to(8, 300)
         run(meter, clock, [9, 10])
     # The row of step 14 was not due yet; nothing of it is lost.
     steps = [(step, row["tokens"]) for step, row in kept.rows]
@@ -418,7 +418,7 @@ def test_a_run_that_rolls_back_leaves_a_failed_sink_alone():
     meter.sinks = [broken]
     with meter:
         run(meter, clock, range(1, 11))
-        meter.go_on_after(5, 5000)
+        meter.rewind_to(5, 5000)
     assert broken.asked == ["open", "write", "close"]
 
 

@@ -2,18 +2,14 @@
 
 from torchtitan.resilience.replicas.group import ReplicaGroup
 from torchtitan.resilience.replicas.settings import (
-    Alone,
     FaultToleranceConfig,
-    Replicas,
     problems,
     problems_of_machine,
 )
 
 __all__ = [
-    "Alone",
     "FaultToleranceConfig",
     "ReplicaGroup",
-    "Replicas",
     "problems",
     "problems_of_machine",
 ]

@@ -47,7 +47,7 @@ TRACE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class ReplicaGroup:
-    """This rank's part in the meeting of the groups; see `Replicas` for what each method is for."""
+    """This rank's part among the groups; every rank calls every method of a step, in this order."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ReplicaGroup:
         self.digests = {name: _digest(value) for name, value in recipe.items()}
         # While a rank waits for its peer, the rest of its group may wait for that rank: so it has
         # to give up first.
-        self.patience = timedelta(seconds=world.comm.train_timeout_seconds / 2)
+        self.timeout = timedelta(seconds=world.comm.train_timeout_seconds / 2)
         self.groups = 0
         self.dropped = 0
         self.failures = 0
@@ -80,6 +80,7 @@ class ReplicaGroup:
 
     @contextmanager
     def join(self) -> Iterator[None]:
+        """Be one of the groups as long as this is entered."""
         self.manager = self._manager()
         try:
             yield
@@ -88,7 +89,7 @@ class ReplicaGroup:
 
     def _manager(self) -> "Manager":
         os.environ.setdefault("RUST_LOG", "warn")  # else every meeting is told in ten lines
-        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # `agree` tells what went wrong
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # `should_commit` says what failed
         from torchft import Manager, ProcessGroupGloo
 
         world = self.world
@@ -97,12 +98,12 @@ class ReplicaGroup:
         trace = os.environ.pop(TRACE, None)
         try:
             return Manager(
-                pg=ProcessGroupGloo(timeout=self.patience),
+                pg=ProcessGroupGloo(timeout=self.timeout),
                 load_state_dict=self.put,
                 state_dict=self.get,
                 min_replica_size=self.config.min_replica_size,
                 use_async_quorum=False,
-                timeout=self.patience,
+                timeout=self.timeout,
                 quorum_timeout=slow,
                 connect_timeout=slow,
                 rank=world.rank,
@@ -110,7 +111,7 @@ class ReplicaGroup:
                 store_addr=host,
                 store_port=port,
                 replica_id=f"group_{self.config.group}",
-                checkpoint_transport=transport(self.patience),
+                checkpoint_transport=transport(self.timeout),
             )
         finally:
             if trace is not None:
@@ -127,7 +128,12 @@ class ReplicaGroup:
         host, port = self.world.share((host, port))
         return store, host, port
 
-    def meet(self, step: int) -> int | None:
+    def start_quorum(self, step: int) -> int | None:
+        """Before a step: who takes part in it? One that is behind catches up with the others.
+
+        Returns:
+            The number of groups, where it is another than in the step before.
+        """
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         try:
             self.manager.start_quorum()
@@ -140,16 +146,17 @@ class ReplicaGroup:
         was, self.groups = self.groups, self.manager.num_participants()
         if was == self.groups:
             return None
-        tell = logger.info if self.groups == self.config.groups else logger.warning
-        told = self.manager.current_step(), self.groups, self.config.groups
-        tell("after step %d: %d of %d replica groups", *told)
+        log = logger.info if self.groups == self.config.groups else logger.warning
+        numbers = self.manager.current_step(), self.groups, self.config.groups
+        log("after step %d: %d of %d replica groups", *numbers)
         return self.groups
 
     def count(self, tokens: Tensor) -> Tensor:
+        """The targets of all groups, from those of this one."""
         self._check_recipes()
         present = torch.zeros(self.config.groups, dtype=torch.int64)
         present[self.config.group] = 1
-        own = self.data.standing()
+        own = self.data.positions()
         numbers = torch.cat([tokens.view(1).cpu(), present, own.view(-1)])
         self._reduce([numbers], SUM)
         if self.manager.errored():
@@ -185,9 +192,11 @@ class ReplicaGroup:
         self.manager.report_error(error)
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Add up tensors over the groups, in place."""
         self._reduce([tensor for tensor in tensors if tensor.numel()], SUM)
 
     def max(self, value: Tensor) -> Tensor:
+        """The largest of the groups' values, in place: the same bits for all of them."""
         self._reduce([value], MAX)
         return value
 
@@ -196,9 +205,10 @@ class ReplicaGroup:
         for work in [self.manager.allreduce(tensor, reduce_op=how) for tensor in tensors]:
             work.wait()
 
-    def agree(self) -> bool:
+    def should_commit(self) -> bool:
+        """Whether what was communicated since `start_quorum` is sound; else the step is void."""
         if self.manager.should_commit():
-            self.data.learn(self.lanes)
+            self.data.update_positions(self.lanes)
             self.has_made_a_step, self.dropped, self.failures = True, 0, 0
             return True
         self.data.load_peer_state(self.before)
@@ -209,8 +219,8 @@ class ReplicaGroup:
         elif not enough:
             why = f"fault_tolerance.min_replica_size is {self.config.min_replica_size}"
         if enough or self.dropped == 0:  # while groups are waited for, once is enough
-            told = "a step of %d replica groups is dropped and done again: %s"
-            logger.warning(told, self.groups, why)
+            message = "a step of %d replica groups is dropped and done again: %s"
+            logger.warning(message, self.groups, why)
         self.dropped += 1
         self.failures += enough
         step = torch.tensor(self.manager.current_step())

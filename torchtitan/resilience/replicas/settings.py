@@ -1,4 +1,4 @@
-"""What a recipe says of replica groups, and what a step asks of them; without any it asks nothing.
+"""What a recipe says of replica groups.
 
 A replica group is a run of its own, with its own launcher and its own ranks, that trains the same
 model as the others, each on its share of every global batch. Nothing here needs torchft.
@@ -6,12 +6,9 @@ model as the others, each on its share of every global batch. Nothing here needs
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Iterator
 
 from pydantic import Field
-from torch import Tensor
 
 from torchtitan.config import Config
 
@@ -44,54 +41,6 @@ class FaultToleranceConfig(Config):
     def group(self) -> int:
         """Which of them this is."""
         return self.replica_id if self.enable else 0
-
-
-class Replicas(Protocol):
-    """The other replica groups, as a step sees them; every rank calls all of it, in this order."""
-
-    def join(self) -> AbstractContextManager[object]:
-        """Be one of the groups as long as this is entered."""
-
-    def meet(self, step: int) -> int | None:
-        """Before a step: who takes part in it? One that is behind is brought to the others' step.
-
-        Returns:
-            The number of groups, where it is another than in the step before.
-        """
-
-    def count(self, tokens: Tensor) -> Tensor:
-        """The targets of all groups, from those of this one."""
-
-    def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Add up tensors over the groups, in place."""
-
-    def max(self, value: Tensor) -> Tensor:
-        """The largest of the groups' values: the same number, to the bit, for all of them."""
-
-    def agree(self) -> bool:
-        """Whether what was communicated since `meet` is sound; if not, the step is not to count."""
-
-
-class Alone:
-    """There are no other groups."""
-
-    def join(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def meet(self, step: int) -> int | None:
-        return None
-
-    def count(self, tokens: Tensor) -> Tensor:
-        return tokens
-
-    def sum(self, tensors: Iterable[Tensor]) -> None:
-        return None
-
-    def max(self, value: Tensor) -> Tensor:
-        return value
-
-    def agree(self) -> bool:
-        return True
 
 
 def problems(config: FaultToleranceConfig) -> Iterator[tuple[str, str]]:

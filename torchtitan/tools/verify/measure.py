@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchtitan.build import Run, build
+from torchtitan.build import Observer, Run, build
 from torchtitan.data import Batch
 from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
@@ -50,23 +50,14 @@ class Recorder:
         self.rows.append({"step": step, **metrics})
 
 
-class UnevenTargets:
-    """Hides targets, as many as the content of each sequence says: ranks get unequal counts.
+def hide_targets(batch: Batch) -> Batch:
+    """Hide targets, as many as the content of each sequence says: ranks get unequal counts.
 
     With equal counts a mean of means is the mean, and an average that is wrong cannot be seen.
     """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def __next__(self) -> Batch:
-        batch: Batch = next(self.stream)
-        keep = batch.tokens.sum(1, keepdim=True) % batch.tokens.shape[1] + 1
-        hidden = torch.arange(batch.tokens.shape[1]) >= keep
-        return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, IGNORED))
+    keep = batch.tokens.sum(1, keepdim=True) % batch.tokens.shape[1] + 1
+    hidden = torch.arange(batch.tokens.shape[1]) >= keep
+    return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, IGNORED))
 
 
 def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[Run, Row]]:
@@ -75,14 +66,14 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
     `job.metrics.log_freq` is 1. With `uneven` the ranks get different numbers of targets.
     """
     launch = Launch.read()
+    recorder = Recorder()
+    observer = Observer(sinks=[recorder])
+    if uneven:
+        observer = dataclasses.replace(observer, on_microbatch=hide_targets)
     with open_world(job.degrees(launch.size), job.comm, device) as world:
-        run = build(job, world)
-        recorder = Recorder()
-        run.meter.sinks = [recorder]
-        if uneven:
-            run.data = UnevenTargets(run.data)  # type: ignore[assignment]
+        run = build(job, world, observer)
         trainer = Trainer(run)
-        with closing(run.data), run.meter:
+        with closing(run.batches), run.meter:
             for _ in range(job.training.steps):
                 trainer.step()
                 yield run, recorder.rows[-1]
@@ -151,7 +142,7 @@ def _names(run: Run) -> tuple[str, ...]:
 
 def _tensors(run: Run, row: Row) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
     """Each weight, and its gradient as it was before it was clipped."""
-    limit = run.job.training.max_norm
+    limit = run.optimizers.max_norm
     scale = min(limit / (row["grad_norm"] + 1e-6), 1.0) if limit else 1.0
     for part in run.model.parts:
         for name, parameter in part.named_parameters():

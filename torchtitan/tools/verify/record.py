@@ -18,8 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchtitan.build import Run, build
-from torchtitan.checkpoint import saved_steps
+from torchtitan.build import Observer, Run, build
+from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.data import Batch
@@ -27,7 +27,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.optim.group import local
-from torchtitan.parallel import Launch, open_world
+from torchtitan.parallel import Launch, World, open_world
 from torchtitan.tools.verify.measure import Recorder
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
@@ -79,11 +79,11 @@ def train_and_note(
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = world.share(choose(job) if world.rank == 0 else None)
-        run = build(job, world)
-        trainer = Noting(run, at_step, reference, kill_after)
-        with closing(run.data):
-            trainer.train(start)
-    return trainer.notes
+        notes = Notes(world, at_step, reference, kill_after)
+        notes.run = build(job, world, notes.observer())
+        with closing(notes.run.batches):
+            Trainer(notes.run).train(start)
+    return notes.notes
 
 
 def die() -> None:
@@ -91,60 +91,50 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Samples:
-    """Hashes the samples of a stream as they are read."""
+class Notes:
+    """Makes a note at the start and after each step."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.hashes: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def __next__(self) -> Batch:
-        batch: Batch = next(self.stream)
-        for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
-            self.hashes.append(xxhash.xxh3_64_intdigest(tokens.tobytes() + targets.tobytes()))
-        return batch
-
-
-class Noting(Trainer):
-    """A trainer that makes a note at the start and after each step."""
+    run: Run
 
     def __init__(
         self,
-        run: Run,
+        world: World,
         at_step: Callable[[int], None],
         reference: Path | None,
         kill_after: int | None,
     ) -> None:
-        super().__init__(run, at_step)
+        self.world, self.at_step = world, at_step
         self.notes: list[Note] = []
         self.recorder = Recorder()
-        run.meter.sinks = [self.recorder]
-        self.samples = Samples(run.data)
-        run.data = self.samples  # type: ignore[assignment]
+        self.hashes: list[int] = []
+        """Of the samples of a step, as they were read."""
         self.saved = saved_steps(reference) if reference else {}
         self.kill_after = kill_after
 
-    def step(self) -> bool:
-        """As any trainer, with notes."""
-        state, world = self.run.state, self.run.world
+    def observer(self) -> Observer:
+        """What looks on for these notes."""
+        return Observer(self.before_step, self.on_microbatch, self.after_step, [self.recorder])
+
+    def before_step(self, step: int) -> None:
         if not self.notes:
             self.notes.append(self.note())
-        self.samples.hashes.clear()
-        before = state.step
-        stops = super().step()
-        row = self.recorder.rows[-1]
-        mine = len(self.samples.hashes)
-        first = before * mine * world.degrees.data + world.data_rank * mine
-        samples = dict(enumerate(self.samples.hashes, first))
+        self.hashes.clear()
+        self.at_step(step)
+
+    def on_microbatch(self, batch: Batch) -> Batch:
+        for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
+            self.hashes.append(xxhash.xxh3_64_intdigest(tokens.tobytes() + targets.tobytes()))
+        return batch
+
+    def after_step(self, state: TrainState) -> None:
+        row, mine = self.recorder.rows[-1], len(self.hashes)
+        first = (state.step - 1) * mine * self.world.degrees.data + self.world.data_rank * mine
+        samples = dict(enumerate(self.hashes, first))
         self.notes.append(self.note(row["loss"], row["grad_norm"], samples))
         if state.step == self.kill_after:
             self.run.checkpoint.finish()
-            if world.rank == world.size - 1:
+            if self.world.rank == self.world.size - 1:
                 die()
-        return stops
 
     def note(
         self,
@@ -176,7 +166,7 @@ class Noting(Trainer):
 
     def comparable(self, saved: SavedTensors) -> Iterator[tuple[str, Tensor]]:
         """This rank's tensors; random numbers only where as many ranks draw them."""
-        has_rng = read_manifest(saved.checkpoint).ranks == self.run.world.size
+        has_rng = read_manifest(saved.checkpoint).ranks == self.world.size
         for name, tensor in self.run.checkpoint.contents.tensors().items():
             if has_rng or not name.startswith("rng."):
                 yield name, tensor

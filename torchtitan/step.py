@@ -1,0 +1,216 @@
+"""What a step is made of: its batches, the loss over all ranks, the update, and the one agreement.
+
+Each of these may be wrapped by a component that has something to add, such as replica groups or a
+probe; `torchtitan.build` places the wrappers, and `Trainer.step` does not see them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.data import Batch
+from torchtitan.optim import Optimizers
+from torchtitan.parallel import ParallelModel, World
+from torchtitan.timeline import Timeline
+
+Losses = dict[str, Tensor]
+"""Global means by name, 0-d and equal on all ranks; "loss" is what is trained on."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What this rank trains on in one step."""
+
+    microbatches: list[Batch]
+    """On the device, and of whole sequences."""
+    count: Tensor
+    """0-d: targets that count in the global batch."""
+
+
+@dataclass
+class StepStatus:
+    """What all ranks know of a step, the same to the bit, before its update is applied."""
+
+    losses: Losses
+    grad_norm: Tensor
+    highest_loss: float
+    """Of all ranks; infinite where one of them is not finite."""
+    highest_norm: float
+    count: int
+    """Targets of the global batch."""
+    notes: dict[str, str | float] = field(default_factory=dict)
+    """What the metrics of the step say besides."""
+    is_skipped: bool = False
+    """Whether the update is not applied."""
+    is_void: bool = False
+    """Whether the step does not count at all, and is done again."""
+
+
+class Batches(Protocol):
+    """An endless iterator over the steps' batches."""
+
+    def __next__(self) -> StepBatch: ...
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Stops the threads that read ahead."""
+
+
+class RankBatches:
+    """Reads this rank's microbatches of each step, and counts the targets of all ranks."""
+
+    def __init__(
+        self,
+        stream: Iterator[Batch],
+        accumulation: int,
+        world: World,
+        timeline: Timeline,
+        close: Callable[[], None],
+        before_step: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            accumulation: microbatches of a step.
+            close: ends what the stream reads from.
+            before_step: called before anything is read.
+        """
+        self.stream, self.accumulation, self.close = stream, accumulation, close
+        self.world, self.timeline, self.before_step = world, timeline, before_step
+
+    def __next__(self) -> StepBatch:
+        self.before_step()
+        with self.timeline.phase("data"):
+            read = [next(self.stream) for _ in range(self.accumulation)]
+        batches = [batch.to(self.world.device.torch_device) for batch in read]
+        counts = torch.stack([batch.target_count() for batch in batches])
+        with self.timeline.phase("sync"):
+            count = self.world.sum(counts.sum(), over="data")
+        return StepBatch(batches, count)
+
+
+class StepModel(Protocol):
+    """The model as a step sees it."""
+
+    @property
+    def parts(self) -> list[nn.Module]: ...
+    def forward_backward(self, batch: StepBatch) -> Losses: ...
+
+
+class GlobalLosses:
+    """The parallel model, whose shares of the loss are added up over ranks."""
+
+    def __init__(self, model: ParallelModel, world: World, timeline: Timeline) -> None:
+        self.model, self.world, self.timeline = model, world, timeline
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """This rank's parts of the network."""
+        return self.model.parts
+
+    def forward_backward(self, batch: StepBatch) -> Losses:
+        """Forward and backward of a step; gradients accumulate."""
+        share = self.model.forward_backward(batch.microbatches, batch.count)
+        with self.timeline.phase("sync"):
+            return {"loss": self.world.sum(share, over="loss")}
+
+
+class ProbedModel:
+    """A model that is looked at before or after its forward and backward."""
+
+    def __init__(
+        self,
+        inner: StepModel,
+        before: Callable[[StepBatch], None] = lambda batch: None,
+        after: Callable[[StepBatch], None] = lambda batch: None,
+    ) -> None:
+        self.inner, self.before, self.after = inner, before, after
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """This rank's parts of the network."""
+        return self.inner.parts
+
+    def forward_backward(self, batch: StepBatch) -> Losses:
+        """As the inner one."""
+        self.before(batch)
+        losses = self.inner.forward_backward(batch)
+        self.after(batch)
+        return losses
+
+
+class StepOptimizers:
+    """The optimizers as a step sees them."""
+
+    def __init__(
+        self,
+        optimizers: Optimizers,
+        max_norm: float,
+        timeline: Timeline,
+        wait_until_writable: Callable[[], None] = lambda: None,
+        norm_of_all: Callable[[Tensor], Tensor] = lambda norm: norm,
+    ) -> None:
+        """
+        Args:
+            max_norm: limit of the global gradient norm; 0: none.
+            wait_until_writable: returns when weights may change.
+            norm_of_all: from the norm of these ranks to that of all who take part in the step.
+        """
+        self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
+        self.wait_until_writable, self.norm_of_all = wait_until_writable, norm_of_all
+
+    def begin(self, factor: float) -> float:
+        """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
+        if self.inner.in_backward:
+            self.wait_until_writable()
+        return self.inner.begin(factor)
+
+    def clip(self) -> Tensor:
+        """Clip the gradients; their global norm before that, 0-d."""
+        with self.timeline.phase("clip"):
+            return self.inner.clip(self.max_norm, self.norm_of_all)
+
+    def step(self) -> None:
+        """Update the parameters."""
+        self.wait_until_writable()
+        with self.timeline.phase("optimizer"):
+            self.inner.step()
+
+
+class UpdateGuard(Protocol):
+    """Decides whether the update of a step is applied."""
+
+    def accepts(self, status: StepStatus) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A number that components of all ranks agree on with the step: the largest is what counts."""
+
+    mine: Callable[[], float]
+    agreed: Callable[[float], None]
+
+
+class Agreement:
+    """The one wait for the device in a step.
+
+    All ranks then have read the same numbers, so they decide alike whether to apply the update, and
+    whether to stop.
+    """
+
+    def __init__(self, world: World, timeline: Timeline, flags: Sequence[Flag]) -> None:
+        self.world, self.timeline, self.flags = world, timeline, flags
+
+    def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
+        """What all ranks know of the step; the flags are handed on."""
+        loss = losses["loss"]
+        flags = [torch.full_like(loss, float(flag.mine())) for flag in self.flags]
+        with self.timeline.phase("sync"):
+            mine = torch.stack([each.double() for each in (loss, grad_norm, count, *flags)])
+            finite = mine.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
+            highest_loss, highest_norm, counted, *agreed = self.world.max(finite).tolist()
+        for flag, value in zip(self.flags, agreed, strict=True):
+            flag.agreed(value)
+        return StepStatus(losses, grad_norm, highest_loss, highest_norm, int(counted))
