@@ -24,7 +24,7 @@ def run_out_of_memory(job: JobConfig) -> None:
         error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
 
         def fail(*_: object) -> None:
-            if run.state.step == 2:
+            if run.state.step + 1 == 2:
                 raise error
 
         run.model.parts[0].get_submodule("layers.1").register_forward_pre_hook(fail)

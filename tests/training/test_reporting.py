@@ -72,14 +72,14 @@ def waits_by_step(job: JobConfig) -> dict[int, int]:
         ExitStack() as put_back,
     ):
         waits = Waits()
-        for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
-            real = getattr(owner, word)
-            put_back.callback(setattr, owner, word, real)
-            setattr(owner, word, waits.counting(real))
         # The text of the first sequence is shown on the host.
         put_back.callback(setattr, assembly, "previewed", assembly.previewed)
         assembly.previewed = lambda batches, tokenizer: batches
         run = build(job, world, Observer(before_step=waits.begin))
+        for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
+            real = getattr(owner, word)
+            put_back.callback(setattr, owner, word, real)
+            setattr(owner, word, waits.counting(real))
         trainer = Trainer(run)
         with closing(run.batches), waits:
             trainer.train(ResumePoint(None))
