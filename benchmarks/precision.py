@@ -70,7 +70,7 @@ backend = "{backend}"
 
 COMPILE = "[compile]\nenable = true\n"
 WHOLE = COMPILE + 'granularity = "model"\n'
-SIMPLE = '[parallelism]\ndata_parallel_impl = "simple_fsdp"\n'
+SIMPLE = '[sharding]\nname = "simple_fsdp"\n'
 CHUNKS = "[loss]\nvocabulary_chunk = {chunk}\n"
 
 
@@ -104,7 +104,7 @@ TABLES: dict[str, dict[str, str]] = {
         "FSDP2": "",
         "FSDP2, compiled": COMPILE,
         "SimpleFSDP, compiled whole": WHOLE + SIMPLE,
-        "SimpleFSDP, a bucket a block": WHOLE + SIMPLE + 'simple_fsdp_bucketing = "block"\n',
+        "SimpleFSDP, a bucket a block": WHOLE + SIMPLE + 'bucketing = "block"\n',
         "SimpleFSDP, loss in chunks": WHOLE + SIMPLE + CHUNKS,
         "SimpleFSDP, CUDA graphs": WHOLE + "cuda_graphs = true\n" + SIMPLE,
     },

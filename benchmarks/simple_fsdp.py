@@ -26,24 +26,25 @@ from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.local_ranks import run_ranks
-from torchtitan.parallel import bucketing, open_world
-from torchtitan.parallel.bucketing import Tally
+from torchtitan.parallel import open_world
+from torchtitan.parallel.sharding import bucketing
+from torchtitan.parallel.sharding.bucketing import Tally
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"
 ONE_GRAPH = (
-    "--parallelism.data_parallel_impl=simple_fsdp",
+    "--sharding.name=simple_fsdp",
     "--compile.granularity=model",
-    "--parallelism.simple_fsdp_bucketing",
+    "--sharding.bucketing",
 )
 SIDES = {
     "FSDP2": (),
     "SimpleFSDP": (*ONE_GRAPH, "none"),
     "SimpleFSDP, merged by size (1 MB)": (
         *(*ONE_GRAPH, "size"),
-        *("--parallelism.simple_fsdp_bucket_mb", "1"),
+        *("--sharding.bucket_mb", "1"),
     ),
     "SimpleFSDP, merged by block": (*ONE_GRAPH, "block"),
 }

@@ -64,6 +64,7 @@ def case(
     documents: bool = False,
     chunk: int = 0,
     convert: tuple[ConverterConfig, ...] = (),
+    sharding: dict[str, Any] | None = None,
     **parallelism: Any,
 ) -> Case:
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
@@ -73,6 +74,7 @@ def case(
         "model": {"attn_mask_type": "block_causal"} if documents else {},
         "loss": {"vocabulary_chunk": chunk} if chunk else {},
         "parallelism": parallelism,
+        "sharding": sharding or {},
     }
     sections = {name: section for name, section in sections.items() if section}
     return Case(pp, replicate, shard, cp, tp, sections, convert)
@@ -90,7 +92,7 @@ RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
-SIMPLE = {"data_parallel_impl": "simple_fsdp"}
+SIMPLE = {"name": "simple_fsdp"}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
@@ -175,7 +177,7 @@ LAYOUTS: dict[str, Case] = {
     "TP 2, loss in chunks": case(tp=2, chunk=64),
     "TP 2, neither, loss in chunks": case(tp=2, chunk=64, **NO_SEQUENCE, **NO_LOSS),
     "FSDP 2 x CP 2, loss in chunks": case(shard=2, cp=2, batch=1, chunk=100),
-    "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, **SIMPLE),
+    "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, sharding=SIMPLE),
     "PP 2, loss in chunks": case(2, chunk=100),
     # Converted linears: the reference is converted alike, and has microbatches of the same size.
     "FSDP 2, Float8 rowwise": case(shard=2, convert=ROWWISE),
@@ -195,16 +197,16 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2 x TP 2, MXFP8": case(shard=2, tp=2, convert=MICROSCALED),
     "PP 2, MXFP8": case(2, convert=MICROSCALED),
     # SimpleFSDP.
-    "SimpleFSDP, copies 2": case(replicate=2, **SIMPLE),
-    "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, **SIMPLE),
-    "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, **SIMPLE),
+    "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
+    "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, sharding=SIMPLE),
+    "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, sharding=SIMPLE),
     "SimpleFSDP, HSDP 2 x 2, full recomputation": case(
-        replicate=2, shard=2, recompute=FULL, **SIMPLE
+        replicate=2, shard=2, recompute=FULL, sharding=SIMPLE
     ),
-    "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, **SIMPLE),
-    "SimpleFSDP 2 x PP 2": case(2, shard=2, **SIMPLE),
-    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, **SIMPLE),
-    "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, **SIMPLE),
+    "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, sharding=SIMPLE),
+    "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
+    "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
     # All together.
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(

@@ -564,6 +564,7 @@ def layout_of(job: JobConfig) -> Layout:
         local_batch_size=job.training.local_batch_size,
         document_mask=job.model.attn_mask_type == "block_causal",
         convert=job.convert,
+        sharding=job.sharding,
     )
 
 

@@ -15,11 +15,14 @@ from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.settings import TextConfig
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
 from torchtitan.parallel import (
+    FSDP2,
+    SHARDING,
     ActivationCheckpointConfig,
     CommConfig,
     CompileConfig,
     Degrees,
     ParallelismConfig,
+    ShardingConfig,
 )
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replicas import FaultToleranceConfig
@@ -115,6 +118,7 @@ class JobConfig(Config):
     lr_scheduler: ScheduleConfig = ScheduleConfig()
     spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
+    sharding: Annotated[ShardingConfig, OneOf(SHARDING, "fsdp2")] = FSDP2()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -252,7 +252,7 @@ def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_
         (case(tp=2, convert=SENT_SO), {"backend": "aot_eager"}),
         (case(tp=2, convert=MICROSCALED), {"backend": "aot_eager"}),
         (
-            case(shard=2, convert=ROWWISE, data_parallel_impl="simple_fsdp"),
+            case(shard=2, convert=ROWWISE, sharding=layouts.SIMPLE),
             {"granularity": "model"},
         ),
     ],

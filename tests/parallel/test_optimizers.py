@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import tiny
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, SIMPLE, Case, case
 from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
@@ -113,7 +113,7 @@ IN_BACKWARD = {
     "FSDP 2": case(shard=2, batch=4),
     "HSDP 2 x 2, full recomputation": case(replicate=2, shard=2, recompute={"mode": "full"}),
     "TP 2": case(tp=2, batch=8),
-    "FSDP 2, simple_fsdp": case(shard=2, batch=4, data_parallel_impl="simple_fsdp"),
+    "FSDP 2, simple_fsdp": case(shard=2, batch=4, sharding=SIMPLE),
     "FSDP 2 x TP 2": case(shard=2, tp=2, batch=4),
 }
 """One microbatch in a step."""

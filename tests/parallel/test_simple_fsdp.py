@@ -18,8 +18,9 @@ from torchtitan.checks import problems_of_machine, remarks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
-from torchtitan.parallel import CompileConfig, Precision, bucketing, compile, simple_fsdp
-from torchtitan.parallel.bucketing import Plan, Tally
+from torchtitan.parallel import CompileConfig, Precision, compile
+from torchtitan.parallel.sharding import bucketing, simple_fsdp
+from torchtitan.parallel.sharding.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
 from torchtitan.torch_private.dtensor import local_extent
@@ -64,9 +65,9 @@ def both(jobs: list[JobConfig]) -> list[tuple[list[float], dict[str, Piece], lis
 
 def assert_same(layout: Case, tolerance: float, **sections: dict[str, Any]) -> list[str]:
     """Gradients and losses of both ways are the same; what SimpleFSDP logged."""
-    eager = {name: keys for name, keys in sections.items() if name != "compile"}
+    eager = {name: keys for name, keys in sections.items() if name not in ("compile", "sharding")}
     jobs = [layouts.job(layout, "SGD", **eager)]
-    simple = sections | {"parallelism": sections.get("parallelism", {}) | SIMPLE}
+    simple = sections | {"sharding": sections.get("sharding", {}) | SIMPLE}
     jobs.append(layouts.job(layout, "SGD", **simple))
     results = run_ranks(both, layout.ranks, jobs)
     for (losses, expected, _), (found_losses, found, _) in results:
@@ -108,7 +109,7 @@ def both_ways(folder: str) -> Iterator[JobConfig]:
     """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
     for steps, simple in ((2, {}), (2, SIMPLE), (4, SIMPLE), (4, {})):
         yield layouts.job(
-            case(shard=2, tp=2, **simple),
+            case(shard=2, tp=2, sharding=simple),
             "AdamW",
             job={"dump_folder": folder},
             training={"steps": steps},
@@ -225,7 +226,7 @@ def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
         case(shard=2),
         1e-6,
         training=SHORT,
-        parallelism={"simple_fsdp_bucketing": "block"},
+        sharding={"bucketing": "block"},
         compile=WHOLE,
     )
     assert [line for line in lines if line.startswith("simple_fsdp")] == [
@@ -237,9 +238,9 @@ def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
 
 
 def test_what_an_eager_run_keeps_is_said() -> None:
-    (line,) = remarks(tiny.job(parallelism=SIMPLE))
-    assert line.startswith("parallelism.data_parallel_impl: without compile.enable")
-    assert not list(remarks(tiny.job(parallelism=SIMPLE | {RESHARD: "never"})))
+    (line,) = remarks(tiny.job(sharding=SIMPLE))
+    assert line.startswith("sharding.name: without compile.enable")
+    assert not list(remarks(tiny.job(sharding=SIMPLE, parallelism={RESHARD: "never"})))
     assert not list(remarks(tiny.job()))
 
 
@@ -255,7 +256,7 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_scheduler_needs_a_gpu() -> None:
-    job = tiny.job(parallelism=SIMPLE | {"simple_fsdp_bucketing": "auto"}, compile=WHOLE)
+    job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
     (problem,) = problems_of_machine(job, "cpu")
     assert problem.message.endswith('none here, but cpu; use "block" or "size"')
-    assert not list(simple_fsdp.problems_of_machine(job.parallelism, "cuda"))
+    assert not list(job.sharding.problems_of_machine("cuda"))

@@ -264,7 +264,7 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
 
 def test_cuda_graphs_need_cuda() -> None:
     words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
-    words += ["--parallelism.data_parallel_impl", "simple_fsdp"]
+    words += ["--sharding.name", "simple_fsdp"]
     job = load_job(None, words, 2, "cuda").config
     problem = next(p for p in problems_of_machine(job, "cpu") if p.path == "compile.cuda_graphs")
     assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"

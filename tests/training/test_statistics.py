@@ -146,8 +146,8 @@ def with_an_infinite_weight(job: JobConfig) -> None:
 
 def compiled(granularity: str) -> dict[str, dict[str, Any]]:
     settings = {"enable": True, "backend": "aot_eager", "granularity": granularity}
-    simple = {"data_parallel_impl": "simple_fsdp"} if granularity == "model" else {}
-    return {"compile": settings, "parallelism": simple}
+    simple = {"name": "simple_fsdp"} if granularity == "model" else {}
+    return {"compile": settings, "sharding": simple}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

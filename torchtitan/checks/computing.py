@@ -8,7 +8,7 @@ from torchtitan.checks.layout import DEGREES, smallest_world
 from torchtitan.config import Problem
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs, simple_fsdp
+from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs
 from torchtitan.resilience import replicas
 
 
@@ -37,13 +37,13 @@ def problems_of_precision(job: JobConfig) -> Iterator[Problem]:
 def problems_of_data_parallelism(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
     degrees, t = job.degrees(world_size or smallest_world(job)), job.training
     casts = t.dtype != t.mixed_precision_param
-    for key, message in simple_fsdp.problems(
+    for key, message in job.sharding.problems(
         job.parallelism,
         job.compile,
-        hooks=degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload,
+        has_work=degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload,
         cpu_offload=t.enable_cpu_offload,
     ):
-        yield Problem(key, message, ("compile", "training", "parallelism"))
+        yield Problem(key, message, ("compile", "training", "parallelism", "sharding.name"))
 
 
 def problems_of_cuda_graphs(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
@@ -51,6 +51,7 @@ def problems_of_cuda_graphs(job: JobConfig, world_size: int | None) -> Iterator[
     for key, message in cuda_graphs.problems(
         job.compile,
         job.parallelism,
+        job.sharding,
         accumulation=job.accumulation(degrees) if job.data_ranks(degrees) > 0 else 1,
         moves_parameters=degrees.data > 1 or t.dtype != t.mixed_precision_param,
         cpu_offload=t.enable_cpu_offload,
@@ -62,7 +63,7 @@ def problems_of_compiler(job: JobConfig, device_type: str | None) -> Iterator[Pr
     """What the compiler cannot do, on any device (None) or on this kind."""
     p, recompute = job.parallelism, job.activation_checkpoint
     for key, message in (
-        *activation_checkpoint.problems(recompute, job.compile, p, device_type),
+        *activation_checkpoint.problems(recompute, job.compile, p, job.sharding, device_type),
         *async_tensor.problems(p, job.compile, device_type),
     ):
         yield Problem(key, message, ("compile", "parallelism", "activation_checkpoint"))
@@ -89,7 +90,7 @@ def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:
         yield Problem(key, message, ("optimizer",))
     for key, message in cuda_graphs.problems_of_machine(job.compile, device_type):
         yield Problem(key, message)
-    for key, message in simple_fsdp.problems_of_machine(job.parallelism, device_type):
+    for key, message in job.sharding.problems_of_machine(device_type):
         yield Problem(key, message)
     on_cpu = job.compile.backend == "inductor" and device_type == "cpu"
     if job.compile.enable and on_cpu and not (shutil.which("g++") or shutil.which("clang++")):

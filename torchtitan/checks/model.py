@@ -85,7 +85,9 @@ def problems_of_converters(job: JobConfig) -> Iterator[Problem]:
         p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
     )
     tokens = sequences * job.training.seq_len // p.context_parallel_degree
-    for key, message in convert_checks.problems(job.convert, p, model, spec.tensor_plan, tokens):
+    for key, message in convert_checks.problems(
+        job.convert, p, job.sharding, model, spec.tensor_plan, tokens
+    ):
         yield Problem(key, message, ("convert", "model", "training", "parallelism"))
 
 

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from torchtitan.job import JobConfig
-from torchtitan.parallel import simple_fsdp
 
 
 def remarks(job: JobConfig) -> Iterator[str]:
     """What works, but perhaps not as its writer thinks."""
-    yield from simple_fsdp.remarks(job.parallelism, job.compile)
+    yield from job.sharding.remarks(job.parallelism, job.compile)
     schedule, steps = job.lr_scheduler, job.schedule_steps()
     if schedule.warmup_steps > steps:
         yield (

@@ -39,7 +39,8 @@ def read_flags(
     """
     settings: dict[KeyPath, Setting] = {}
     flags, problems = _split(words)
-    chosen = {path: Setting(v[0], "") for path, v in flags if path[-1] == "name" and v}
+    renamed = [(new_name(path), values) for path, values in flags]
+    chosen = {path: Setting(v[0], "") for path, v in renamed if path[-1] == "name" and v}
 
     for path, values in flags:
         kind, is_off = find(schema, new_name(path), {**below, **chosen}), False

@@ -89,6 +89,13 @@ def _move(
     target = tuple(row.to.split("."))
     value = row.convert(setting.value) if row.convert else setting.value
     where = f"{setting.origin}: {'.'.join(path)}"
+    if row.chosen_by and row.idle(value):
+        chooser, choice = row.chosen_by
+        chosen = settings.get(tuple(chooser.split(".")))
+        if chosen and chosen.value != choice:
+            because = f"it only acts with {chooser} = {show(choice)}"
+            result.notices.append(f"{where}: {show(value)} is left out; {because}")
+            return
     if target != path:
         result.notices.append(f"{where}: is now {row.to}")
         if target in settings:

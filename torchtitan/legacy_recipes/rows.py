@@ -11,6 +11,10 @@ class Moved:
 
     to: str
     convert: Callable[[Any], Any] | None = None
+    chosen_by: tuple[str, Any] | None = None
+    """An old key, and the value of it that what this key sets belongs to."""
+    idle: Callable[[Any], bool] = lambda _: False
+    """Which values may stand beside another choice, where they are left out."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ PARALLELISM = (
     "context_parallel_degree",
     "enable_async_tensor_parallel",
 )
+DATA_PARALLEL = "parallelism.data_parallel_impl"
 SPLIT_POINTS = "write the modules of each stage into parallelism.module_fqns_per_model_part"
 MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbatch_size"
 NO_ESTIMATION = "memory estimation is not part of this version"
@@ -90,6 +91,13 @@ TABLE: Mapping[str, Moved | Gone | Kept | Converted] = {
     "optimizer.fused": Moved("optimizer.implementation", _fused),
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "debug.moe_force_load_balance": Gone(ONLY_EXPERTS, falsy),
+    "parallelism.data_parallel_impl": Moved("sharding.name"),
+    "parallelism.simple_fsdp_bucketing": Moved(
+        "sharding.bucketing", None, (DATA_PARALLEL, "simple_fsdp"), just("none")
+    ),
+    "parallelism.simple_fsdp_bucket_mb": Moved(
+        "sharding.bucket_mb", None, (DATA_PARALLEL, "simple_fsdp"), always
+    ),
     "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
     "parallelism.pipeline_parallel_split_points": Gone(SPLIT_POINTS, falsy),
     "parallelism.pipeline_parallel_first_stage_less_layers": Moved(

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from torchtitan.config import Config
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.sharding import ShardingConfig
 from torchtitan.torch_private.compiler import (
     compiles_recomputed_attention,
     set_activation_memory_budget,
@@ -68,6 +69,7 @@ def problems(
     config: ActivationCheckpointConfig,
     compile: CompileConfig,
     parallelism: ParallelismConfig,
+    sharding: ShardingConfig,
     device_type: str | None,
 ) -> Iterator[tuple[str, str]]:
     """What cannot work together, as (key, message); device_type None: not known yet."""
@@ -81,8 +83,7 @@ def problems(
     elif config.mode == "memory_budget" and compile.backend == "eager":
         yield key, 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
     # Context parallelism attends by an operator of its own, which this does not concern.
-    is_simple = parallelism.data_parallel_impl == "simple_fsdp"
-    on_a_mesh = parallelism.tensor_parallel_degree > 1 or is_simple
+    on_a_mesh = parallelism.tensor_parallel_degree > 1 or sharding.in_graph
     on_a_mesh = on_a_mesh and parallelism.context_parallel_degree == 1
     recomputes_attention = config.every > 0 and not config.by_operator
     if (

@@ -9,6 +9,7 @@ it finds none it says nothing, so the operators in the graphs are counted here.
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx.node import map_arg
 from torchtitan.logging import logger
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.graphs import enable_symmetric_memory, fuse_tensor_parallelism
 
@@ -114,6 +116,18 @@ def fused() -> Fused:
     """What this process has fused so far."""
     counts = compiler_counts()["inductor"]
     return Fused(*(sum(counts[name] for name in names) for names in (GATHERS, SCATTERS)))
+
+
+@dataclass(frozen=True)
+class Overlap(Technique):
+    """Asynchronous tensor parallelism, after the first step."""
+
+    has_blocks: bool
+    """Whether it is on, and this rank has any of the blocks that it is about."""
+
+    def confirm(self) -> None:
+        if self.has_blocks:
+            confirm()
 
 
 def confirm() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchtitan.config import Config
 from torchtitan.logging import logger
+from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compilations, compiler_counts, keep_compiled_graphs
 
 Component = Literal["model", "loss"]
@@ -90,7 +91,7 @@ def compiled(
     )
 
 
-class Watch:
+class Watch(Technique):
     """Tells what the compiler made of this rank's part, and when it has to compile again."""
 
     def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:

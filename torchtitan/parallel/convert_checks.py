@@ -8,6 +8,7 @@ from torch import nn
 from torchtitan.convert import Conversion, ConverterConfig, Float8, linears
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.sharding import ShardingConfig
 
 Fault = tuple[str, str]
 """A dotted key, and what is wrong with its value."""
@@ -16,6 +17,7 @@ Fault = tuple[str, str]
 def problems(
     converters: Sequence[ConverterConfig],
     config: ParallelismConfig,
+    sharding: ShardingConfig,
     model: nn.Module,
     plan: Mapping[str, TensorRole],
     tokens: int,
@@ -31,7 +33,7 @@ def problems(
     for number, converter in enumerate(converters):
         key = f"convert.{number}"
         if isinstance(converter, Float8):
-            yield from _problems_of_float8(key, converter, config)
+            yield from _problems_of_float8(key, converter, config, sharding)
         wanted = {
             name: linear.weight.shape for name, linear in linears(model, converter, Conversion())
         }
@@ -60,7 +62,9 @@ def problems(
             yield f"{key}.name", message
 
 
-def _problems_of_float8(key: str, converter: Float8, config: ParallelismConfig) -> Iterator[Fault]:
+def _problems_of_float8(
+    key: str, converter: Float8, config: ParallelismConfig, sharding: ShardingConfig
+) -> Iterator[Fault]:
     fsdp, tensor = "enable_fsdp_float8_all_gather", "enable_tensor_parallel_float8_all_gather"
     for name in (fsdp, tensor):
         if getattr(converter, name) and converter.recipe != "tensorwise":
@@ -69,8 +73,8 @@ def _problems_of_float8(key: str, converter: Float8, config: ParallelismConfig) 
                 f'"tensorwise", not "{converter.recipe}"'
             )
             yield f"{key}.{name}", message
-    if converter.enable_fsdp_float8_all_gather and config.data_parallel_impl != "fsdp2":
-        message = 'it is FSDP2 that gathers so; use parallelism.data_parallel_impl = "fsdp2"'
+    if converter.enable_fsdp_float8_all_gather and not sharding.packs_weights:
+        message = 'it is FSDP2 that gathers so; use sharding.name = "fsdp2"'
         yield f"{key}.{fsdp}", message
     if converter.precompute_float8_dynamic_scale_for_fsdp and not getattr(converter, fsdp):
         message = f"it finds the scales for {fsdp} = true; write that too, or leave it out"

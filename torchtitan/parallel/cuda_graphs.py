@@ -9,12 +9,15 @@ Written from that documentation: no GPU has run it yet.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from torchtitan.logging import logger
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.sharding import ShardingConfig
+from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compiler_counts
 
 KEY = "compile.cuda_graphs"
@@ -27,6 +30,7 @@ OVERWRITE = (
 def problems(
     config: CompileConfig,
     parallelism: ParallelismConfig,
+    sharding: ShardingConfig,
     *,
     accumulation: int,
     moves_parameters: bool,
@@ -52,11 +56,11 @@ def problems(
         yield KEY, "nobody has recorded what context or async tensor parallelism sends"
     if cpu_offload:
         yield KEY, "training.enable_cpu_offload moves the parameters in every step"
-    elif moves_parameters and parallelism.data_parallel_impl == "fsdp2":
+    elif moves_parameters and not sharding.in_graph:
         yield (
             KEY,
-            "FSDP2 gathers or casts parameters into other memory each time; use "
-            'parallelism.data_parallel_impl = "simple_fsdp", or one data rank whose '
+            f"{sharding.name} gathers or casts parameters into other memory each time; use "
+            'sharding.name = "simple_fsdp", or one data rank whose '
             "training.mixed_precision_param is training.dtype",
         )
 
@@ -67,21 +71,26 @@ def problems_of_machine(config: CompileConfig, device_type: str) -> Iterator[tup
         yield KEY, f"CUDA graphs need a CUDA device; there is none here, but {device_type}"
 
 
-def begin_pass(config: CompileConfig) -> None:
-    """Tell that what the last pass gave is read: its memory may be written again.
+@dataclass(frozen=True)
+class Recorded(Technique):
+    """CUDA graphs, if they are on."""
 
-    Blocks are graphs of their own; left alone, torch would take each of them for a pass.
-    """
-    if config.cuda_graphs:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    config: CompileConfig
 
+    def before_pass(self) -> None:
+        """Tell that what the last pass gave is read: its memory may be written again.
 
-def confirm(config: CompileConfig) -> None:
-    """Warn of graphs that were not recorded; after some steps, not before."""
-    skipped = compiler_counts()["inductor"]["cudagraph_skips"]
-    if config.cuda_graphs and skipped:
-        logger.warning(
-            "compile: %d times a graph was not recorded as a CUDA graph; TORCH_LOGS=perf_hints "
-            "says why",
-            skipped,
-        )
+        Blocks are graphs of their own; left alone, torch would take each of them for a pass.
+        """
+        if self.config.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+    def confirm(self) -> None:
+        """Warn of graphs that were not recorded."""
+        skipped = compiler_counts()["inductor"]["cudagraph_skips"]
+        if self.config.cuda_graphs and skipped:
+            logger.warning(
+                "compile: %d times a graph was not recorded as a CUDA graph; "
+                "TORCH_LOGS=perf_hints says why",
+                skipped,
+            )

@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.data import Batch
-from torchtitan.parallel import fsdp
 from torchtitan.parallel.loss import LossFunction
+from torchtitan.parallel.sharding import Sharding
 from torchtitan.timeline import Timeline
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 
 class Executor(Protocol):
@@ -30,14 +27,14 @@ class SingleStage:
     model: nn.Module
     loss: LossFunction | None
     """None: the model gives it."""
-    sharded: "list[FSDPModule]"
+    sharding: Sharding
     document_mask: bool
     timeline: Timeline
 
     def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         share = torch.zeros((), device=tokens.device)
         for batch in batches:
-            fsdp.reduce_after(self.sharded, is_last=batch is batches[-1])
+            self.sharding.before_backward(is_last=batch is batches[-1])
             with self.timeline.phase("forward"):
                 loss = self._loss(batch) / tokens
             with self.timeline.phase("backward"):
@@ -46,11 +43,7 @@ class SingleStage:
         return share
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        total = torch.stack([self._loss(batch) for batch in batches]).sum()
-        for module in self.sharded:
-            # Else the next forward would use what is gathered, also after an update.
-            module.reshard()
-        return total
+        return torch.stack([self._loss(batch) for batch in batches]).sum()
 
     def _loss(self, batch: Batch) -> Tensor:
         documents = batch.documents if self.document_mask else None

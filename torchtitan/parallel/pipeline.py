@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.data import Batch
-from torchtitan.parallel import fsdp
 from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
@@ -70,7 +69,6 @@ class Pipeline:
         self.document_mask = document_mask
         self.timeline = timeline
         self.tokens = torch.ones((), device=device)  # in the global batch of the step under way
-        self.sharded = [module for part in parts for module in fsdp.sharded_modules(part)]
         self.schedule = self._make_schedule(config)
         # NCCL makes a group's communicator with its first collective, which all ranks must join;
         # the messages of a schedule are between two.
@@ -182,8 +180,6 @@ class Pipeline:
                     arrived[stage + 1, number] = x
                     messages.append(self._message(dist.irecv, x, rank))
             _exchange(messages)
-        for module in self.sharded:
-            module.reshard()
         return total
 
     def _message(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:

@@ -8,7 +8,6 @@ from torchtitan.config import Config
 from torchtitan.parallel.world import Degrees
 
 ReshardPolicy = Literal["default", "always", "never"]
-Bucketing = Literal["none", "block", "size", "auto"]
 Rotation = Literal["allgather", "ring"]
 Balancing = Literal["headtail", "none"]
 
@@ -26,19 +25,6 @@ class ParallelismConfig(Config):
         "default",
         description="Free a block's parameters after its forward: always, never, or (default) "
         "for all blocks but the last, and for none under a pipeline.",
-    )
-    data_parallel_impl: Literal["fsdp2", "simple_fsdp"] = Field(
-        "fsdp2",
-        description="What gathers parameters and reduces gradients: fsdp2, by hooks around the "
-        "blocks; simple_fsdp, in the computation itself, for compile.granularity = model.",
-    )
-    simple_fsdp_bucketing: Bucketing = Field(
-        "none",
-        description="Which collectives simple_fsdp merges into one: none; those of a block; as "
-        "many as fit simple_fsdp_bucket_mb (size); or as torch's scheduler sees fit (auto, CUDA).",
-    )
-    simple_fsdp_bucket_mb: float = Field(
-        100, gt=0, description="With simple_fsdp_bucketing = size: megabytes of a bucket, at most."
     )
     tensor_parallel_degree: int = Field(1, ge=1, description="Ranks that share each matrix.")
     disable_sequence_parallel: bool = Field(

@@ -19,7 +19,8 @@ rank keeps a part of the sequence of it; without, every rank keeps all.
 Weights become DTensors; what passes between modules stays plain tensors.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.convert import Wire
 from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.technique import Technique
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -152,6 +154,16 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     is_mine = (local >= 0) & (local < len(rows))
     found = F.embedding(torch.where(is_mine, local, 0), rows) * is_mine[..., None]
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
+
+
+@dataclass(frozen=True)
+class SplitGradients(Technique):
+    """Tensor parallelism, after a backward."""
+
+    parts: Sequence[nn.Module]
+
+    def after_backward(self) -> None:
+        redistribute_grads(p for part in self.parts for p in part.parameters())
 
 
 def redistribute_grads(parameters: Iterable[Tensor]) -> None:

@@ -47,24 +47,22 @@ def of_step(
     """
     if layout.convert:
         raise NotImplementedError("there are no formulas of what converters send")
-    work = Work(layout, degrees, args, accumulation)
-    plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
     order = list(spec.blocks(model))
+    work = Work(layout, degrees, args, len(order), accumulation)
+    plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
     found = list(_of_borders(work, plan.ranks, stage_rank))
     for stage in plan.of(stage_rank):
         module = stages.build(model, plan, stage)
         blocks = list(spec.blocks(module))
         part = Part(
             work,
+            stage,
             module,
             blocks,
             roles=_roles(module, spec.tensor_plan) if degrees.tp > 1 else {},
             again=_recomputed(layout, order) & set(blocks),
         )
-        if work.is_simple:
-            found += part.of_each_parameter()
-        else:
-            found += part.of_parameters(_gathers(work, len(order), stage))
+        found += layout.sharding.traffic(part)
         found += part.of_activations()
         found += part.of_attention()
     counts: Counter[Traffic] = Counter()
@@ -80,6 +78,8 @@ class Work:
     layout: Layout
     degrees: Degrees
     args: ModelArgs
+    layers: int
+    """Blocks of the whole model."""
     passes: int
     """Batches that are accumulated; with a pipeline, how often it is filled and drained."""
 
@@ -121,24 +121,13 @@ class Work:
         chosen = self.layout.activation_checkpoint
         return chosen.mode == "selective" and chosen.selective_ac_option == "op"
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether parameters are gathered where they are read, each by itself."""
-        return self.layout.parallelism.data_parallel_impl == "simple_fsdp"
-
-    @property
-    def has_fsdp(self) -> bool:
-        """Whether FSDP treats the model, if only to cast it."""
-        precision = self.layout.precision
-        casts = precision.compute != precision.parameters
-        return self.degrees.fsdp * self.degrees.dp_replicate > 1 or casts or self.layout.cpu_offload
-
 
 @dataclass(frozen=True)
 class Part:
     """A stage of the model, or all of it, as a rank runs it."""
 
     work: Work
+    stage: int
     module: nn.Module
     blocks: Sequence[str]
     roles: Mapping[str, TensorRole]
@@ -146,51 +135,23 @@ class Part:
     again: Collection[str]
     """The blocks that are recomputed."""
 
-    def of_parameters(self, gathers: "Gathers") -> Iterator[Traffic]:
-        """Each block is a unit, and all that is in none."""
-        work, precision, degrees = self.work, self.work.layout.precision, self.work.degrees
-        units: Counter[str] = Counter()
-        for name, parameter in self.module.named_parameters():
-            unit = next((block for block in self.blocks if name.startswith(f"{block}.")), "")
-            role = self.roles.get(name.rpartition(".")[0])
-            units[unit] += _elements(parameter.shape, role, degrees.tp, degrees.fsdp)
-        for unit, elements in units.items():
-            is_last = bool(self.blocks) and unit == self.blocks[-1]
-            yield from formulas.of_parameters(
-                elements,
-                parts=degrees.fsdp,
-                copies=degrees.dp_replicate,
-                compute=precision.compute.itemsize,
-                reduce=precision.reduce.itemsize,
-                gathers=gathers.of_block if unit and not is_last else gathers.of_others,
-                scatters=work.passes,
-                # With the last microbatch; torch's pipelines do it with each pass.
-                sums=work.passes if degrees.pp > 1 else 1,
-            )
-
-    def of_each_parameter(self) -> Iterator[Traffic]:
-        """Under `simple_fsdp`, where nothing is put off to a later microbatch."""
-        work, precision, degrees = self.work, self.work.layout.precision, self.work.degrees
-        for name, parameter in self.module.named_parameters():
-            owner = name.rpartition(".")[0]
-            is_table = isinstance(self.module.get_submodule(owner), nn.Embedding)
-            reads = work.times * (2 if work.args.tied and is_table else 1)
-            yield from formulas.of_parameters(
-                _elements(parameter.shape, self.roles.get(owner), degrees.tp, degrees.fsdp),
-                parts=degrees.fsdp,
-                copies=degrees.dp_replicate,
-                compute=precision.compute.itemsize,
-                reduce=precision.reduce.itemsize,
-                gathers=reads * (2 if self._is_again(name) else 1),
-                scatters=reads,
-                sums=reads,
-            )
+    def elements(self, name: str, shape: Sequence[int]) -> int:
+        """Elements of a parameter's part on the first tensor rank, filled up to equal parts."""
+        sizes, dim, parts = list(shape), 0, self.work.degrees.fsdp
+        role, tp = self.roles.get(name.rpartition(".")[0]), self.work.degrees.tp
+        if role in SPLIT_IN_ROWS:
+            dim = 1 if shape[0] % (tp * parts) else 0  # as `fsdp2` does
+            sizes[0] = -(-shape[0] // tp)
+        elif role == "rowwise":
+            sizes[1] //= tp
+        sizes[dim] = -(-sizes[dim] // parts) * parts
+        return math.prod(sizes)
 
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""
         work, chosen = self.work, self.work.layout.parallelism
         counts = Counter(self.roles.values())
-        again = Counter(role for name, role in self.roles.items() if self._is_again(name))
+        again = Counter(role for name, role in self.roles.items() if self.is_again(name))
         # Recomputation ends with what the backward needs, which is never a block's own output.
         sums_again = again["rowwise"] - len(self.again)
         if self.roles:
@@ -217,18 +178,19 @@ class Part:
 
     def _of_norms(self) -> Iterator[Traffic]:
         work, precision = self.work, self.work.layout.precision
-        dtype = precision.compute if work.has_fsdp else precision.parameters
+        shards = work.layout.shards(work.degrees)
+        dtype = precision.compute if shards else precision.parameters
+        reductions = work.layout.sharding.reductions(work.passes, work.microbatches)
         for name in (name for name, role in self.roles.items() if role == "norm"):
             for weight in self.module.get_submodule(name).parameters():
                 size = weight.numel() * dtype.itemsize
-                sums = work.times if work.is_simple else work.passes
-                yield from formulas.of_norms(size, sums=sums if work.has_fsdp else 1)
+                yield from formulas.of_norms(size, sums=reductions if shards else 1)
 
     def of_attention(self) -> Iterator[Traffic]:
         """What context parallelism sends."""
         work, args, degrees = self.work, self.work.args, self.work.degrees
         modules = [name for name, m in self.module.named_modules() if isinstance(m, SelfAttention)]
-        again = 0 if work.spares_sums else sum(map(self._is_again, modules))
+        again = 0 if work.spares_sums else sum(map(self.is_again, modules))
         heads = args.n_kv_heads // degrees.tp
         if degrees.cp > 1:
             yield from formulas.of_keys_and_values(
@@ -240,7 +202,8 @@ class Part:
                 ring=work.layout.parallelism.context_parallel_rotate_method == "ring",
             )
 
-    def _is_again(self, name: str) -> bool:
+    def is_again(self, name: str) -> bool:
+        """Whether what is called so is in a block that is recomputed."""
         return any(name.startswith(f"{block}.") for block in self.again)
 
 
@@ -252,44 +215,6 @@ def _of_borders(work: Work, ranks: Sequence[int], mine: int) -> Iterator[Traffic
         onwards=sum(one == mine for one, _ in borders) * work.times,
         back=sum(other == mine for _, other in borders) * work.times,
     )
-
-
-@dataclass(frozen=True)
-class Gathers:
-    """How often in a step FSDP gathers a unit."""
-
-    of_block: int
-    of_others: int
-    """The last block, and what is in no block."""
-
-
-def _gathers(work: Work, layers: int, stage: int) -> Gathers:
-    """Before each forward, and before the backward what was freed in between."""
-    policy, passes = work.layout.parallelism.fsdp_reshard_after_forward, work.passes
-    if work.degrees.pp == 1:
-        twice = 2 * passes
-        return Gathers(
-            passes if policy == "never" else twice, twice if policy == "always" else passes
-        )
-    if policy != "always":
-        return Gathers(passes, passes)
-    # A stage is freed after each forward, and after the last backward alone.
-    orders = stages.orders(work.layout.parallelism, layers, work.microbatches)
-    kinds = [a.kind for actions in orders.values() for a in actions if a.stage == stage]
-    gathers = passes * (1 + kinds[:-1].count("F"))
-    return Gathers(gathers, gathers)
-
-
-def _elements(shape: Sequence[int], role: TensorRole | None, tp: int, parts: int) -> int:
-    """Elements of a parameter's part on the first tensor rank, filled up to equal `parts`."""
-    sizes, dim = list(shape), 0
-    if role in SPLIT_IN_ROWS:
-        dim = 1 if shape[0] % (tp * parts) else 0  # as `fsdp` does
-        sizes[0] = -(-shape[0] // tp)
-    elif role == "rowwise":
-        sizes[1] //= tp
-    sizes[dim] = -(-sizes[dim] // parts) * parts
-    return math.prod(sizes)
 
 
 def _roles(module: nn.Module, plan: Mapping[str, TensorRole]) -> dict[str, TensorRole]:

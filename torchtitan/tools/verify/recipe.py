@@ -119,8 +119,9 @@ def _make_exact(draft: Draft) -> None:
     for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
         draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "it takes long, and its rounding is its own")
-    draft.set("parallelism.simple_fsdp_bucketing", "none", "the compiler does it")
-    if draft.tree["parallelism"]["data_parallel_impl"] == "simple_fsdp":
+    if draft.job.sharding.in_graph:
+        if "bucketing" in draft.tree["sharding"]:
+            draft.set("sharding.bucketing", "none", "the compiler does it")
         draft.set("parallelism.fsdp_reshard_after_forward", "default", "the compiler does it")
     if draft.tree["convert"]:
         draft.tree["convert"] = []

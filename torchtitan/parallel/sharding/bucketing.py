@@ -15,13 +15,12 @@ nothing to do says nothing, so the collectives are counted before and after.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchtitan.logging import logger
-from torchtitan.parallel.settings import Bucketing
 from torchtitan.parallel.stages import Unit
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.graphs import (
@@ -33,7 +32,9 @@ from torchtitan.torch_private.graphs import (
     schedule_collectives,
 )
 
-KEY = "parallelism.simple_fsdp_bucketing"
+KEY = "sharding.bucketing"
+
+Bucketing = Literal["none", "block", "size", "auto"]
 OPERATIONS = {
     "all_gather_into_tensor": "all-gathers",
     "all_gather_into_tensor_out": "all-gathers",
@@ -163,5 +164,5 @@ def confirm(bucketing: Bucketing) -> None:
     if found and bucketing != "none" and all(t.after >= t.before for t in found.values()):
         raise RuntimeError(
             f'{KEY} = "{bucketing}" did not take effect: {said}. With "size" a bucket has to hold '
-            'two parameters (parallelism.simple_fsdp_bucket_mb); use "none" or "block"'
+            'two parameters (sharding.bucket_mb); use "none" or "block"'
         )

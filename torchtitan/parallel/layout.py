@@ -1,0 +1,87 @@
+"""Every choice about how a model is laid out, and what follows from several of them."""
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from torchtitan.convert import ConverterConfig
+from torchtitan.losses import LossConfig
+from torchtitan.models.spec import ModelArgs
+from torchtitan.parallel import loss
+from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.loss import LossFunction
+from torchtitan.parallel.pipeline import Shapes
+from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
+from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.world import Degrees, World
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every choice about how a model is laid out and computed."""
+
+    parallelism: ParallelismConfig
+    precision: Precision
+    cpu_offload: bool
+    activation_checkpoint: ActivationCheckpointConfig
+    compile: CompileConfig
+    loss: LossConfig
+    seq_len: int
+    local_batch_size: int
+    document_mask: bool
+    """Whether attention stays within a document."""
+    convert: tuple[ConverterConfig, ...] = ()
+    sharding: ShardingConfig = field(default_factory=FSDP2)
+
+    @property
+    def reshard(self) -> ReshardPolicy:
+        """Under a pipeline a stage is used by one microbatch after the other: it stays gathered."""
+        chosen = self.parallelism
+        default = chosen.fsdp_reshard_after_forward == "default"
+        in_pipeline = chosen.pipeline_parallel_degree > 1
+        return "never" if in_pipeline and default else chosen.fsdp_reshard_after_forward
+
+    def shards(self, degrees: Degrees) -> bool:
+        """With one data rank and one dtype there is nothing to gather, to reduce or to cast."""
+        casts = self.precision.compute != self.precision.parameters
+        return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload or casts
+
+    def open_sharding(self, world: World, last_block: str) -> Sharding:
+        """The way to shard, for the ranks of `world`; `last_block` is the model's, by name."""
+        target = Target(
+            mesh=world.data_mesh,
+            tensor_mesh=world.parameter_mesh["tp"],
+            precision=self.precision,
+            reshard=self.reshard,
+            last_block=last_block,
+            compile=self.compile,
+            cpu_offload=self.cpu_offload,
+            device_type=world.device.type,
+        )
+        return self.sharding.open(target)
+
+    def loss_of_logits(self, world: World, vocabulary: int) -> LossFunction | None:
+        """None: the model gives the loss."""
+        if self.loss.vocabulary_chunk:
+            return None
+        is_split = world.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
+        mesh = world.parameter_mesh["tp"] if is_split else None
+        return loss.of_logits(mesh, vocabulary, self.compile)
+
+    def shapes(self, world: World, args: ModelArgs) -> Shapes:
+        """What this rank has of a pipeline's microbatch."""
+        chosen, tp = self.parallelism, world.degrees.tp
+        size, length = chosen.pipeline_parallel_microbatch_size, self.seq_len // world.degrees.cp
+        stream = length if chosen.disable_sequence_parallel else length // tp
+        vocabulary = args.vocab_size
+        if tp > 1 and not chosen.disable_loss_parallel:
+            part = -(-vocabulary // tp)  # all have as many, but the last
+            first = part * dist.get_rank(world.groups["tp"])
+            vocabulary = min(first + part, vocabulary) - first
+        return Shapes(
+            tokens=(size, length),
+            hidden=(size, stream, args.dim),
+            logits=None if self.loss.vocabulary_chunk else (size, length, vocabulary),
+            dtype=self.precision.compute,
+        )

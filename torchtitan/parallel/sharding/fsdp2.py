@@ -1,0 +1,176 @@
+"""Data parallelism by `fully_shard` (FSDP2; Zhao et al., 2023, arXiv:2304.11277).
+
+One technique covers every data-parallel layout, because its mesh has two axes: parameters are
+copied along `dp_replicate` and split along `dp_shard`, joined with `cp` if sequences are split too.
+
+    DDP   dp_replicate = N, dp_shard = 1
+    FSDP  dp_replicate = 1, dp_shard = N
+    HSDP  both greater than 1
+
+Gradients are summed, never averaged: the loss is already divided by the targets of the global
+batch, so the sum over ranks is the gradient of the global mean.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+from torch import nn
+
+from torchtitan.parallel import stages
+from torchtitan.parallel import traffic_formulas as formulas
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.traffic_formulas import Traffic
+
+if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Shard
+
+    from torchtitan.parallel.traffic import Part
+
+
+class FSDP2(ShardingConfig):
+    """Gathers and reductions in hooks around the blocks."""
+
+    packs_weights: ClassVar[bool] = True
+
+    name: Literal["fsdp2"] = Field("fsdp2", description="Which way to shard.")
+
+    def problems(
+        self,
+        parallelism: ParallelismConfig,
+        compile: CompileConfig,
+        *,
+        has_work: bool,
+        cpu_offload: bool,
+    ) -> Iterator[tuple[str, str]]:
+        if compile.compiles("model") and compile.granularity == "model" and has_work:
+            message = (
+                "FSDP2 gathers and casts in hooks around the blocks, which no graph can hold; use "
+                'sharding.name = "simple_fsdp", or "block"'
+            )
+            yield "compile.granularity", message
+
+    def open(self, target: Target) -> "FullyShard":
+        return FullyShard(target)
+
+    def traffic(self, part: "Part") -> Iterator[Traffic]:
+        """Each block is a unit, and all that is in none."""
+        work, precision, degrees = part.work, part.work.layout.precision, part.work.degrees
+        units: Counter[str] = Counter()
+        for name, parameter in part.module.named_parameters():
+            unit = next((block for block in part.blocks if name.startswith(f"{block}.")), "")
+            units[unit] += part.elements(name, parameter.shape)
+        of_block, of_others = _gathers(part)
+        for unit, elements in units.items():
+            is_last = bool(part.blocks) and unit == part.blocks[-1]
+            yield from formulas.of_parameters(
+                elements,
+                parts=degrees.fsdp,
+                copies=degrees.dp_replicate,
+                compute=precision.compute.itemsize,
+                reduce=precision.reduce.itemsize,
+                gathers=of_block if unit and not is_last else of_others,
+                scatters=work.passes,
+                # With the last microbatch; torch's pipelines do it with each pass.
+                sums=work.passes if degrees.pp > 1 else 1,
+            )
+
+
+class FullyShard(Sharding):
+    """FSDP2 at work."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.modules: list[FSDPModule] = []
+
+    def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Each block is gathered on its own, just before it is used."""
+        from torch.distributed.fsdp import FSDPModule
+
+        # Under tensor parallelism the logits are a view of a DTensor, which nothing changes.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        frees = self.target.reshard
+        for number, block in enumerate(blocks.values(), 1):
+            is_last = number == len(blocks)
+            self._shard(block, frees == "always" or (frees == "default" and not is_last))
+        self._shard(part, frees == "always")
+        modules = [module for module in part.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
+            module.set_force_sum_reduction_for_comms(True)
+        self.modules += modules
+
+    def _shard(self, module: nn.Module, reshard_after_forward: bool) -> None:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        target, precision = self.target, self.target.precision
+        pin_memory = target.device_type == "cuda"
+        fully_shard(
+            module,
+            mesh=target.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=precision.compute, reduce_dtype=precision.reduce
+            ),
+            offload_policy=(
+                CPUOffloadPolicy(pin_memory=pin_memory) if target.cpu_offload else OffloadPolicy()
+            ),
+            shard_placement_fn=partial(placement, parts=target.mesh.size(-1)),
+        )
+
+    def before_backward(self, is_last: bool) -> None:
+        """Sharded gradients are reduced for every microbatch, since keeping them whole would cost
+        the memory that sharding saved; copies are summed once, with the last.
+        """
+        for module in self.modules:
+            module.set_requires_all_reduce(is_last)
+            module.set_is_last_backward(is_last)
+
+    def after_evaluate(self) -> None:
+        """Else the next forward would use what is gathered, also after an update."""
+        for module in self.modules:
+            module.reshard()
+
+
+def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
+    """Along which dim a parameter is split into `parts`; None: the first, as FSDP does by itself.
+
+    Rows that tensor parallelism split already are split again only if that comes out even; else
+    columns are, so that every rank's part stays one contiguous piece.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
+        return None
+    return Shard(1) if len(parameter) % (parameter.device_mesh.size() * parts) else None
+
+
+def _gathers(part: "Part") -> tuple[int, int]:
+    """How often in a step a block is gathered, and how often the last block or what is in none is.
+
+    Before each forward, and before the backward what was freed in between.
+    """
+    work, chosen = part.work, part.work.layout.parallelism
+    policy, passes = chosen.fsdp_reshard_after_forward, work.passes
+    if work.degrees.pp == 1:
+        twice = 2 * passes
+        return passes if policy == "never" else twice, twice if policy == "always" else passes
+    if policy != "always":
+        return passes, passes
+    # A stage is freed after each forward, and after the last backward alone.
+    orders = stages.orders(chosen, work.layers, work.microbatches)
+    kinds = [a.kind for actions in orders.values() for a in actions if a.stage == part.stage]
+    gathers = passes * (1 + kinds[:-1].count("F"))
+    return gathers, gathers

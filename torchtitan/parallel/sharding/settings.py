@@ -1,0 +1,120 @@
+"""What all ways to shard have in common: their settings, and what one does to a model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config import Config
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
+from torchtitan.parallel.stages import Unit
+from torchtitan.parallel.technique import Technique
+from torchtitan.parallel.traffic_formulas import Traffic
+
+if TYPE_CHECKING:  # they know every way to shard
+    from torchtitan.parallel.traffic import Part
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a run: `parameters` are stored, `compute` and `reduce` are what they become."""
+
+    parameters: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model is sharded for."""
+
+    mesh: DeviceMesh
+    """Of the ranks that share the parameters: (copies, parts), or (parts) without copies."""
+    tensor_mesh: DeviceMesh
+    precision: Precision
+    reshard: ReshardPolicy
+    """Whether a block is freed after its forward: `always`; `never`; `default`: all but the last
+    of the model, which the backward needs at once."""
+    last_block: str
+    """Its name."""
+    compile: CompileConfig
+    cpu_offload: bool
+    device_type: str
+
+
+class Sharding(Technique):
+    """A way to shard at work on the parts of a model that this rank has."""
+
+    def compile_options(
+        self, blocks: Mapping[str, nn.Module], units: Sequence[Unit]
+    ) -> dict[str, Any] | None:
+        """What `torch.compile` is told of a part of the model, before `apply`.
+
+        Args:
+            blocks: those of the part, by name.
+            units: names of the modules that are gathered together.
+        """
+        return None
+
+    def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Split and copy the parameters of a part of the model over the mesh, in place."""
+        raise NotImplementedError
+
+    def before_backward(self, is_last: bool) -> None:
+        """Before a microbatch without a pipeline: whether its gradients are the step's last."""
+
+
+class ShardingConfig(Config):
+    """Settings of a way to shard; `name` picks the subclass."""
+
+    in_graph: ClassVar[bool] = False
+    """Whether gathers and reductions are part of the computation, where a compiler sees them."""
+    packs_weights: ClassVar[bool] = False
+    """Whether a parameter may say in what form it is gathered, as those in Float8 do."""
+
+    name: str = Field(description="Which way: a key of torchtitan.parallel.sharding.SHARDING.")
+
+    def problems(
+        self,
+        parallelism: ParallelismConfig,
+        compile: CompileConfig,
+        *,
+        has_work: bool,
+        cpu_offload: bool,
+    ) -> Iterator[tuple[str, str]]:
+        """What cannot work together, as (key, message).
+
+        Args:
+            has_work: whether there is anything to gather, to reduce or to cast.
+        """
+        yield from ()
+
+    def problems_of_machine(self, device_type: str) -> Iterator[tuple[str, str]]:
+        """What this very machine cannot do."""
+        yield from ()
+
+    def remarks(self, parallelism: ParallelismConfig, compile: CompileConfig) -> Iterator[str]:
+        """What works, but perhaps not as its writer thinks."""
+        yield from ()
+
+    def open(self, target: Target) -> Sharding:
+        """What shards the model."""
+        raise NotImplementedError
+
+    def traffic(self, part: "Part") -> Iterator[Traffic]:
+        """What the parameters of a part of the model have its ranks send in a step."""
+        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+
+    def reductions(self, passes: int, microbatches: int) -> int:
+        """How often in a step a gradient is brought to where its parameter is.
+
+        Args:
+            passes: batches in a step.
+            microbatches: of each batch.
+        """
+        return passes
