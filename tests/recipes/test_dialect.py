@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
+from torchtitan.config.schema import places
 from torchtitan.convert import CONVERTERS, MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Gone, Kept, Moved, entry
@@ -17,6 +18,9 @@ from torchtitan.legacy_recipes.migrate import migrate
 FOLDER = Path(__file__).parent / "old"
 OLD = sorted(FOLDER.glob("*.toml"))
 DEFAULTS = JobConfig().flat()
+SETTINGS = {
+    f"{place.path}.{key}" for place in places(JobConfig) for key in place.settings.model_fields
+}
 every_old_recipe = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
 
 
@@ -315,10 +319,27 @@ def test_old_names_win_by_their_source(tmp_path: Path) -> None:
     assert read(path).config.training.local_batch_size == 2
 
 
+def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> None:
+    """Also as a run wrote them all out, with another choice."""
+    text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
+    text += "simple_fsdp_bucket_mb = 20\n"
+    recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
+    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
+    assert recipe.config.sharding.model_dump() == sharding
+    assert [line.split(": ")[2] for line in recipe.notices] == [
+        *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
+    ]
+    recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
+    assert recipe.config.sharding.model_dump() == {"name": "fsdp2"}
+    assert recipe.notices[2].endswith(
+        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
+    )
+
+
 def test_table_leads_to_settings_that_exist() -> None:
     for name, row in TABLE.items():
         if isinstance(row, Moved):
-            assert row.to in DEFAULTS
+            assert row.to in SETTINGS
         if isinstance(row, Kept):
             assert name in DEFAULTS
         if isinstance(row, Gone):
