@@ -65,6 +65,7 @@ def case(
     chunk: int = 0,
     convert: tuple[ConverterConfig, ...] = (),
     sharding: dict[str, Any] | None = None,
+    communication: dict[str, Any] | None = None,
     **parallelism: Any,
 ) -> Case:
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
@@ -75,6 +76,7 @@ def case(
         "loss": {"vocabulary_chunk": chunk} if chunk else {},
         "parallelism": parallelism,
         "sharding": sharding or {},
+        "communication": communication or {},
     }
     sections = {name: section for name, section in sections.items() if section}
     return Case(pp, replicate, shard, cp, tp, sections, convert)
@@ -92,6 +94,7 @@ RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
+AFTERWARDS = {"replicas": {"overlap": False}}
 SIMPLE = {"name": "simple_fsdp"}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
@@ -123,6 +126,9 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS),
     "HSDP 2 x 2": case(replicate=2, shard=2),
     "HSDP 2 x 2, accumulating 2": case(replicate=2, shard=2, batch=1),
+    "HSDP 2 x 2, accumulating 2, copies added up afterwards": case(
+        replicate=2, shard=2, batch=1, communication=AFTERWARDS
+    ),
     "one rank, accumulating 8": case(batch=1),
     "one rank, CPU offload": case(batch=8, training={"enable_cpu_offload": True}),
     # Tensor parallelism.
@@ -198,6 +204,9 @@ LAYOUTS: dict[str, Case] = {
     "PP 2, MXFP8": case(2, convert=MICROSCALED),
     # SimpleFSDP.
     "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
+    "SimpleFSDP, copies 2, added up afterwards": case(
+        replicate=2, sharding=SIMPLE, communication=AFTERWARDS
+    ),
     "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, sharding=SIMPLE),
     "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, sharding=SIMPLE),
     "SimpleFSDP, HSDP 2 x 2, full recomputation": case(

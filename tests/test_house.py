@@ -30,7 +30,7 @@ LAYERS = [
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
     ["flight_recorder", "step"],
     ["parallel"],
-    ["models", "data", "optim", "convert", "losses", "timeline"],
+    ["models", "data", "optim", "convert", "comm", "losses", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]

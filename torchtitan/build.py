@@ -565,6 +565,7 @@ def layout_of(job: JobConfig) -> Layout:
         document_mask=job.model.attn_mask_type == "block_causal",
         convert=job.convert,
         sharding=job.sharding,
+        communication=job.communication,
     )
 
 

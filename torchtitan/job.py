@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
+from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config, ListOf, OneOf, flat
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
@@ -119,6 +120,7 @@ class JobConfig(Config):
     spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
     sharding: Annotated[ShardingConfig, OneOf(SHARDING, "fsdp2")] = FSDP2()
+    communication: CommunicationConfig = CommunicationConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -43,7 +43,7 @@ FROM_PARITY = (
     *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
     *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
     *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
-    *("SimpleFSDP 2 x PP 2",),
+    *("SimpleFSDP 2 x PP 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
     *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
 )
 CASES: dict[str, Case] = {
@@ -100,9 +100,9 @@ def sent(found: Iterable[Traffic], ranks: int) -> float:
 
 def test_fsdp_sends_half_as_much_again_as_ddp() -> None:
     """As ZeRO says of its third stage (arXiv:1910.02054, section 7)."""
-    once = {"compute": 4, "reduce": 4, "scatters": 1, "sums": 1}
-    ddp = sent(of_parameters(1000, parts=1, copies=8, gathers=0, **once), 8)
-    fsdp = sent(of_parameters(1000, parts=8, copies=1, gathers=2, **once), 8)
+    once = {"gathered": 4000, "scattered": 4000, "scatters": 1, "sums": 1}
+    ddp = sent(of_parameters(parts=1, copies=8, summed=4000, gathers=0, **once), 8)
+    fsdp = sent(of_parameters(parts=8, copies=1, summed=500, gathers=2, **once), 8)
     assert ddp == 2 * 4000 * 7 / 8
     assert fsdp == 1.5 * ddp
 

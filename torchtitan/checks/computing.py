@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torchtitan import convert, optim
 from torchtitan.checks.layout import DEGREES, smallest_world
-from torchtitan.config import Problem
+from torchtitan.config import Problem, show
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs
@@ -40,10 +40,20 @@ def problems_of_data_parallelism(job: JobConfig, world_size: int | None) -> Iter
     for key, message in job.sharding.problems(
         job.parallelism,
         job.compile,
+        job.communication,
         has_work=degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload,
         cpu_offload=t.enable_cpu_offload,
     ):
         yield Problem(key, message, ("compile", "training", "parallelism", "sharding.name"))
+    after_backward = degrees.dp_replicate > 1 and not job.communication.replicas.in_backward
+    if job.optimizer.early_step_in_backward and after_backward:
+        message = (
+            "copies of the model agree on gradients after the backward "
+            f"(communication.replicas.name = {show(job.communication.replicas.name)}), when they "
+            'are gone; use false, or "all_reduce" with overlap = true there'
+        )
+        also = ("communication.replicas", *DEGREES)
+        yield Problem("optimizer.early_step_in_backward", message, also)
 
 
 def problems_of_cuda_graphs(job: JobConfig, world_size: int | None) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, ShardingConfig
-from torchtitan.parallel.technique import Converters, Technique
+from torchtitan.parallel.technique import Converters, Replicas, Technique
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 from torchtitan.timeline import Timeline
 
@@ -185,7 +185,7 @@ def parallelize(
         balancing=chosen.context_parallel_load_balancer,
     )
     blocks_here = sum(len(spec.blocks(part)) for part in parts)
-    techniques = [
+    techniques: list[Technique] = [
         cuda_graphs.Recorded(layout.compile),
         Converters(layout.convert, parts),
         tensor.SplitGradients(parts),
@@ -193,4 +193,8 @@ def parallelize(
         sharding,
         compile.Watch(layout.compile, blocks_here, has_loss=len(plan.units) - 1 in mine),
     ]
+    replicas = layout.communication.replicas
+    if degrees.dp_replicate > 1 and not replicas.in_backward:
+        agree = replicas.open(world.groups["dp_replicate"])
+        techniques.append(Replicas(parts, agree))
     return ParallelModel(parts, executor, shard_batch, techniques)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import ModelArgs
@@ -33,6 +34,7 @@ class Layout:
     """Whether attention stays within a document."""
     convert: tuple[ConverterConfig, ...] = ()
     sharding: ShardingConfig = field(default_factory=FSDP2)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
     @property
     def reshard(self) -> ReshardPolicy:
@@ -50,12 +52,17 @@ class Layout:
     def open_sharding(self, world: World, last_block: str) -> Sharding:
         """The way to shard, for the ranks of `world`; `last_block` is the model's, by name."""
         target = Target(
-            mesh=world.data_mesh,
+            mesh=(
+                world.data_mesh
+                if self.communication.replicas.in_backward
+                else world.parameter_mesh["fsdp"]
+            ),
             tensor_mesh=world.parameter_mesh["tp"],
             precision=self.precision,
             reshard=self.reshard,
             last_block=last_block,
             compile=self.compile,
+            communication=self.communication,
             cpu_offload=self.cpu_offload,
             device_type=world.device.type,
         )

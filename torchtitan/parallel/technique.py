@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchtitan import convert
+from torchtitan.comm import Agree
 from torchtitan.convert import ConverterConfig
+from torchtitan.optim.norm import local
 
 
 class Technique:
@@ -30,6 +32,18 @@ class Technique:
 
     def after_step(self, step: int, is_last: bool) -> None:
         """After each step."""
+
+
+@dataclass(frozen=True)
+class Replicas(Technique):
+    """Copies of the model that agree on gradients after a backward."""
+
+    parts: Sequence[nn.Module]
+    agree: Agree
+
+    def after_backward(self) -> None:
+        named = (pair for part in self.parts for pair in part.named_parameters())
+        self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
 
 
 @dataclass(frozen=True)

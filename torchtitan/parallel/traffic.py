@@ -63,6 +63,7 @@ def of_step(
             again=_recomputed(layout, order) & set(blocks),
         )
         found += layout.sharding.traffic(part)
+        found += part.of_copies()
         found += part.of_activations()
         found += part.of_attention()
     counts: Counter[Traffic] = Counter()
@@ -146,6 +147,36 @@ class Part:
             sizes[1] //= tp
         sizes[dim] = -(-sizes[dim] // parts) * parts
         return math.prod(sizes)
+
+    def of_unit(self, elements: int, gathers: int, scatters: int, sums: int) -> Iterator[Traffic]:
+        """Parameters that are gathered and reduced together, each so often in a step.
+
+        Args:
+            elements: of all parts, filled up so that they are equal.
+            sums: over copies, where those are added up in the backward.
+        """
+        layout, degrees = self.work.layout, self.work.degrees
+        ways, precision = layout.communication, layout.precision
+        return formulas.of_parameters(
+            parts=degrees.fsdp,
+            copies=degrees.dp_replicate if ways.replicas.in_backward else 1,
+            gathered=ways.weights.sent_bytes(elements, precision.compute),
+            scattered=ways.gradients.sent_bytes(elements, precision.reduce),
+            summed=elements // degrees.fsdp * precision.reduce.itemsize,
+            gathers=gathers,
+            scatters=scatters,
+            sums=sums,
+        )
+
+    def of_copies(self) -> Iterator[Traffic]:
+        """Copies that agree after the backward, each parameter by itself."""
+        layout, degrees = self.work.layout, self.work.degrees
+        if degrees.dp_replicate == 1 or layout.communication.replicas.in_backward:
+            return
+        for name, parameter in self.module.named_parameters():
+            elements = self.elements(name, parameter.shape) // degrees.fsdp
+            size = layout.communication.replicas.sent_bytes(elements, layout.precision.parameters)
+            yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
 
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""

@@ -41,12 +41,12 @@ class Traffic:
 
 
 def of_parameters(
-    elements: int,
     *,
     parts: int,
     copies: int,
-    compute: int,
-    reduce: int,
+    gathered: int,
+    scattered: int,
+    summed: int,
     gathers: int,
     scatters: int,
     sums: int,
@@ -54,16 +54,17 @@ def of_parameters(
     """DDP, FSDP and HSDP: one unit of parameters in parts and copies (arXiv:2304.11277).
 
     Args:
-        elements: of all parts, filled up so that they are equal.
-        compute, reduce: bytes of an element when gathered and when summed.
+        gathered: bytes of all parts, filled up so that they are equal.
+        scattered: bytes of the gradients of all parts.
+        summed: bytes of the gradients of one part.
         gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
             over the parts, and summed over the copies.
     """
     if parts > 1:
-        yield Traffic("fsdp", "parameters", "all_gather", elements * compute, gathers)
-        yield Traffic("fsdp", "gradients", "reduce_scatter", elements * reduce, scatters)
+        yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)
+        yield Traffic("fsdp", "gradients", "reduce_scatter", scattered, scatters)
     if copies > 1:
-        yield Traffic("dp_replicate", "gradients", "all_reduce", elements // parts * reduce, sums)
+        yield Traffic("dp_replicate", "gradients", "all_reduce", summed, sums)
 
 
 def of_stream(

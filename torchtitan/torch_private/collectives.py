@@ -23,19 +23,29 @@ def process_group(name: str) -> ProcessGroup:
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """`tensor` of every rank of `group`: (ranks, *shape). Torch 2.13 renames the collective."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    """`tensor` of every rank of `group`: (ranks, *shape)."""
     whole = tensor.new_empty(group.size(), *tensor.shape)
-    gather(whole.flatten(0, 1), tensor, group=group)
+    all_gather_into(whole.flatten(0, 1), tensor, group)
     return whole
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's row of the sum of `tensor` (ranks, *shape) over `group`."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     own = torch.empty_like(tensor[0])
-    scatter(own, tensor.flatten(0, 1), group=group)
+    reduce_scatter_into(own, tensor.flatten(0, 1), group)
     return own
+
+
+def all_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    """Fill `whole` with `part` of every rank. Torch 2.13 renames the collective."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
+def reduce_scatter_into(part: Tensor, whole: Tensor, group: ProcessGroup) -> None:
+    """Fill `part` with this rank's rows of the sum of `whole` over all ranks."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, whole, group=group)
 
 
 def flight_records(device_type: str) -> list[bytes]:

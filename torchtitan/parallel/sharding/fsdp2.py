@@ -13,15 +13,20 @@ batch, so the sum over ranks is the gradient of the global mean.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+import torch.distributed as dist
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from torchtitan.comm import CommunicationConfig, Gather, Reduce, Unit
+from torchtitan.optim.norm import local
 from torchtitan.parallel import stages
-from torchtitan.parallel import traffic_formulas as formulas
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
@@ -45,6 +50,7 @@ class FSDP2(ShardingConfig):
         self,
         parallelism: ParallelismConfig,
         compile: CompileConfig,
+        communication: CommunicationConfig,
         *,
         has_work: bool,
         cpu_offload: bool,
@@ -61,7 +67,7 @@ class FSDP2(ShardingConfig):
 
     def traffic(self, part: "Part") -> Iterator[Traffic]:
         """Each block is a unit, and all that is in none."""
-        work, precision, degrees = part.work, part.work.layout.precision, part.work.degrees
+        work = part.work
         units: Counter[str] = Counter()
         for name, parameter in part.module.named_parameters():
             unit = next((block for block in part.blocks if name.startswith(f"{block}.")), "")
@@ -69,16 +75,12 @@ class FSDP2(ShardingConfig):
         of_block, of_others = _gathers(part)
         for unit, elements in units.items():
             is_last = bool(part.blocks) and unit == part.blocks[-1]
-            yield from formulas.of_parameters(
+            yield from part.of_unit(
                 elements,
-                parts=degrees.fsdp,
-                copies=degrees.dp_replicate,
-                compute=precision.compute.itemsize,
-                reduce=precision.reduce.itemsize,
                 gathers=of_block if unit and not is_last else of_others,
                 scatters=work.passes,
                 # With the last microbatch; torch's pipelines do it with each pass.
-                sums=work.passes if degrees.pp > 1 else 1,
+                sums=work.passes if work.degrees.pp > 1 else 1,
             )
 
 
@@ -91,23 +93,15 @@ class FullyShard(Sharding):
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Each block is gathered on its own, just before it is used."""
-        from torch.distributed.fsdp import FSDPModule
-
         # Under tensor parallelism the logits are a view of a DTensor, which nothing changes.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         frees = self.target.reshard
-        for number, block in enumerate(blocks.values(), 1):
+        for number, (name, block) in enumerate(blocks.items(), 1):
             is_last = number == len(blocks)
-            self._shard(block, frees == "always" or (frees == "default" and not is_last))
-        self._shard(part, frees == "always")
-        modules = [module for module in part.modules() if isinstance(module, FSDPModule)]
-        for module in modules:
-            module.set_gradient_divide_factor(1.0)
-            # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
-            module.set_force_sum_reduction_for_comms(True)
-        self.modules += modules
+            self._shard(name, block, frees == "always" or (frees == "default" and not is_last))
+        self._shard("", part, frees == "always")
 
-    def _shard(self, module: nn.Module, reshard_after_forward: bool) -> None:
+    def _shard(self, name: str, module: nn.Module, reshard_after_forward: bool) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -117,7 +111,8 @@ class FullyShard(Sharding):
 
         target, precision = self.target, self.target.precision
         pin_memory = target.device_type == "cuda"
-        fully_shard(
+        unit = _unit(name, module)
+        sharded = fully_shard(
             module,
             mesh=target.mesh,
             reshard_after_forward=reshard_after_forward,
@@ -129,6 +124,16 @@ class FullyShard(Sharding):
             ),
             shard_placement_fn=partial(placement, parts=target.mesh.size(-1)),
         )
+        group = target.mesh.get_group(target.mesh.ndim - 1)
+        # They are what torch asks for, but for its base classes, which are private.
+        gather: Any = _Gather(target.communication.weights.open(unit, group))
+        reduce: Any = _ReduceScatter(target.communication.gradients.open(unit, group))
+        sharded.set_custom_all_gather(gather)
+        sharded.set_custom_reduce_scatter(reduce)
+        sharded.set_gradient_divide_factor(1.0)
+        # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
+        sharded.set_force_sum_reduction_for_comms(True)
+        self.modules.append(sharded)
 
     def before_backward(self, is_last: bool) -> None:
         """Sharded gradients are reduced for every microbatch, since keeping them whole would cost
@@ -142,6 +147,57 @@ class FullyShard(Sharding):
         """Else the next forward would use what is gathered, also after an update."""
         for module in self.modules:
             module.reshard()
+
+
+class _Sending:
+    """Where FSDP2 has its buffers."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Gather(_Sending):
+    """A way to gather, as FSDP2 calls it."""
+
+    gather: Gather
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool
+    ) -> None:
+        self.gather(output_tensor, input_tensor)
+
+
+@dataclass(frozen=True)
+class _ReduceScatter(_Sending):
+    """A way to reduce, as FSDP2 calls it."""
+
+    reduce: Reduce
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        self.reduce(output_tensor, input_tensor)
+
+
+def _unit(name: str, module: nn.Module) -> Unit:
+    """The parameters of a module that is about to be sharded, but for those that are already."""
+    from torch.distributed.fsdp import FSDPModule
+
+    taken = {
+        p
+        for m in module.modules()
+        if isinstance(m, FSDPModule) and m is not module
+        for p in m.parameters()
+    }
+    prefix = f"{name}." if name else ""
+    shapes = {
+        prefix + key: local(parameter).shape
+        for key, parameter in module.named_parameters()
+        if parameter not in taken
+    }
+    return Unit(name, shapes)
 
 
 def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":

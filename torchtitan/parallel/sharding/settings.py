@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
@@ -34,7 +35,8 @@ class Target:
     """What a model is sharded for."""
 
     mesh: DeviceMesh
-    """Of the ranks that share the parameters: (copies, parts), or (parts) without copies."""
+    """Of the ranks that share the parameters: (copies, parts); (parts) without copies, or where
+    they agree by themselves."""
     tensor_mesh: DeviceMesh
     precision: Precision
     reshard: ReshardPolicy
@@ -43,6 +45,7 @@ class Target:
     last_block: str
     """Its name."""
     compile: CompileConfig
+    communication: CommunicationConfig
     cpu_offload: bool
     device_type: str
 
@@ -83,6 +86,7 @@ class ShardingConfig(Config):
         self,
         parallelism: ParallelismConfig,
         compile: CompileConfig,
+        communication: CommunicationConfig,
         *,
         has_work: bool,
         cpu_offload: bool,

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.parallel import traffic_formulas as formulas
+from torchtitan.comm import CommunicationConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import bucketing
@@ -56,10 +56,15 @@ class SimpleFSDP(ShardingConfig):
         self,
         parallelism: ParallelismConfig,
         compile: CompileConfig,
+        communication: CommunicationConfig,
         *,
         has_work: bool,
         cpu_offload: bool,
     ) -> Iterator[tuple[str, str]]:
+        for what in ("weights", "gradients"):
+            if getattr(communication, what).name != "plain":
+                message = f'{NAME} sends in the graph, as torch does; use "plain", or "fsdp2" there'
+                yield f"communication.{what}.name", message
         if cpu_offload:
             message = f'{NAME} gathers where parameters are; use "fsdp2" there'
             yield "training.enable_cpu_offload", message
@@ -109,17 +114,13 @@ class SimpleFSDP(ShardingConfig):
 
     def traffic(self, part: "Part") -> Iterator[Traffic]:
         """Each parameter is a unit, and nothing is put off to a later microbatch."""
-        work, precision, degrees = part.work, part.work.layout.precision, part.work.degrees
+        work = part.work
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
             reads = work.times * (2 if work.args.tied and is_table else 1)
-            yield from formulas.of_parameters(
+            yield from part.of_unit(
                 part.elements(name, parameter.shape),
-                parts=degrees.fsdp,
-                copies=degrees.dp_replicate,
-                compute=precision.compute.itemsize,
-                reduce=precision.reduce.itemsize,
                 gathers=reads * (2 if part.is_again(name) else 1),
                 scatters=reads,
                 sums=reads,

@@ -1,0 +1,137 @@
+"""What a recipe names in [communication] is what carries weights and gradients."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests import layouts
+from tests.layouts import AFTERWARDS, LAYOUTS, SIMPLE, Case, case
+from tests.ranks import run_ranks
+from tests.runs import trace, train
+from torchtitan.checks import load_job
+from torchtitan.comm import WEIGHTS
+from torchtitan.config import CannotRun, RecipeError
+from torchtitan.job import JobConfig
+
+STEPS = 3
+HALF = {"weights": {"name": "half"}, "gradients": {"name": "half"}}
+COUNTED = {"replicas": {"name": "counted"}}
+
+
+class Used(NamedTuple):
+    """What a rank saw of a run."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: list[torch.Tensor]
+    calls: Counter[str]
+    buffers: dict[str, tuple[int, int]]
+
+
+def used(job: JobConfig) -> Used:
+    from tests import senders  # as `job.imports` has it, in the process that forked this one too
+
+    senders.USED.clear()
+    found = trace(job)
+    weights = [part.local for part in found.weights[-1].values()]
+    return Used(found.losses, found.grad_norms, weights, senders.USED, senders.BUFFERS)
+
+
+def job(layout: Case, communication: dict[str, Any]) -> JobConfig:
+    imports = {"imports": ["tests.senders"], "dump_folder": "unused"}
+    load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
+    recipe = layouts.job(
+        layout, "SGD", communication=communication, training={"steps": STEPS}, job=imports
+    )
+    assert "half" in WEIGHTS
+    return recipe
+
+
+def test_weights_and_gradients_are_sent_as_named() -> None:
+    plain = run_ranks(used, 2, job(case(shard=2), {}))
+    half = run_ranks(used, 2, job(case(shard=2), HALF))
+    for rank, (found, expected) in enumerate(zip(half, plain, strict=True)):
+        # Two microbatches a step; the last block, and what is in none, are gathered once in each.
+        passes = 2 * STEPS
+        assert found.calls == {
+            "gather ": passes,
+            "gather layers.0": 2 * passes,
+            "gather layers.1": passes,
+            **{f"reduce {unit}": passes for unit in ("", "layers.0", "layers.1")},
+        }, rank
+        assert not expected.calls
+        assert found.losses == pytest.approx(expected.losses, rel=2e-2)
+        assert found.losses != expected.losses
+        assert all(in_unit == sent for in_unit, sent in found.buffers.values())
+
+
+@pytest.mark.parametrize("ways", [HALF, COUNTED, HALF | COUNTED], ids=["half", "counted", "both"])
+def test_copies_and_parts_are_sent_as_named(ways: dict[str, Any]) -> None:
+    layout = case(replicate=2, shard=2, batch=1)
+    plain = run_ranks(used, 4, job(layout, {}))
+    found = run_ranks(used, 4, job(layout, ways))
+    tolerance = 2e-2 if "weights" in ways else 1e-6
+    for one, expected in zip(found, plain, strict=True):
+        assert one.losses == pytest.approx(expected.losses, rel=tolerance)
+        assert one.norms == pytest.approx(expected.norms, rel=tolerance)
+        assert bool(one.calls["reduce layers.0"]) == ("weights" in ways)
+        assert one.calls["agree"] == STEPS * ("replicas" in ways)
+    # Copies stay the same to the bit: ranks 0 and 2, and ranks 1 and 3.
+    for one, other in ((0, 2), (1, 3)):
+        pairs = zip(found[one].weights, found[other].weights, strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def both(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Save with copies that agree afterwards; resume so, and as copies are added up by FSDP2."""
+    found = []
+    for steps, communication in ((2, AFTERWARDS), (4, AFTERWARDS), (4, {})):
+        recipe = layouts.job(
+            LAYOUTS["HSDP 2 x 2"],
+            "AdamW",
+            communication=communication,
+            training={"steps": steps},
+            job={"dump_folder": folder},
+            checkpoint={"enable": True, "interval": 2},
+        )
+        found.append(train(recipe))
+    return found
+
+
+def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path: Path) -> None:
+    for _, resumed, loaded in run_ranks(both, 4, str(tmp_path)):
+        assert all(torch.equal(loaded[name], weight) for name, weight in resumed.items())
+
+
+def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
+        '[communication.weights]\nname = "half"\n'
+    )
+    with pytest.raises(CannotRun) as error:
+        load_job(recipe, [], 2, "cpu")
+    assert error.value.lines == [
+        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" sends '
+        'in the graph, as torch does; use "plain", or "fsdp2" there'
+    ]
+    assert SIMPLE["name"] == "simple_fsdp"
+
+
+def test_settings_belong_to_the_way_that_has_them(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text('[job]\nimports = ["tests.senders"]\n[communication.gradients]\nbits = 8\n')
+    with pytest.raises(RecipeError) as error:
+        load_job(recipe, [], 2, "cpu")
+    assert error.value.lines == [
+        f"{recipe}:4: communication.gradients.bits: unknown key of plain; allowed: name; "
+        "half has bits"
+    ]
+    flags = ["--communication.gradients.name", "half"]
+    assert load_job(recipe, flags, 2, "cpu").config.communication.gradients.model_dump() == {
+        "name": "half",
+        "bits": 8,
+    }

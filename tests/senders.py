@@ -1,0 +1,105 @@
+"""Ways to send of a user's own, which a recipe names in `job.imports`; they note how they are used."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm import (
+    GRADIENTS,
+    REPLICAS,
+    WEIGHTS,
+    GradientsConfig,
+    ReplicasConfig,
+    Unit,
+    WeightsConfig,
+)
+
+USED: Counter[str] = Counter()
+"""By way and unit, in this process."""
+BUFFERS: dict[str, tuple[int, int]] = {}
+"""Of each unit, elements of a part as its parameters have them, and as they were sent."""
+
+
+class HalfWeights(WeightsConfig):
+    """Parameters are sent in bfloat16; all ranks compute with the same, the owner too."""
+
+    name: Literal["half"] = Field("half", description="Which way to gather.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "HalfGather":
+        return HalfGather(unit, group)
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return 2 * elements
+
+
+class HalfGather:
+    def __init__(self, unit: Unit, group: ProcessGroup) -> None:
+        self.unit, self.group = unit, group
+
+    def __call__(self, whole: Tensor, part: Tensor) -> None:
+        USED[f"gather {self.unit.name}"] += 1
+        ranks = self.group.size()
+        split = [-(-shape[0] // ranks) * shape[1:].numel() for shape in self.unit.shapes.values()]
+        BUFFERS[self.unit.name] = sum(split), part.numel()
+        sent = torch.empty(whole.shape, dtype=torch.bfloat16)
+        dist.all_gather_into_tensor(sent, part.bfloat16(), group=self.group)
+        whole.copy_(sent)
+
+
+class HalfGradients(GradientsConfig):
+    """What each rank gets is rounded once, and added up in float32."""
+
+    name: Literal["half"] = Field("half", description="Which way to reduce.")
+    bits: int = Field(16, description="Of each element.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "HalfReduce":
+        return HalfReduce(unit, group)
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return 2 * elements
+
+
+class HalfReduce:
+    def __init__(self, unit: Unit, group: ProcessGroup) -> None:
+        self.unit, self.group = unit, group
+
+    def __call__(self, part: Tensor, whole: Tensor) -> None:
+        USED[f"reduce {self.unit.name}"] += 1
+        rows = list(whole.bfloat16().chunk(self.group.size()))
+        found = [torch.empty_like(rows[0]) for _ in rows]
+        dist.all_to_all(found, rows, group=self.group)
+        part.copy_(torch.stack(found).float().sum(0))
+
+
+class Counted(ReplicasConfig):
+    """Gradients are added up all at once."""
+
+    name: Literal["counted"] = Field("counted", description="Which way to agree.")
+
+    def open(self, group: ProcessGroup) -> "Flat":
+        return Flat(group)
+
+
+class Flat:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> None:
+        USED["agree"] += 1
+        USED["agree on"] += len(gradients)
+        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        dist.all_reduce(flat, group=self.group)
+        sizes = [gradient.numel() for gradient in gradients.values()]
+        for gradient, summed in zip(gradients.values(), flat.split(sizes), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+WEIGHTS["half"] = HalfWeights
+GRADIENTS["half"] = HalfGradients
+REPLICAS["counted"] = Counted

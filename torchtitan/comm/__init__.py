@@ -1,0 +1,42 @@
+"""What ranks that share a model send each other, by the names that a recipe gives.
+
+Adding a way to send is a file here and a line in one of the dictionaries below. A way is handed a
+process group, and knows no mesh.
+"""
+
+from typing import Annotated
+
+from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
+from torchtitan.comm.replicas import Agree, AllReduce, ReplicasConfig
+from torchtitan.comm.unit import Unit
+from torchtitan.comm.weights import Gather, PlainWeights, WeightsConfig
+from torchtitan.config import Config, OneOf
+
+WEIGHTS: dict[str, type[WeightsConfig]] = {"plain": PlainWeights}
+GRADIENTS: dict[str, type[GradientsConfig]] = {"plain": PlainGradients}
+REPLICAS: dict[str, type[ReplicasConfig]] = {"all_reduce": AllReduce}
+
+__all__ = [
+    "GRADIENTS",
+    "REPLICAS",
+    "WEIGHTS",
+    "Agree",
+    "AllReduce",
+    "CommunicationConfig",
+    "Gather",
+    "GradientsConfig",
+    "PlainGradients",
+    "PlainWeights",
+    "Reduce",
+    "ReplicasConfig",
+    "Unit",
+    "WeightsConfig",
+]
+
+
+class CommunicationConfig(Config):
+    """What ranks that share a model send each other."""
+
+    weights: Annotated[WeightsConfig, OneOf(WEIGHTS, "plain")] = PlainWeights()
+    gradients: Annotated[GradientsConfig, OneOf(GRADIENTS, "plain")] = PlainGradients()
+    replicas: Annotated[ReplicasConfig, OneOf(REPLICAS, "all_reduce")] = AllReduce()

@@ -1,0 +1,50 @@
+"""How the ranks of a shard group add up gradients: the section `[communication.gradients]`."""
+
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.unit import Unit
+from torchtitan.config import Config
+from torchtitan.torch_private.collectives import reduce_scatter_into
+
+
+class Reduce(Protocol):
+    """Reduces the gradients of a unit; may keep a state from one call to the next."""
+
+    def __call__(self, part: Tensor, whole: Tensor) -> None:
+        """Fill `part` (p) with this rank's row of the sum over all ranks of `whole` (ranks * p).
+
+        It is called for every microbatch. What is added up are shares of the gradient of a global
+        mean: nothing is to be divided.
+        """
+
+
+class GradientsConfig(Config):
+    """Settings of a way to reduce; `name` picks the subclass."""
+
+    name: str = Field(description="Which way: a key of torchtitan.comm.GRADIENTS.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
+        """What reduces the gradients of `unit` over `group`."""
+        raise NotImplementedError
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of the whole of `elements`, as they are sent."""
+        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+
+
+class PlainGradients(GradientsConfig):
+    """Gradients are added up in training.mixed_precision_reduce."""
+
+    name: Literal["plain"] = Field("plain", description="Which way to reduce.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
+        return partial(reduce_scatter_into, group=group)
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements * dtype.itemsize

@@ -1,0 +1,50 @@
+"""How the ranks of a shard group gather parameters: the section `[communication.weights]`."""
+
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.unit import Unit
+from torchtitan.config import Config
+from torchtitan.torch_private.collectives import all_gather_into
+
+
+class Gather(Protocol):
+    """Gathers a unit; may keep a state from one call to the next."""
+
+    def __call__(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole` (ranks * p) with `part` (p) of every rank, in rank order.
+
+        `part` may be a view into `whole`. Where a parameter says in what form it is gathered, as
+        those in Float8 do, both hold its bytes (uint8).
+        """
+
+
+class WeightsConfig(Config):
+    """Settings of a way to gather; `name` picks the subclass."""
+
+    name: str = Field(description="Which way: a key of torchtitan.comm.WEIGHTS.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> Gather:
+        """What gathers `unit` over `group`."""
+        raise NotImplementedError
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of the whole of `elements`, as they are sent."""
+        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+
+
+class PlainWeights(WeightsConfig):
+    """Parameters are gathered as they are computed with."""
+
+    name: Literal["plain"] = Field("plain", description="Which way to gather.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> Gather:
+        return partial(all_gather_into, group=group)
+
+    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements * dtype.itemsize
