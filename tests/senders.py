@@ -1,4 +1,4 @@
-"""Ways to send of a user's own, which a recipe names in `job.imports`; they note how they are used."""
+"""Ways to send from outside the tree, named in `job.imports`; they note how they are used."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -56,7 +56,7 @@ class JobSection(Config):
     imports: tuple[str, ...] = Field(
         (),
         description="Modules to import first; they may add to MODELS, CONVERTERS, "
-        "OPTIMIZERS, DATASETS.",
+        "OPTIMIZERS, DATASETS and the other registries.",
     )
 
 

@@ -1,5 +1,6 @@
 """What a recipe names in [communication] is what carries weights and gradients."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, LAYOUTS, SIMPLE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
+from tests.test_docs import ROOT, blocks
 from torchtitan.checks import load_job
 from torchtitan.comm import WEIGHTS
 from torchtitan.config import CannotRun, RecipeError
@@ -104,6 +106,27 @@ def both(folder: str) -> list[dict[str, torch.Tensor]]:
 def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path: Path) -> None:
     for _, resumed, loaded in run_ranks(both, 4, str(tmp_path)):
         assert all(torch.equal(loaded[name], weight) for name, weight in resumed.items())
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])
+def test_example_of_the_documentation(
+    name: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks it is the run of FSDP2, up to what it rounds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    for block in blocks(ROOT / "docs" / "extending.md"):
+        if "file" in block.marks:
+            file = tmp_path / block.marks["file"]
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text)
+    example = load_job(name, ["--metrics.log_freq", "1"], 2, "cpu").config
+    plain = {"sharding": JobConfig().sharding, "communication": JobConfig().communication}
+    found = run_ranks(trace, 2, example)[0]
+    expected = run_ranks(trace, 2, example.model_copy(update=plain))[0]
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
 
 
 def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
