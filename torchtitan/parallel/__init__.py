@@ -27,7 +27,7 @@ from torchtitan.parallel.executor import Executor, SingleStage
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
-from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, ShardingConfig
+from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, Sharding, ShardingConfig
 from torchtitan.parallel.technique import Converters, Replicas, Technique
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 from torchtitan.timeline import Timeline
@@ -120,81 +120,87 @@ def parallelize(
     what is compiled, and both are inside the unit that is gathered and reduced.
     """
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
+    tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
     compile.prepare(layout.compile)
     convert.apply(model, layout.convert, world.device.capability, shards)
     if degrees.cp > 1:
-        context.apply(
-            model,
-            world.groups["cp"],
-            chosen.context_parallel_rotate_method,
-            chosen.context_parallel_load_balancer,
-        )
+        rotation = chosen.context_parallel_rotate_method
+        context.apply(model, world.groups["cp"], rotation, chosen.context_parallel_load_balancer)
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
     order = list(spec.blocks(model))
     sharding = layout.open_sharding(world, order[-1])
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
-    mine = plan.of(dist.get_rank(world.groups["pp"]))
-    parts = [stages.build(model, plan, stage) for stage in mine]
-    loss_of_logits = layout.loss_of_logits(world, args.vocab_size)
-    in_one = layout.compile.granularity == "model"
+    parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:
         blocks = spec.blocks(part)
-        if degrees.tp > 1:
+        if tensor_mesh is not None:
             tensor.apply(
                 part,
                 spec.tensor_plan,
-                world.parameter_mesh["tp"],
+                tensor_mesh,
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
-        if loss_of_logits is None:
+        if layout.loss.vocabulary_chunk:
             loss.apply(
                 part,
                 layout.loss,
                 args.vocab_size,
-                world.parameter_mesh["tp"] if degrees.tp > 1 else None,
+                tensor_mesh,
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 compile_config=layout.compile,
             )
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
+        in_one = layout.compile.granularity == "model"
         compile.apply([part] if in_one else blocks.values(), layout.compile, options)
         if shards:
             sharding.apply(part, blocks)
-    executor: Executor
-    if degrees.pp > 1:
-        executor = Pipeline(
-            parts,
-            plan,
-            world.groups["pp"],
-            chosen,
-            microbatches=chosen.microbatches(layout.local_batch_size),
-            shapes=layout.shapes(world, args),
-            loss=loss_of_logits,
-            device=world.device.torch_device,
-            document_mask=layout.document_mask,
-            timeline=timeline,
-        )
-    else:
-        executor = SingleStage(parts[0], loss_of_logits, sharding, layout.document_mask, timeline)
-    shard_batch = partial(
-        context.shard,
-        rank=dist.get_rank(world.groups["cp"]),
-        size=degrees.cp,
-        balancing=chosen.context_parallel_load_balancer,
+    has_loss = plan.ranks[-1] == world.stage_rank
+    number = sum(len(spec.blocks(part)) for part in parts)
+    return ParallelModel(
+        parts,
+        _executor(parts, plan, args, layout, world, sharding, timeline),
+        partial(
+            context.shard,
+            rank=dist.get_rank(world.groups["cp"]),
+            size=degrees.cp,
+            balancing=chosen.context_parallel_load_balancer,
+        ),
+        [
+            cuda_graphs.Recorded(layout.compile),
+            Converters(layout.convert, parts),
+            tensor.SplitGradients(parts),
+            async_tensor.Overlap(chosen.enable_async_tensor_parallel and number > 0),
+            sharding,
+            Replicas(parts, layout.open_replicas(world)),
+            compile.Watch(layout.compile, number, has_loss),
+        ],
     )
-    blocks_here = sum(len(spec.blocks(part)) for part in parts)
-    techniques: list[Technique] = [
-        cuda_graphs.Recorded(layout.compile),
-        Converters(layout.convert, parts),
-        tensor.SplitGradients(parts),
-        async_tensor.Overlap(chosen.enable_async_tensor_parallel and blocks_here > 0),
-        sharding,
-        compile.Watch(layout.compile, blocks_here, has_loss=len(plan.units) - 1 in mine),
-    ]
-    replicas = layout.communication.replicas
-    if degrees.dp_replicate > 1 and not replicas.in_backward:
-        agree = replicas.open(world.groups["dp_replicate"])
-        techniques.append(Replicas(parts, agree))
-    return ParallelModel(parts, executor, shard_batch, techniques)
+
+
+def _executor(
+    parts: list[nn.Module],
+    plan: stages.Stages,
+    args: Args,
+    layout: Layout,
+    world: World,
+    sharding: Sharding,
+    timeline: Timeline,
+) -> Executor:
+    loss_of_logits = layout.loss_of_logits(world, args.vocab_size)
+    if world.degrees.pp == 1:
+        return SingleStage(parts[0], loss_of_logits, sharding, layout.document_mask, timeline)
+    return Pipeline(
+        parts,
+        plan,
+        world.groups["pp"],
+        layout.parallelism,
+        microbatches=layout.parallelism.microbatches(layout.local_batch_size),
+        shapes=layout.shapes(world, args),
+        loss=loss_of_logits,
+        device=world.device.torch_device,
+        document_mask=layout.document_mask,
+        timeline=timeline,
+    )

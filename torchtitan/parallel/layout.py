@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from torchtitan.comm import CommunicationConfig
+from torchtitan.comm import Agree, CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import ModelArgs
@@ -67,6 +67,12 @@ class Layout:
             device_type=world.device.type,
         )
         return self.sharding.open(target)
+
+    def open_replicas(self, world: World) -> Agree | None:
+        """What copies of the model agree by after a backward; None: they have nothing to do."""
+        if world.degrees.dp_replicate == 1 or self.communication.replicas.in_backward:
+            return None
+        return self.communication.replicas.open(world.groups["dp_replicate"])
 
     def loss_of_logits(self, world: World, vocabulary: int) -> LossFunction | None:
         """None: the model gives the loss."""

@@ -39,9 +39,12 @@ class Replicas(Technique):
     """Copies of the model that agree on gradients after a backward."""
 
     parts: Sequence[nn.Module]
-    agree: Agree
+    agree: Agree | None
+    """None: there are no copies, or they have agreed before."""
 
     def after_backward(self) -> None:
+        if self.agree is None:
+            return
         named = (pair for part in self.parts for pair in part.named_parameters())
         self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
 

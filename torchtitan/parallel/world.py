@@ -149,6 +149,11 @@ class World:
         return dist.get_rank(self.groups["data"])
 
     @property
+    def stage_rank(self) -> int:
+        """Its place in the pipeline."""
+        return dist.get_rank(self.groups["pp"])
+
+    @property
     def data_mesh(self) -> DeviceMesh:
         """What FSDP works on: (copies, parts), or (parts) where there are no copies."""
         copied = self.degrees.dp_replicate > 1
