@@ -47,9 +47,9 @@ class HalfGather:
         ranks = self.group.size()
         split = [-(-shape[0] // ranks) * shape[1:].numel() for shape in self.unit.shapes.values()]
         BUFFERS[self.unit.name] = sum(split), part.numel()
-        sent = torch.empty(whole.shape, dtype=torch.bfloat16)
-        dist.all_gather_into_tensor(sent, part.bfloat16(), group=self.group)
-        whole.copy_(sent)
+        found = [torch.empty_like(part, dtype=torch.bfloat16) for _ in range(ranks)]
+        dist.all_gather(found, part.bfloat16(), group=self.group)
+        whole.copy_(torch.cat(found))
 
 
 class HalfGradients(GradientsConfig):
@@ -71,10 +71,10 @@ class HalfReduce:
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
         USED[f"reduce {self.unit.name}"] += 1
-        rows = list(whole.bfloat16().chunk(self.group.size()))
-        found = [torch.empty_like(rows[0]) for _ in rows]
-        dist.all_to_all(found, rows, group=self.group)
-        part.copy_(torch.stack(found).float().sum(0))
+        sent = whole.bfloat16()
+        found = torch.empty_like(sent)
+        dist.all_to_all_single(found, sent, group=self.group)
+        part.copy_(found.view(self.group.size(), -1).float().sum(0))
 
 
 class Counted(ReplicasConfig):
