@@ -13,6 +13,7 @@ from tests import tiny
 from tests.operators import Operators
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
+    FSDP2,
     ActivationCheckpointConfig,
     CompileConfig,
     ParallelismConfig,
@@ -171,7 +172,7 @@ ON_CP = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
 def test_a_budget_needs_the_compiler(
     chosen: ActivationCheckpointConfig, compile: CompileConfig, word: str | None
 ) -> None:
-    found = list(problems(chosen, compile, ParallelismConfig(), "cpu"))
+    found = list(problems(chosen, compile, ParallelismConfig(), FSDP2(), "cpu"))
     assert [key for key, _ in found] == ["activation_checkpoint.mode"] * (word is not None)
     assert all(str(word) in message for _, message in found)
 
@@ -204,9 +205,9 @@ def test_recomputed_attention_on_a_mesh(
         monkeypatch.setattr(torch.distributed.device_mesh, name, None, raising=False)
     else:
         monkeypatch.delattr(torch.distributed.device_mesh, name, raising=False)
-    assert bool(list(problems(chosen, COMPILED, parallelism, device))) == (
+    assert bool(list(problems(chosen, COMPILED, parallelism, FSDP2(), device))) == (
         is_refused and mesh_is_input
     )
-    assert not list(problems(chosen, CompileConfig(), parallelism, device)) or (
+    assert not list(problems(chosen, CompileConfig(), parallelism, FSDP2(), device)) or (
         chosen.mode == "memory_budget"
     )
