@@ -241,9 +241,8 @@ def around_step(parts: Parts) -> Run:
         lambda state: state.step % job.training.gc_freq or gc.collect(1),
         once(world.after_first_step),
         once(parts.model.confirm),
+        lambda state: parts.model.after_step(state.step, parts.is_finished()),
     ]
-    if job.compile.enable:
-        tasks.append(lambda state: parts.model.compiler.after_step(state.step, parts.is_finished()))
     tasks.append(lambda state: parts.startup.after_step(state.step))
 
     return Run(
