@@ -242,8 +242,8 @@ def around_step(parts: Parts) -> Run:
         once(world.after_first_step),
         once(parts.model.confirm),
         lambda state: parts.model.after_step(state.step, parts.is_finished()),
+        lambda state: parts.startup.after_step(state.step),
     ]
-    tasks.append(lambda state: parts.startup.after_step(state.step))
 
     return Run(
         state=state,
