@@ -77,8 +77,8 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
     job = layouts.job(layout, "SGD", training={"steps": 2})
     for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
         # The formulas are those of the first tensor rank; the last has a row of the tables less.
-        # So has the last rank of parts that SimpleFSDP adds up over copies: FSDP2 fills them up.
-        is_filled_up = layout.sections.get("sharding") != layouts.SIMPLE
+        # So has the last rank of parts that are added up over copies, unless FSDP2 fills them up.
+        is_filled_up = not {"sharding", "communication"} & layout.sections.keys()
         is_first = found.axes["fsdp"].index(rank) == 0 or is_filled_up
         if found.axes["tp"].index(rank) == 0 and is_first:
             assert not differences(found), f"rank {rank}"
