@@ -43,7 +43,7 @@ def of_step(
             vocabulary no other exceeds.
 
     Raises:
-        NotImplementedError: of converters; what they send has no formulas.
+        NotImplementedError: where there are no formulas of what is sent, as with converters.
     """
     if layout.convert:
         raise NotImplementedError("there are no formulas of what converters send")
