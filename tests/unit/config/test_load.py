@@ -98,7 +98,7 @@ def test_every_boolean_switches_both_ways() -> None:
     switches = [key for key, default in JobConfig().flat().items() if isinstance(default, bool)]
     assert len(switches) > 20
     for key in switches:
-        section, _, name = key.partition(".")
+        section, _, name = key.rpartition(".")
         assert value(key, f"--no-{key}") is False
         assert value(key, f"--{section}.no-{name.replace('_', '-')}") is False
         if key in NOT_ALONE:
