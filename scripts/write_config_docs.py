@@ -16,12 +16,14 @@ from torchtitan.models import MODELS
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 
 INTRODUCTION = """\
-# Recipes
+# Configuration
 
 <!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->
 
-A recipe is a TOML file; every key of it is in one of the tables below. Section and key names are
-those of TorchTitan v0.2 wherever it has the concept.
+The reference of all settings: every section and key that a recipe can have.
+
+A recipe is a TOML file. Section and key names are those of TorchTitan v0.2, wherever it has the
+concept.
 
 ```toml
 extends = "base/llama3.toml"  # relative to this file; that recipe may extend another
@@ -33,27 +35,29 @@ flavor = "8B"
 lr = 3e-4
 ```
 
-**Precedence.** Defaults < the extended recipe < the recipe < flags. A recipe that changes
-`optimizer.name` does not inherit the settings that the new optimizer does not have. A recipe with
-`[[convert]]` sections of its own inherits none; `convert = []` is a list without any.
+**Precedence.** Flags override the recipe, the recipe overrides the one it extends, and that
+overrides the defaults. A recipe that changes `optimizer.name` does not inherit settings that the
+new optimizer does not have. A recipe with `[[convert]]` sections does not inherit any;
+`convert = []` means none.
 
 **Flags.** `--section.key value` or `--section.key=value`. Booleans: `--section.key`,
 `--no-section.key`, `--section.no-key`, `--section.key false`. Lists: `--section.key a b` or `a,b`.
-What may be absent: `--section.key none`. A hyphen may stand for an underscore. A section in a list
-has a number: `--convert.0.recipe rowwise` changes the first one, or with `--convert.0.name float8`
-makes it.
+Optional values: `--section.key none`. Hyphens and underscores are equivalent. Sections in a list
+have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
+`--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
-recipe without starting anything, says all its mistakes at once, and prints it with every key
-written out. `train` does the same before it starts anything; the status of a wrong recipe is 2.
+recipe without starting anything, reports all its mistakes at once, and otherwise prints it with
+every key. `train` makes the same checks before it starts anything; the exit status for a wrong
+recipe is 2.
 
-**Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, and
-with it the TOML extension of several editors, completes and checks a recipe whose first line is
+**Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
+TOML extension of several editors, then completes and validates any recipe whose first line is
 `#:schema recipe.schema.json`.
 
-**Old recipes.** A recipe of TorchTitan v0.1 or v0.2 loads as it is, with a line for each key that
-moved; `torchtitan migrate OLD.toml -o NEW.toml` writes it in the present form, comments kept.
-[What moved](#what-moved-since-torchtitan-v01-and-v02) is at the end of this page.
+**Old recipes.** A recipe of TorchTitan v0.1 or v0.2 loads as it is, with a notice for each key that
+moved. `torchtitan migrate OLD.toml -o NEW.toml` rewrites it with the current keys and keeps the
+comments. [What moved](#what-moved-since-torchtitan-v01-and-v02) is at the end of this page.
 """
 
 
@@ -88,12 +92,13 @@ def lists() -> Iterator[str]:
 def old_keys() -> Iterator[str]:
     """The translation table."""
     yield "## What moved since TorchTitan v0.1 and v0.2\n"
-    yield "A key without a counterpart is left out where it asks for nothing, else refused. One key"
-    yield "has another default than in v0.2: `checkpoint.last_save_model_only` is false.\n"
+    yield "A key without a counterpart is ignored if its value changes nothing, and refused"
+    yield "otherwise. One key has another default than in v0.2:"
+    yield "`checkpoint.last_save_model_only` is false.\n"
     yield "| old key | now |\n|---|---|"
     for key, row in TABLE.items():
         if isinstance(row, Moved):
-            changed = " (written otherwise)" if row.convert else ""
+            changed = " (in another form)" if row.convert else ""
             yield f"| `{key}` | `{row.to}`{changed} |"
         elif isinstance(row, Converted):
             yield f"| `{key}` | `{row.to}` of a `[[convert]]` section |"

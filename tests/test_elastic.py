@@ -87,8 +87,8 @@ def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path: Path) -> Non
         status = process.wait(timeout=300)
     output = (tmp_path / "log").read_text()
     assert status == 0, output
-    assert "rank 1 died, killed from outside, at step 4" in output
-    assert "rank 1 was ended by SIGKILL; restart 1 of 3" in output
+    assert "rank 1 was killed from outside at step 4" in output
+    assert "rank 1 was killed by SIGKILL; restart 1 of 3" in output
     assert f"restart 1 of 3: 2 ranks, from {tmp_path}/run/checkpoint/step-2" in output
     (event,) = [row for row in rows(tmp_path / "run") if "event" in row]
     assert event | {"time": 0} == {
@@ -227,8 +227,8 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
         (folder / "hurry").touch()
         assert first.wait(timeout=300) == 0
     told = (tmp_path / "a").read_text()
-    assert told.count("another node has come: the ranks save, and start again with it") == 2
-    assert told.count("another node ended the ranks before the last step; going on") == 1
+    assert told.count("another node joined: the ranks save, and restart with it") == 2
+    assert told.count("another node stopped the ranks before the last step; continuing") == 1
     assert told.count("restart 1 of 3") >= 1
     found, expected = losses(folder), undisturbed(tmp_path / "whole", steps)
     assert list(found) == list(range(1, 301))

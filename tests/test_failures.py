@@ -24,12 +24,12 @@ BOUND = 150
 
 # What happens to rank 1 at step 3, and what is said of it.
 FAULTS = {
-    "kill": "rank 1 died, killed from outside, at step 3 and could write nothing more",
+    "kill": "rank 1 was killed from outside at step 3 and left no message",
     "raise": "rank 1 raised ValueError: a rank that fails at step 3, in tests/faults.py:",
     "abort": "rank 1 crashed at step 3: Aborted at tests/faults.py:",
     "sleep": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
     "silent": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
-    "freeze": "rank 1 did not answer any more, frozen or cut off, at step 3",
+    "freeze": "rank 1 stopped responding (frozen, or disconnected) at step 3",
 }
 # What is said of rank 0.
 WAITED = (

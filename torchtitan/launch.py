@@ -1,9 +1,9 @@
-"""Starts the ranks of one node, and all of them again when one dies; for run_train.sh and Slurm.
+"""Starts the ranks of one node, and restarts all of them when one dies; for run_train.sh and Slurm.
 
-It is torchrun with a run in mind. A wrong recipe is told before anything starts, for every number
-of ranks that the run may come to. A signal asks the ranks to save and go. After a failure, what
-they left is told in plain words, and they start again from the newest checkpoint. What they come to
-is told by one exit status; docs/elastic.md lists all of them.
+This is torchrun for training runs. A wrong recipe is refused before anything starts, for every
+number of ranks that the run may have. A signal asks the ranks to save and exit. After a failure the
+launcher prints a report of their traces, and restarts them from the newest checkpoint. There is one
+exit status for the outcome; docs/elastic.md lists all of them.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import choose, read, refuse, saves
 
-# Enough for what happens to machines in a night; what fails at once each time ends soon.
+# Enough for the hardware failures of a night; what fails immediately each time still ends soon.
 RESTARTS = 3
 WRONG_RECIPE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node to their end; returns the exit status."""
+    """Run the ranks of this node until they exit; returns the exit status."""
     arguments, words = parse(argv)
     try:
         job = check(arguments, words)
@@ -50,24 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Run(job, torchrun_words(arguments, words)).work()
     except RendezvousError as error:
         where = arguments.rdzv_endpoint
-        logger.error("the nodes did not meet at %s, or one ended the run: %r", where, error)
+        logger.error("the rendezvous at %s failed, or a node ended the run: %r", where, error)
         return 1
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own arguments, and the words that are the recipe's."""
+    """The launcher's own arguments, and those for the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
     add("--processes", type=count_from(1), required=True, help="ranks to start on this node")
     add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1")
-    restarts = f"absent: {RESTARTS} where the recipe saves checkpoints"
+    restarts = f"default: {RESTARTS} if the recipe saves checkpoints, otherwise 0"
     add("--max-restarts", type=count_from(0), help=restarts)
-    add("--nnodes", type=node_range, default="1", help="nodes, or the least and most: 2 or 1:2")
+    add(
+        "--nnodes",
+        type=node_range,
+        default="1",
+        help="number of nodes, or minimum and maximum: 2 or 1:2",
+    )
     add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes")
-    add("--rdzv-id", default="torchtitan", help="name of the run where several meet there")
-    add("--rdzv-conf", default="", help="torch's settings for meeting: last_call_timeout=5")
+    add("--rdzv-id", default="torchtitan", help="name of the run, if several share the endpoint")
+    add("--rdzv-conf", default="", help="torch's rendezvous settings: last_call_timeout=5")
     arguments, words = parser.parse_known_args(argv)
     if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
         parser.error("several nodes need --rdzv-endpoint HOST:PORT")
@@ -75,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def count_from(least: int) -> Callable[[str], int]:
-    """A reader of integers that are not less."""
+    """A parser of integers that are at least `least`."""
 
     def count(word: str) -> int:
         if not word.isdecimal() or int(word) < least:
@@ -86,7 +91,7 @@ def count_from(least: int) -> Callable[[str], int]:
 
 
 def node_range(word: str) -> range:
-    """The numbers of nodes that `2` or `1:2` allows."""
+    """The numbers of nodes that `2` or `1:2` allow."""
     low, _, high = word.partition(":")
     bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
     if not 1 <= bounds[0] <= bounds[1]:
@@ -95,7 +100,7 @@ def node_range(word: str) -> range:
 
 
 def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
-    """Read the recipe for all numbers of ranks that it may be run on.
+    """Read the recipe, and check it for all numbers of ranks that it may run on.
 
     Raises:
         ConfigError: with all mistakes.
@@ -132,21 +137,21 @@ def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[
 
 
 class Run:
-    """A run as its launcher sees it: by the agent, and by what the ranks write."""
+    """A run as its launcher sees it: through the agent, and through the traces of the ranks."""
 
     def __init__(self, job: JobConfig, words: Sequence[str]) -> None:
-        """`words` are those of a torchrun command."""
+        """`words` are the arguments of a torchrun command."""
         self.job = job
         self.folder = Path(job.job.dump_folder).expanduser()
         self.agent = Agent(
             words,
-            hopeless=(WRONG_RECIPE, DIVERGED),
+            not_restarted=(WRONG_RECIPE, DIVERGED),
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
         )
 
     def work(self) -> int:
-        """Run the ranks to their end; returns the exit status."""
+        """Run the ranks until they exit; returns the exit status."""
         agent = self.agent
         try:
             agent.work()
@@ -163,23 +168,23 @@ class Run:
         if agent.stopped_by is None or agent.is_finished():
             return 0
         status = status_of_stop(agent.stopped_by, saves(self.job))
-        what = "started again, it goes on" if saves(self.job) else "nothing is saved"
+        what = "start it again to resume" if saves(self.job) else "nothing was saved"
         logger.info("stopped by %s: %s (status %d)", agent.stopped_by.name, what, status)
         return status
 
     def last_step(self) -> int:
-        """The last step that was done, by the notes of the ranks; without any, by what is saved."""
+        """The last completed step, by the traces of the ranks; without any, by the checkpoints."""
         saved = saved_steps(self.folder / self.job.checkpoint.folder)
         return max((t.step for t in self.traces()), default=0) or max(saved, default=0)
 
     def traces(self) -> list[RankTrace]:
-        """What the ranks left since they were last started."""
+        """The traces of the ranks since they were last started."""
         folder = self.folder / self.job.comm.save_traces_folder
         found = read_traces(folder) if any(folder.glob("*.step")) else []
         return [trace for trace in found if trace.time >= self.agent.began]
 
     def explain(self) -> None:
-        """Say what the ranks of all nodes left, where it tells of a failure; one node does."""
+        """Print a report of the traces of all nodes, if they show a failure; one node does."""
         traces = self.traces()
         is_first = not self.agent.get_worker_group().group_rank
         if is_first and any(trace.fate != "done" for trace in traces):

@@ -28,31 +28,31 @@ def agent(script: str) -> tuple[Agent, list[str]]:
     failures: list[str] = []
     mine = Agent(
         words,
-        hopeless=[HOPELESS],
+        not_restarted=[HOPELESS],
         is_finished=lambda: True,
         at_failure=lambda: failures.append("one"),
     )
     return mine, failures
 
 
-def fails(script: str, restarts: int, told: str) -> None:
+def fails(script: str, restarts: int, message: str) -> None:
     mine, failures = agent(script)
     with pytest.raises(ChildFailedError) as failed:
         mine.work()
     assert len(failures) == restarts
-    assert describe(failed.value.failures) == told
+    assert describe(failed.value.failures) == message
 
 
 @pytest.mark.parametrize(
-    ("script", "restarts", "told"),
+    ("script", "restarts", "message"),
     [
-        ("exit 1", RESTARTS, "rank 0 ended with status 1"),
-        ("kill -9 $BASHPID", RESTARTS, "rank 0 was ended by SIGKILL"),
-        (f"exit {HOPELESS}", 0, "rank 0 ended with status 3"),
+        ("exit 1", RESTARTS, "rank 0 exited with status 1"),
+        ("kill -9 $BASHPID", RESTARTS, "rank 0 was killed by SIGKILL"),
+        (f"exit {HOPELESS}", 0, "rank 0 exited with status 3"),
     ],
 )
-def test_restarts_what_a_restart_may_mend(script: str, restarts: int, told: str) -> None:
-    run_ranks(fails, 1, script, restarts, told)
+def test_restarts_what_a_restart_may_mend(script: str, restarts: int, message: str) -> None:
+    run_ranks(fails, 1, script, restarts, message)
 
 
 def heals() -> None:

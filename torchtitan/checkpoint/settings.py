@@ -1,4 +1,4 @@
-"""What a recipe may say about checkpoints."""
+"""The section `[checkpoint]`."""
 
 from typing import Literal
 
@@ -10,32 +10,33 @@ Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
 
 class CheckpointConfig(Config):
-    """When a run is saved, and what it goes on from."""
+    """When checkpoints are saved, and what a run starts from."""
 
     enable: bool = Field(False, description="Save checkpoints, and resume from them.")
     folder: str = Field("checkpoint", description="Folder inside job.dump_folder.")
     interval: int = Field(500, ge=1, description="Steps between saves; the last step is saved too.")
     resume: Literal["auto", "must", "never"] = Field(
         "auto",
-        description="auto: go on from the newest checkpoint of this same run, or start afresh if "
-        "there is none; must: there has to be one, even of a recipe that differs; never: start "
-        "afresh, and refuse a folder that has been used.",
+        description="auto: resume from the newest checkpoint of this same run, or start from "
+        "scratch if there is none; must: there has to be a checkpoint, even if its recipe differs; "
+        "never: start from scratch, and refuse a folder that has been used.",
     )
     load_step: int = Field(-1, ge=-1, description="Resume from this step; -1: the newest.")
-    load_only: bool = Field(False, description="Load, but never save.")
+    load_only: bool = Field(False, description="Load checkpoints, but never save any.")
     initial_load_path: str | None = Field(
         None,
         description="Checkpoint of another run to start from (a step-N folder, or a folder of "
-        "them), or weights of Hugging Face or Meta; a checkpoint of this run takes precedence.",
+        "them), or weights in the format of Hugging Face or Meta; a checkpoint of this run takes "
+        "precedence.",
     )
     initial_load_model_only: bool = Field(
-        True, description="Take only the weights from initial_load_path; false: everything."
+        True, description="Load only the weights from initial_load_path; false: the full state."
     )
     exclude_from_loading: tuple[Component, ...] = Field(
-        (), description="Parts that start afresh when loading."
+        (), description="Parts that are not loaded, but start from scratch."
     )
     enable_first_step_checkpoint: bool = Field(
-        False, description="Also save after the first step, to see early that saving works."
+        False, description="Also save after the first step, to find out early whether saving works."
     )
     last_save_model_only: bool = Field(
         False,
@@ -43,22 +44,26 @@ class CheckpointConfig(Config):
     )
     last_save_in_hf: bool = Field(
         False,
-        description="Also write the weights of the last step for Hugging Face transformers, in "
-        "export_dtype, as step-N-hf.",
+        description="Also export the weights of the last step for Hugging Face transformers, in "
+        "export_dtype, to step-N-hf.",
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Dtype of a last save of only the model, and of step-N-hf."
+        "float32", description="Dtype of the weights of last_save_model_only and last_save_in_hf."
     )
-    keep_latest_k: int = Field(10, ge=0, description="How many checkpoints to keep; 0 keeps all.")
+    keep_latest_k: int = Field(
+        10, ge=0, description="Number of most recent checkpoints to keep; 0: all."
+    )
     keep_every: int = Field(
-        0, ge=0, description="Never delete the checkpoints of multiples of this step; 0: of none."
+        0, ge=0, description="Never delete checkpoints of steps that are multiples of this; 0: off."
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         "disabled",
-        description="disabled: training waits until a checkpoint is on disk; async: it is copied "
-        "in host memory, and written while training goes on; async_with_pinned_mem: CUDA copies "
-        "beside the next step, into pinned memory (on a CPU the same as async).",
+        description="disabled: training waits until the checkpoint is on disk; async: it is copied "
+        "to host memory, and written while training continues; async_with_pinned_mem: CUDA copies "
+        "to pinned memory during the next step (on a CPU the same as async).",
     )
     save_attempts: int = Field(
-        3, ge=1, description="How often a save is tried before training goes on without it."
+        3,
+        ge=1,
+        description="Number of attempts to write a checkpoint before training continues without it.",
     )

@@ -1,4 +1,4 @@
-"""What a recipe may say about data: the `[data]` section, and the data sets known by name."""
+"""The section `[data]`, and the data sets known by name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +30,15 @@ DATASETS: dict[str, Dataset] = {
         "python_stdlib", "every 20th of those files, held out", split="validation"
     ),
     "text": Dataset("text", "plain text files under data.dataset_path"),
-    "jsonl": Dataset("jsonl", "JSON Lines files under data.dataset_path, one document a line"),
-    "parquet": Dataset("parquet", "Parquet files under data.dataset_path, one document a row"),
+    "jsonl": Dataset("jsonl", "JSON Lines files under data.dataset_path, one document per line"),
+    "parquet": Dataset("parquet", "Parquet files under data.dataset_path, one document per row"),
     "c4": Dataset("hub", "C4, English, streamed", "allenai/c4", "en"),
-    "c4_validation": Dataset("hub", "C4's held-out part", "allenai/c4", "en", "validation"),
+    "c4_validation": Dataset("hub", "the validation split of C4", "allenai/c4", "en", "validation"),
     "c4_test": Dataset("local", "a small local extract of C4 under data.dataset_path"),
     "fineweb_edu": Dataset(
         "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
     ),
-    "synthetic": Dataset("synthetic", "random tokens, to measure speed with nothing to read"),
+    "synthetic": Dataset("synthetic", "random tokens, to measure speed without reading anything"),
 }
 
 NEEDS_PATH = ("local", "text", "jsonl", "parquet")
@@ -57,39 +57,41 @@ class DataConfig(Config):
     text_key: str = Field("text", description="Column or JSON key that holds a document's text.")
     streaming: bool = Field(
         True,
-        description="Hugging Face sets: read them over the network while training; "
-        "false downloads them first, which allows a full shuffle and an instant resume.",
+        description="Hugging Face data sets: stream them over the network during training; "
+        "false: download them first, which allows a full shuffle and an instant resume.",
     )
     shuffle: bool = Field(
         True,
-        description="Read the documents in an order drawn anew for each epoch from the seed "
-        "(streamed sets: the order of their shards).",
+        description="Shuffle the documents anew in each epoch, by the seed "
+        "(streamed data sets: shuffle their shards).",
     )
     document_bytes: int = Field(
         65536,
         ge=1,
         description="Text files: a longer file is read as several documents of about this many "
-        "bytes, cut at line ends.",
+        "bytes, split at line ends.",
     )
     add_bos: bool = Field(True, description="Begin each document with the tokenizer's BOS token.")
     add_eos: bool = Field(True, description="End each document with the tokenizer's EOS token.")
     lanes: int = Field(
         -1,
         ge=-1,
-        description="Independent rows of packed documents, a multiple of the global batch; "
-        "-1: as many as sequences in the global batch. A run may resume with any global batch "
-        "that divides it.",
+        description="Number of independent sequences of packed documents, a multiple of the global "
+        "batch; -1: one per sequence in the global batch. A run can resume with any global batch "
+        "size that divides it.",
     )
     num_workers: int = Field(
-        1, ge=0, description="Threads per rank that read and tokenize ahead; 0: within the step."
+        1,
+        ge=0,
+        description="Threads per rank that read and tokenize ahead; 0: do it within the step.",
     )
     prefetch_factor: int = Field(
-        2, ge=1, description="Steps whose samples the workers keep ready ahead of the training."
+        2, ge=1, description="Number of steps for which the workers prepare samples in advance."
     )
     report_unigram_loss: bool = Field(
         False,
-        description="At start, print the loss of guessing tokens by their frequency alone: "
-        "a model that has learned anything about their order goes below it.",
+        description="At the start, print the loss of guessing tokens by their frequency alone: "
+        "a model that has learned anything about their order gets below it.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank was doing when a run failed: recorded, kept, and told in plain words."""
+"""What each rank was doing when a run failed: recorded, written to disk, and summarized."""
 
 from torchtitan.flight_recorder.recorder import Recorder
 from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_group

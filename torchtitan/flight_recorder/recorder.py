@@ -1,15 +1,15 @@
-"""Writes what will be asked about this process when it, or another rank, is gone.
+"""Records what this process is doing, for the time when it, or another rank, has failed.
 
-A process that is killed can write nothing, so what it does is written beforehand: each step into
-one line of a file, which costs microseconds, and each collective into the ring of torch's Flight
-Recorder. The ranks that are left write their rings out. They are told soon: gloo raises an error in
-them, NCCL's watchdog ends them and writes the ring itself, and a launcher sends them SIGTERM.
+A process that is killed can write nothing, so it records beforehand: each step into one line of a
+file, which costs microseconds, and each collective into the ring buffer of the Flight Recorder of
+torch. The surviving ranks write their buffers out. They notice soon: gloo raises an error in them,
+the watchdog of NCCL ends them and writes the buffer itself, and a launcher sends them SIGTERM.
 
-A thread looks after the main one, which may never come back to Python. It writes the traces of a
-rank that does not move on after SIGTERM, and ends one that waits too long in a send or receive of
-gloo, whose timeouts torch cannot change after the group is made.
+A thread watches the main one, which may never return to Python. It writes the traces of a rank that
+makes no progress after SIGTERM, and ends one that waits too long in a send or receive of gloo, as
+torch cannot change the timeouts of gloo after the group is made.
 
-Nothing is asked of other ranks: after a failure nobody may be there.
+No other rank is asked for anything: after a failure nobody may be there.
 """
 
 import faulthandler
@@ -32,21 +32,21 @@ from typing import Self
 import torch.distributed as dist
 
 from torchtitan.flight_recorder.records import place
-from torchtitan.flight_recorder.report import tell_rank
+from torchtitan.flight_recorder.report import describe_rank
 from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
 from torchtitan.torch_private.collectives import flight_records, group_members
 
-# Seconds in which a rank that is told to end should have come to its next step, or to its end; a
-# launcher such as torchrun waits 30 before it kills.
-PATIENCE = 5.0
+# Seconds after SIGTERM in which a rank should have reached its next step, or exited; a launcher,
+# such as torchrun, waits 30 before it kills.
+TERMINATION_TIMEOUT = 5.0
 # Seconds between two looks at the main thread.
-PACE = 1.0
+POLL_INTERVAL = 1.0
 # More than any note has, so that each covers the one before.
 NOTE_BYTES = 511
-# Seconds; gloo marks a collective as done after the program has gone on.
-SETTLING = 0.1
+# Seconds; gloo marks a collective as done after the program has continued.
+COMPLETION_DELAY = 0.1
 # Notes until the end of the first step: of the start and of that step.
 FIRST_STEP = 2
 # What functions that wait for a send or receive are called, in torch and here.
@@ -58,7 +58,7 @@ Frames = Iterable[tuple[FrameType, int]]
 
 
 class Recorder:
-    """Make it before the process group, enter it while the group is there, tell it every step."""
+    """Make it before the process group, enter it while the group exists, call `step` every step."""
 
     def __init__(
         self,
@@ -128,35 +128,35 @@ class Recorder:
             self._note("ended" if error else "finished", self.at)
         else:
             self._write(*evidence(error))
-            self._tell()
+            self._log_failure()
         os.close(self._line)
         signal.signal(signal.SIGTERM, self._handler)
 
     def _watch(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        told_at = told_in = since = 0.0
+        asked_at = asked_in = since = 0.0
         waiting: FrameType | None = None
-        while not self._over.wait(PACE):
+        while not self._over.wait(POLL_INTERVAL):
             top, now = sys._current_frames()[main], time.monotonic()
             if select.select([self._signals], [], [], 0)[0]:
-                # SIGPROF asks for a trace of torch's profiler, and the run goes on.
+                # SIGPROF asks for a trace of torch's profiler, and the run continues.
                 if os.read(self._signals, 1)[0] != signal.SIGPROF:
-                    told_at, told_in = now, self.notes
-            elif told_in == self.notes and now - told_at > PATIENCE:
+                    asked_at, asked_in = now, self.notes
+            elif asked_in == self.notes and now - asked_at > TERMINATION_TIMEOUT:
                 frames = list(traceback.walk_stack(top))
                 self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
                 if self._others_failed():
                     os._exit(1)  # there is nothing to wait for
-                told_in = 0
+                asked_in = 0
             # A frame that is held is not made again, so the same one is the same call.
             held, waiting = waiting, top if waits_in_p2p(traceback.walk_stack(top)) else None
             if waiting is None or waiting is not held:
                 since = now
             elif now - since > self._limit():
-                error = f"TimeoutError: nothing came in {self._limit()} seconds"
+                error = f"TimeoutError: nothing arrived within {self._limit()} seconds"
                 self._write(error, "p2p", traceback.walk_stack(top))
-                self._tell()
+                self._log_failure()
                 os._exit(1)
 
     def _others_failed(self) -> bool:
@@ -186,16 +186,16 @@ class Recorder:
         failure = Failure(time.time(), error, kind, place(where), group_members())
         self._save(f"{self.rank}.json", json.dumps(vars(failure)).encode())
         if self.has_ring:
-            time.sleep(SETTLING)
+            time.sleep(COMPLETION_DELAY)
             rings = flight_records(self.device_type)
             names = (f"{self.prefix}{self.rank}", f"{self.rank}.gloo")
             for name, ring in zip(names, rings, strict=False):
                 self._save(name, ring)
 
-    def _tell(self) -> None:
+    def _log_failure(self) -> None:
         if self.world_size > 1:
-            told = tell_rank(read_rank(self.folder, self.rank))
-            logger.error("%s; all ranks: torchtitan trace %s", told, self.folder)
+            message = describe_rank(read_rank(self.folder, self.rank))
+            logger.error("%s; for all ranks: torchtitan trace %s", message, self.folder)
 
     def _save(self, name: str, content: bytes) -> None:
         unfinished = self.folder / f"{name}.writing"
@@ -203,32 +203,32 @@ class Recorder:
         unfinished.replace(self.folder / name)
 
     def _forget(self, rank: int, but_step: bool = False) -> None:
-        """Remove what a rank left in an earlier run, or on its way to a good end of this one."""
+        """Remove what a rank left in an earlier run, or before it finished this one well."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in ("json", "stack", "gloo"))]
         for name in (*names, *([] if but_step else [f"{rank}.step"])):
             (self.folder / name).unlink(missing_ok=True)
 
 
-class ToldToEnd(SystemExit):
-    """SIGTERM came, and outside the loop nothing is lost by ending."""
+class Terminated(SystemExit):
+    """SIGTERM arrived outside of the loop, where nothing is lost by exiting."""
 
 
 def end(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM; a process that is failing already has its traces to write."""
     if sys.exception() is None:
-        raise ToldToEnd(128 + number)
+        raise Terminated(128 + number)
 
 
 def evidence(error: BaseException) -> tuple[str, Kind, Frames]:
-    """An error in words, where it was raised, and its frames; of the first of a chain of causes."""
+    """The message of an error, where it was raised, and its frames; of a chain, of the root."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     words = " ".join(f"{type(error).__name__}: {error}".strip(": ").split())
-    # What gloo raises has no type of its own.
+    # Errors of gloo have no type of their own.
     of_gloo = isinstance(error, RuntimeError) and "gloo" in words.lower()
-    if isinstance(error, ToldToEnd):
-        return words, "told", frames
+    if isinstance(error, Terminated):
+        return words, "terminated", frames
     if of_gloo or isinstance(error, dist.DistError):
         return words, "p2p" if waits_in_p2p(frames) else "collective", frames
     return words, "other", frames

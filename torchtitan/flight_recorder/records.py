@@ -1,8 +1,8 @@
-"""Collectives as torch's Flight Recorder remembers them, in the words of a program.
+"""The collectives that torch's Flight Recorder recorded, as Python objects.
 
-Torch keeps the last collectives of a process in a ring and writes them as a pickle. A trace comes
-out of a process that failed, perhaps on another machine, so it is read as data: only containers,
-strings and numbers are made of it, and nothing in it can run.
+Torch keeps the last collectives of a process in a ring buffer and writes them as a pickle. A trace
+comes from a process that failed, perhaps on another machine, so it is read as data: only
+containers, strings and numbers are made of it, and nothing in it is executed.
 
 Gloo records less than NCCL: no send and no receive, no times of start and end, and a collective
 that failed is marked like one that succeeded. A reduce-scatter is carried out as an all-reduce, and
@@ -128,7 +128,7 @@ def sent_by_group(collectives: Sequence[Collective]) -> dict[str, int]:
         if one.is_p2p:
             size = float(one.bytes_in) if one.operation == "send" else 0.0
         elif ranks:
-            # Of an all-gather gloo does not always tell the whole, but each rank gives a part.
+            # Gloo does not always record the whole of an all-gather, but each rank gives a part.
             whole = one.bytes_in * (ranks if one.operation == "all_gather" else 1)
             times = 2 if one.operation == "all_reduce" else 1
             size = times * whole * (ranks - 1) / ranks
@@ -142,12 +142,12 @@ def load(dump: bytes, name: str) -> dict[str, Any]:
     """The plain values of a trace.
 
     Raises:
-        EOFError, pickle.UnpicklingError: where the trace is cut off.
-        ConfigError: where it is no trace, or would make or call anything that is not plain.
+        EOFError, pickle.UnpicklingError: if the trace is truncated.
+        ConfigError: if it is not a trace, or would make or call anything that is not plain.
     """
     values = _PlainUnpickler(dump, name).load()
     if not isinstance(values, dict) or not {"entries", "version"} <= values.keys():
-        raise ConfigError(f"{name}: this is no trace of torch's Flight Recorder")
+        raise ConfigError(f"{name}: not a trace of torch's Flight Recorder")
     return values
 
 
@@ -171,14 +171,14 @@ def collectives(
     """The records of a trace, oldest first.
 
     Args:
-        members: of each group its purpose and ranks, where the trace itself does not tell.
+        members: of each group its purpose and ranks, where the trace does not contain them.
     """
-    told = {
+    listed = {
         name: (group["desc"], json.loads(group["ranks"] or "[]"))
         for name, group in dump.get("pg_config", {}).items()
     }
     # Gloo's trace has one group, without a name and without ranks.
-    known = {**{name: group for name, group in told.items() if group[1]}, **members}
+    known = {**{name: group for name, group in listed.items() if group[1]}, **members}
     return [_collective(entry, known) for entry in dump["entries"]]
 
 
@@ -223,7 +223,7 @@ def _operation(name: str) -> str:
 
 
 def _shapes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> tuple[Shape, ...]:
-    # Several tensors of one dtype may have it told once.
+    # The dtype may be listed once for several tensors.
     dtypes = [*dtypes, *([dtypes[-1]] * (len(sizes) - len(dtypes)) if dtypes else [])]
     return tuple(
         Shape(tuple(size), getattr(torch, DTYPES.get(dtype, dtype.lower())))

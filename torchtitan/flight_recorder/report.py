@@ -1,8 +1,8 @@
-"""Says in plain words what the traces of a run that failed tell: who, where, when, and who waited.
+"""Summarizes the traces of a failed run: which rank failed, where, when, and which ranks waited.
 
 All ranks of a group enter its collectives in the same order, so they number them alike. A rank that
-has not come to the number that others wait in is the one that they wait for, and one that is waited
-for and waits for nobody is where the failure began.
+has not reached the number that others wait in is the one they wait for. A rank that is waited for,
+and waits for nobody, is where the failure began.
 """
 
 import re
@@ -18,18 +18,18 @@ MOST_LINES = 8
 
 # What probably happened, by what is found first in this order.
 CAUSES = {
-    "raised": "what was raised; a rank that fails takes the others with it",
-    "mismatch": "the ranks took different ways through the program; look at what differs between "
+    "raised": "the error above; a rank that fails takes the others with it",
+    "mismatch": "the ranks took different paths through the program; look for what differs between "
     "them before this call: data, settings, a condition on the rank",
-    "crashed": "a fault in native code, or in what it was given; gloo also aborts on tensors of "
+    "crashed": "a fault in native code, or in its arguments; gloo also aborts on tensors of "
     "unequal sizes",
-    "missing": "a process that did not start; its own output tells more",
-    "lost": "the system: memory ran out (dmesg tells), somebody stopped the process, or a machine "
+    "missing": "a process that did not start; see its own output",
+    "lost": "the system: it ran out of memory (see dmesg), the process was killed, or the machine "
     "is gone",
-    "stuck": "what that rank was doing there; the others waited until their time was up",
-    "exchanging": "not to be seen here; some rank did not come to its send or receive",
+    "stuck": "what that rank was doing there; the others waited until the timeout",
+    "exchanging": "unknown from these traces; some rank did not reach its send or receive",
     "waiting": "the ranks waited for each other: they entered different groups, or took different "
-    "ways through the program",
+    "paths through the program",
 }
 
 
@@ -37,23 +37,23 @@ def report(traces: Sequence[RankTrace]) -> list[str]:
     """What went wrong, then who waited for it, then the likely cause; a line each."""
     run = _Run(traces)
     found = {
-        "raised": run.tell("raised"),
+        "raised": run.lines("raised"),
         "mismatch": run.mismatches(),
-        "crashed": run.tell("crashed"),
+        "crashed": run.lines("crashed"),
         "missing": run.missing(),
-        "lost": run.tell("lost"),
-        "stuck": run.tell("stuck"),
-        "exchanging": run.tell("exchanging"),
-        "waiting": run.tell("waiting"),
+        "lost": run.lines("lost"),
+        "stuck": run.lines("stuck"),
+        "exchanging": run.lines("exchanging"),
+        "waiting": run.lines("waiting"),
     }
     cause = [f"likely cause: {CAUSES[kind]}" for kind, lines in found.items() if lines]
-    told = [line for lines in found.values() for line in lines]
-    return [*told, *run.tell("told"), *run.tell("done"), *cause[:1]]
+    first = [line for lines in found.values() for line in lines]
+    return [*first, *run.lines("terminated"), *run.lines("done"), *cause[:1]]
 
 
-def tell_rank(trace: RankTrace) -> str:
-    """What one rank knows of its own failure."""
-    return f"this rank {_Run([trace]).say(trace)}"
+def describe_rank(trace: RankTrace) -> str:
+    """What one rank knows about its own failure."""
+    return f"this rank {_Run([trace]).describe(trace)}"
 
 
 class _Run:
@@ -62,42 +62,44 @@ class _Run:
     def __init__(self, traces: Sequence[RankTrace]) -> None:
         self.traces = traces
         self.by_rank = {trace.rank: trace for trace in traces}
-        # The newest collective that each rank has come to, by group.
+        # The newest collective that each rank has reached, by group.
         self.reached: dict[Group, dict[int, int]] = {}
         for trace in traces:
             for c in trace.collectives:
                 if not c.is_p2p:
                     self.reached.setdefault(c.group, {})[trace.rank] = c.sequence
 
-    def tell(self, fate: Fate) -> list[str]:
-        """A line for all ranks of which the same is to be said."""
-        said: dict[str, list[int]] = {}
+    def lines(self, fate: Fate) -> list[str]:
+        """One line for all ranks with the same description."""
+        described: dict[str, list[int]] = {}
         for trace in self.traces:
             if trace.fate == fate:
-                said.setdefault(self.say(trace), []).append(trace.rank)
-        lines = [f"{name_ranks(ranks)} {words}" for words, ranks in said.items()]
-        rest = sum(len(ranks) for ranks in list(said.values())[MOST_LINES:])
+                described.setdefault(self.describe(trace), []).append(trace.rank)
+        lines = [f"{name_ranks(ranks)} {words}" for words, ranks in described.items()]
+        rest = sum(len(ranks) for ranks in list(described.values())[MOST_LINES:])
         return [*lines[:MOST_LINES], *([f"{rest} other ranks: {fate}"] if rest else [])]
 
-    def say(self, trace: RankTrace) -> str:
+    def describe(self, trace: RankTrace) -> str:
         """What became of a rank, without its number."""
         when = f"at step {trace.step}" if trace.step else "before its first step"
         failure, waiting, last = trace.failure, trace.waiting, trace.last_finished
         error = failure.error if failure else ""
         where = f", in {failure.place}" if failure and failure.place else ""
-        ended = f"; its last collective, {last}, was finished" if last else ""
+        ended = f"; its last collective, {last}, had finished" if last else ""
         match trace.fate:
             case "done":
-                how = "well" if trace.state == "finished" else "by an error of all ranks"
-                return f"ended {how} {when}"
-            case "told":
-                return f"was told to end {when}{where}"
+                error_of_all = (
+                    "" if trace.state == "finished" else " with an error that all ranks raised"
+                )
+                return f"finished {when}{error_of_all}"
+            case "terminated":
+                return f"was terminated {when}{where}"
             case "raised":
                 return f"raised {error} {when}{where}"
             case "crashed":
                 return f"crashed {when}: {trace.crash}"
             case "lost":
-                return f"{self._loss()} {when} and could write nothing more"
+                return f"{self._loss()} {when} and left no message"
             case "stuck":
                 return f"hung {when} outside communication{where}{ended}"
             case "exchanging":
@@ -108,7 +110,7 @@ class _Run:
 
     def _wait(self, trace: RankTrace, c: Collective) -> str:
         absent = self._absent(trace.rank, c)
-        # Several may be under way; the one that an absent rank would have come to next holds them.
+        # Several may be in progress; the one that an absent rank would reach next holds them up.
         come = [self.reached.get(c.group, {}).get(rank) for rank in absent]
         if known := [number for number in come if number is not None]:
             first = (min(known) + 1, c.group, c.is_p2p)
@@ -120,7 +122,7 @@ class _Run:
         return f"{c}{given}{for_whom}{at}"
 
     def _absent(self, rank: int, c: Collective) -> list[int]:
-        """The ranks that have not come to a collective in which `rank` waits."""
+        """The ranks that have not reached a collective in which `rank` waits."""
         if c.is_p2p:
             pair = [int(number) for number in re.findall(r"\d+", c.carried_out)]
             others = [c.group.ranks[at] for at in pair if at < len(c.group.ranks)]
@@ -130,25 +132,25 @@ class _Run:
         return [other for other in members if other != rank and reached.get(other, 0) < c.sequence]
 
     def _loss(self) -> str:
-        """What happened to a rank that left no word, by what the others were told."""
+        """What happened to a rank that left no message, by the errors of the others."""
         if any(trace.fate == "raised" for trace in self.traces):
             return "was ended by the launcher, as all ranks are when one fails,"
         errors = " ".join(trace.failure.error for trace in self.traces if trace.failure)
         if re.search("closed|reset", errors):
-            return "died, killed from outside,"
+            return "was killed from outside"
         if re.search("timed? ?out", errors, re.IGNORECASE):
-            return "did not answer any more, frozen or cut off,"
+            return "stopped responding (frozen, or disconnected)"
         return "died or froze"
 
     def missing(self) -> list[str]:
         """The ranks that left nothing at all."""
         size = max([0, *(trace.world_size for trace in self.traces)])
         missing = [rank for rank in range(size) if rank not in self.by_rank]
-        why = "left nothing: never started, or wrote to another disk"
+        why = "left no traces: never started, or wrote to another disk"
         return [f"{name_ranks(missing)} {why}"] if missing else []
 
     def mismatches(self) -> list[str]:
-        """The first collective of each group to which its ranks came with different things."""
+        """The first collective of each group that its ranks called with different arguments."""
         calls: dict[Group, dict[int, dict[str, list[int]]]] = {}
         for trace in self.traces:
             for c in trace.collectives:

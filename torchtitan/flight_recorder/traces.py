@@ -1,15 +1,15 @@
-"""What the ranks of a run left on disk: the files, and what each rank was doing by them.
+"""The traces that the ranks of a run left on disk, and what each rank was doing according to them.
 
 Of rank 3, in the folder comm.save_traces_folder:
 
-    3.step    one line, written over at every step; it outlives a process that is killed
-    3.json    what was raised and where, or where the rank was when it was told to end
+    3.step    one line, overwritten at every step; it survives a process that is killed
+    3.json    what was raised and where, or where the rank was when it received SIGTERM
     3.stack   what Python wrote when the process crashed (a segmentation fault, an abort)
-    rank_3    torch's Flight Recorder, by the name that torch itself gives it under NCCL
-    3.gloo    that of gloo, where `rank_3` is NCCL's
+    rank_3    torch's Flight Recorder, under the name that torch itself uses with NCCL
+    3.gloo    that of gloo, if `rank_3` is NCCL's
 
-All but the first are there only after a failure. Traces that torch wrote without the rest can be
-read too.
+All but the first exist only after a failure. Traces that torch wrote without the rest can be read
+too.
 """
 
 import json
@@ -26,18 +26,18 @@ from torchtitan.flight_recorder.records import Collective, collectives, load, pl
 State = Literal["starting", "training", "finished", "ended", "unknown"]
 """`ended`: by an error that all ranks raise together, such as a mistake in the recipe."""
 
-Kind = Literal["collective", "p2p", "other", "told"]
-"""Where an error was raised: in a collective, in a send or receive, elsewhere; `told`: nowhere, the
-process was told to end."""
+Kind = Literal["collective", "p2p", "other", "terminated"]
+"""Where an error was raised: in a collective, in a send or receive, elsewhere; `terminated`:
+nowhere, the process received SIGTERM."""
 
-Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "told"]
-"""`waiting` in a collective; `exchanging` by a send or receive that has no record; `lost` without a
-word; `stuck` outside communication; `told` to end, and it did."""
+Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "terminated"]
+"""`waiting` in a collective; `exchanging` in a send or receive that has no record; `lost` without a
+message; `stuck` outside communication; `terminated` by SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank wrote when it failed, or when it was told to end and did not move on."""
+    """What a rank wrote when it failed, or when it made no progress after SIGTERM."""
 
     time: float
     """Unix seconds."""
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank left."""
+    """The traces of one rank."""
 
     rank: int
     state: State = "unknown"
@@ -76,8 +76,8 @@ class RankTrace:
             return "done"
         if failure and failure.error and failure.kind == "other":
             return "raised"
-        if failure and failure.kind == "told":
-            return "told"
+        if failure and failure.kind == "terminated":
+            return "terminated"
         unfinished = self._unfinished()
         if failure and failure.kind == "p2p" and not (unfinished and unfinished.is_p2p):
             return "exchanging"
@@ -94,7 +94,7 @@ class RankTrace:
 
     @property
     def last_finished(self) -> Collective | None:
-        """The newest collective that it came out of."""
+        """The newest collective that it completed."""
         done = [c for c in self.collectives if c.finished and c is not self.waiting]
         return done[-1] if done else None
 
@@ -110,32 +110,32 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """What each rank left in `folder`, in rank order.
 
     Raises:
-        ConfigError: where nothing was left, or a file is not what its name says.
+        ConfigError: if there are no traces, or a file is not what its name says.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; wanted one with the traces of a run")
+        raise ConfigError(f"{folder}: no such folder; wanted one with the traces of a run")
     found = (re.fullmatch(r"(\d+)\.(?:step|gloo)|(?:.*\D)?(\d+)", p.name) for p in folder.iterdir())
     ranks = {int(name[1] or name[2]) for name in found if name}
     if not ranks:
-        raise ConfigError(f"{folder}: there are no traces; wanted comm.save_traces_folder of a run")
+        raise ConfigError(f"{folder}: no traces here; wanted the comm.save_traces_folder of a run")
     return [read_rank(folder, rank) for rank in sorted(ranks)]
 
 
 def read_rank(folder: Path, rank: int) -> RankTrace:
     """What one rank left in `folder`."""
     step, stack = folder / f"{rank}.step", folder / f"{rank}.stack"
-    told = read_failure(folder / f"{rank}.json")
+    failure = read_failure(folder / f"{rank}.json")
     rings = [
         ring
         for path in sorted(folder.iterdir())
         if re.fullmatch(rf"{rank}\.gloo|(.*\D)?{rank}", path.name)
         and (ring := _read_ring(path)) is not None
     ]
-    records = [c for ring in rings for c in collectives(ring, told.groups if told else {})]
+    records = [c for ring in rings for c in collectives(ring, failure.groups if failure else {})]
     noted = step.read_text() if step.exists() else ""
     return RankTrace(
         **{"rank": rank, **json.loads(noted or "{}")},
-        failure=told,
+        failure=failure,
         crash=read_crash(stack.read_text()) if stack.exists() else "",
         has_ring=bool(rings),
         collectives=sorted(records, key=lambda collective: collective.created),
@@ -151,11 +151,11 @@ def _read_ring(path: Path) -> dict[str, Any] | None:
     try:
         return load(path.read_bytes(), str(path))
     except (EOFError, pickle.UnpicklingError):
-        return None  # cut off: the process was killed while it wrote
+        return None  # truncated: the process was killed while it wrote
 
 
 def read_crash(text: str) -> str:
-    """Python's last words in one line: what happened, and the innermost line outside torch."""
+    """Python's last message as a line: what happened, and the innermost line outside torch."""
     if not (what := re.search(r"Fatal Python error: (.+)", text)):
         return ""
     # The main thread comes last, unless the one that crashed is known.

@@ -41,46 +41,44 @@ SINKS: Final[dict[str, type[Sink]]] = {
 
 
 class MetricsConfig(Config):
-    """`[metrics]`: how often a run reports, and where to."""
+    """How often a run reports, and where to."""
 
-    log_freq: int = Field(10, ge=1, description="Report every this many steps.")
+    log_freq: int = Field(10, ge=1, description="Steps between reports.")
     precision_freq: int = Field(
         0,
         ge=0,
-        description="Report underflow, saturation and scale of each converted layer every this "
-        "many steps, by one microbatch more; 0: never.",
+        description="Steps between reports of underflow, saturation and scale of each converted "
+        "layer, which take one more microbatch; 0: never.",
     )
     statistics_freq: int = Field(
         0,
         ge=0,
-        description="Report rms, largest value, mean, zeros and what is not finite of activations, "
-        "gradients and weights of each layer every this many steps, by one forward pass more; 0: "
-        "never.",
+        description="Steps between reports of rms, largest value, mean, share of zeros and number "
+        "of non-finite values of the activations, gradients and weights of each layer, which take "
+        "one more forward pass; 0: never.",
     )
     straggler_pct: float = Field(
         10.0,
         ge=0,
-        description="Warn of a rank that in several reports in a row works longer in a phase than "
-        "the median rank by more than this percent of the time of a step; 0: never.",
+        description="Warn of a rank that, in several reports in a row, takes longer in a phase "
+        "than the median rank, by more than this percentage of the step time; 0: never.",
     )
     run_name: str | None = Field(
         None,
-        description="What the run is called, in Weights & Biases and the like; absent: as its "
+        description="Name of the run in Weights & Biases and the like; absent: the name of its "
         "dump folder.",
     )
-    tags: tuple[str, ...] = Field(
-        (), description="Words to find the run by, shown beside its name."
-    )
+    tags: tuple[str, ...] = Field((), description="Tags of the run, shown beside its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
-    disable_color_printing: bool = Field(False, description="No colour, even on a terminal.")
+    disable_color_printing: bool = Field(False, description="No colors, even in a terminal.")
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
     save_for_all_ranks: bool = Field(
-        False, description="Every rank writes its own metrics.rank{r}.jsonl, not only rank 0."
+        False, description="Also write metrics.rank{r}.jsonl for every other rank."
     )
     save_events: bool = Field(
         True,
-        description="Every rank writes how long the phases of its steps took, and what "
-        "happened, to events/rank{r}.jsonl.",
+        description="Write an event log of every rank, with the time of each phase of its steps, "
+        "to events/rank{r}.jsonl.",
     )
     enable_wandb: bool = Field(
         False,

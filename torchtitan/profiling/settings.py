@@ -6,21 +6,21 @@ from torchtitan.config import Config
 
 
 class ProfilingConfig(Config):
-    """`[profiling]`: what to look at while training; both slow it down."""
+    """Traces and memory snapshots during training; both slow it down."""
 
     enable_profiling: bool = Field(False, description="Write Chrome traces.")
     save_traces_folder: str = Field(
         "profile_traces", description="Folder of the traces, inside job.dump_folder."
     )
     profile_freq: int = Field(
-        10, ge=1, description="Write a trace, and a memory snapshot, every this many steps."
+        10, ge=1, description="Steps between traces, and between memory snapshots."
     )
-    profiler_active: int = Field(1, ge=1, description="Steps in a trace.")
+    profiler_active: int = Field(1, ge=1, description="Number of steps in a trace.")
     profiler_warmup: int = Field(
-        3, ge=0, description="Steps the profiler runs before a trace without keeping anything."
+        3, ge=0, description="Steps that the profiler runs before a trace without recording."
     )
     enable_memory_snapshot: bool = Field(
-        False, description="Write memory snapshots, also when out of memory (CUDA only)."
+        False, description="Write memory snapshots, also on running out of memory (CUDA only)."
     )
     save_memory_snapshot_folder: str = Field(
         "memory_snapshot", description="Folder of the memory snapshots, inside job.dump_folder."

@@ -1,15 +1,15 @@
-"""Starts the ranks of this node, watches them, and starts them again: torch's elastic agent.
+"""Starts, watches and restarts the ranks of this node: torch's elastic agent, adapted.
 
-The agents of all nodes meet, number the ranks, and start them. When a rank fails, each agent ends
-those of its node, and all meet anew: with the nodes that are left, or with new ones. Torch's agent
-does that after every failure, and takes a signal to itself as the end. This one
+The agents of all nodes rendezvous, number the ranks, and start them. When a rank fails, each agent
+ends those of its node, and all rendezvous again: with the remaining nodes, or with new ones. The
+agent of torch does that after every failure, and exits on a signal. This one
 
 - does not restart what would fail again (a wrong recipe, a run that diverged);
-- passes signals on to the ranks, and lets them save;
-- lets them save too before they start again with other nodes, and goes on where another node was
-  told to stop but this one was not, if the run may do with fewer.
+- forwards signals to the ranks, and lets them save;
+- lets them save too before they restart with other nodes, and continues when another node was
+  stopped but this one was not, if the run allows fewer nodes.
 
-What is overridden are the extension points that torch documents:
+It overrides extension points that torch documents:
 https://docs.pytorch.org/docs/stable/elastic/agent.html
 """
 
@@ -34,17 +34,17 @@ from torch.distributed.run import config_from_args, get_args_parser
 from torchtitan.logging import logger
 from torchtitan.torch_private.elastic import forget_store, leave
 
-# A request is passed on as another signal than came, because a scheduler may have sent the ranks
-# the same one, and twice the same means: at once.
-PASSED_ON = {
+# A request is forwarded as a different signal, because a scheduler may have sent the ranks the same
+# one, and the same signal twice means: immediately.
+FORWARDED_AS = {
     signal.SIGINT: signal.SIGUSR1,
     signal.SIGTERM: signal.SIGUSR1,
     signal.SIGUSR1: signal.SIGTERM,
 }
-# Seconds in which ranks that are well should have saved, before others take their place.
-PATIENCE = 600.0
-# Seconds to wait for the agents of other nodes at the end; some may rather go on.
-BARRIER = {"fixed": 300.0, "elastic": 30.0}
+# Seconds in which healthy ranks should have saved, before they are replaced.
+SAVE_TIMEOUT = 600.0
+# Seconds to wait for the agents of other nodes at the end; some may still be training.
+EXIT_BARRIER_TIMEOUT = {"fixed": 300.0, "elastic": 30.0}
 
 
 class Agent(LocalElasticAgent):
@@ -54,15 +54,15 @@ class Agent(LocalElasticAgent):
         self,
         words: Sequence[str],
         *,
-        hopeless: Sequence[int],
+        not_restarted: Sequence[int],
         is_finished: Callable[[], bool],
         at_failure: Callable[[], None],
     ) -> None:
-        """`words` are those of a torchrun command.
+        """`words` are the arguments of a torchrun command.
 
         Args:
-            hopeless: exit statuses of a rank that a restart cannot mend.
-            is_finished: whether the run came to its last step.
+            not_restarted: exit statuses of a rank that a restart cannot fix.
+            is_finished: whether the run reached its last step.
             at_failure: called before a restart, which removes the traces of the failure.
         """
         parsed = get_args_parser().parse_args(list(words))
@@ -93,28 +93,29 @@ class Agent(LocalElasticAgent):
         super().__init__(
             self.spec,
             config.logs_specs,
-            exit_barrier_timeout=BARRIER["elastic" if self.is_elastic else "fixed"],
+            exit_barrier_timeout=EXIT_BARRIER_TIMEOUT["elastic" if self.is_elastic else "fixed"],
         )
-        self.hopeless, self.is_finished, self.at_failure = hopeless, is_finished, at_failure
+        self.not_restarted, self.is_finished = not_restarted, is_finished
+        self.at_failure = at_failure
         self.began = time.time()
         """When the ranks were last started."""
         self.stopped_by: signal.Signals | None = None
         """The first signal to this process."""
         self.at_once = False
         """Whether there was a second one."""
-        self._told = False
-        self._meets = True
+        self._has_forwarded = False
+        self._in_rendezvous = True
         self._restarts = 0
 
     def work(self) -> None:
         """Run the ranks until they are done.
 
         Raises:
-            ChildFailedError: where ranks of this node failed, and are not to be restarted.
-            SignalException: where a signal came that there was nobody to pass on to, or a second.
-            RendezvousError: where the nodes did not meet.
+            ChildFailedError: if ranks of this node failed, and are not to be restarted.
+            SignalException: on a signal while there are no ranks to forward it to, or a second one.
+            RendezvousError: if the rendezvous failed.
         """
-        before = {number: signal.signal(number, self._take) for number in PASSED_ON}
+        before = {number: signal.signal(number, self._on_signal) for number in FORWARDED_AS}
         try:
             self.run()
         finally:
@@ -125,61 +126,61 @@ class Agent(LocalElasticAgent):
             else:
                 self.rendezvous.shutdown()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.at_once = self.stopped_by is not None
         self.stopped_by = self.stopped_by or signal.Signals(number)
-        if self.at_once or self._meets:
+        if self.at_once or self._in_rendezvous:
             raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)
-        told = "%s: the ranks finish their step and save; once more to end them at once"
-        logger.info(told, self.stopped_by.name)
+        message = "%s: the ranks finish their step and save; send it again to end them immediately"
+        logger.info(message, self.stopped_by.name)
 
-    def _ask(self, by: signal.Signals) -> None:
-        """Ask the ranks of this node to save and go."""
+    def _request_save(self, by: signal.Signals) -> None:
+        """Ask the ranks of this node to save and exit."""
         for worker in self.get_worker_group().workers:
             try:
-                os.kill(worker.id, PASSED_ON[by])
+                os.kill(worker.id, FORWARDED_AS[by])
             except ProcessLookupError:
                 continue  # it has just ended
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._meets = True
+        self._in_rendezvous = True
         if self.stopped_by:
             raise SignalException(self.stopped_by.name, signal.SIGKILL)
         forget_store(self.rendezvous)
         super()._rendezvous(worker_group)
-        self._meets, self.began = False, time.time()
+        self._in_rendezvous, self.began = False, time.time()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.stopped_by and not self._told:
-            self._ask(self.stopped_by)
-            self._told = True
+        if self.stopped_by and not self._has_forwarded:
+            self._request_save(self.stopped_by)
+            self._has_forwarded = True
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._judge(result.failures)
-        goes_on = self.is_elastic and not self.stopped_by
-        if result.state == WorkerState.SUCCEEDED and goes_on and not self.is_finished():
-            logger.warning("another node ended the ranks before the last step; going on")
+            self._restart_or_raise(result.failures)
+        continues = self.is_elastic and not self.stopped_by
+        if result.state == WorkerState.SUCCEEDED and continues and not self.is_finished():
+            logger.warning("another node stopped the ranks before the last step; continuing")
             worker_group.state = result.state
             self._restart_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
-    def _judge(self, failures: Mapping[int, ProcessFailure]) -> None:
+    def _restart_or_raise(self, failures: Mapping[int, ProcessFailure]) -> None:
         """Let the ranks be restarted, or raise ChildFailedError."""
-        is_hopeless = any(failure.exitcode in self.hopeless for failure in failures.values())
-        if is_hopeless or self.stopped_by or self._restarts == self.spec.max_restarts:
+        is_final = any(failure.exitcode in self.not_restarted for failure in failures.values())
+        if is_final or self.stopped_by or self._restarts == self.spec.max_restarts:
             raise ChildFailedError("torchtitan.train", dict(failures))
         self._restarts += 1
         self.at_failure()
-        told = "%s; restart %d of %d"
-        logger.warning(told, describe(failures), self._restarts, self.spec.max_restarts)
+        message = "%s; restart %d of %d"
+        logger.warning(message, describe(failures), self._restarts, self.spec.max_restarts)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            if not self._told:
-                logger.warning("another node has come: the ranks save, and start again with it")
-                self._ask(signal.SIGTERM)
-            until = time.monotonic() + PATIENCE
+            if not self._has_forwarded:
+                logger.warning("another node joined: the ranks save, and restart with it")
+                self._request_save(signal.SIGTERM)
+            until = time.monotonic() + SAVE_TIMEOUT
             while super()._monitor_workers(worker_group).state == WorkerState.HEALTHY:
                 if time.monotonic() > until:
                     break
@@ -191,5 +192,5 @@ def describe(failures: Mapping[int, ProcessFailure]) -> str:
     """Which rank failed first, and how."""
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode < 0:
-        return f"rank {rank} was ended by {failure.signal_name()}"
-    return f"rank {rank} ended with status {failure.exitcode}"
+        return f"rank {rank} was killed by {failure.signal_name()}"
+    return f"rank {rank} exited with status {failure.exitcode}"

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import Collective, Recorder, read_traces, recorded, report
-from torchtitan.flight_recorder.recorder import ToldToEnd
+from torchtitan.flight_recorder.recorder import Terminated
 from torchtitan.parallel import CommConfig
 from torchtitan.tools.cli import main
 
@@ -42,7 +42,7 @@ def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
     assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
     assert names(tmp_path) == {"0.step"}
-    assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 ended well at step 2"]
+    assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 finished at step 2"]
 
 
 def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
@@ -112,19 +112,19 @@ def test_collectives_of_this_process() -> None:
 
 
 def test_sigterm_outside_the_loop_ends_the_process_with_traces(tmp_path: Path) -> None:
-    with pytest.raises(ToldToEnd) as told, recorder(tmp_path):
+    with pytest.raises(Terminated) as raised, recorder(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert told.value.code == 128 + signal.SIGTERM
+    assert raised.value.code == 128 + signal.SIGTERM
     (trace,) = read_traces(tmp_path / "comm_traces")
-    assert trace.fate == "told"
+    assert trace.fate == "terminated"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_rank_that_does_not_move_on_after_sigterm_says_where_it_is(
+def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PACE", 0.01)
-    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PATIENCE", 0.05)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
     moved_on = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with recorder(tmp_path) as mine:
         # As in the loop, where the signal is a request.
@@ -142,11 +142,11 @@ def test_rank_that_does_not_move_on_after_sigterm_says_where_it_is(
     signal.signal(signal.SIGTERM, moved_on)
 
 
-def test_a_rank_that_is_asked_for_a_trace_is_not_told_to_end(
+def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PACE", 0.01)
-    monkeypatch.setattr("torchtitan.flight_recorder.recorder.PATIENCE", 0.05)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
     before = signal.signal(signal.SIGPROF, lambda number, frame: None)
     with recorder(tmp_path) as mine:
         mine.step(4)

@@ -76,7 +76,7 @@ def leave(
 def test_healthy_run(tmp_path: Path) -> None:
     for rank in range(4):
         leave(tmp_path, rank, state="finished", step=100)
-    assert report(read_traces(tmp_path)) == ["ranks 0-3 ended well at step 100"]
+    assert report(read_traces(tmp_path)) == ["ranks 0-3 finished at step 100"]
 
 
 def test_rank_that_was_killed(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_rank_that_was_killed(tmp_path: Path) -> None:
         leave(tmp_path, rank, record(ALL, 1), waiting(ALL, 2), error="Connection closed by peer")
     leave(tmp_path, 2)
     assert report(read_traces(tmp_path)) == [
-        "rank 2 died, killed from outside, at step 7 and could write nothing more",
+        "rank 2 was killed from outside at step 7 and left no message",
         "ranks 0, 1 and 3 waited at step 7 in all_reduce #2 on all (ranks 0-3) of float32 [5] for "
         "rank 2, called at torchtitan/parallel/world.py:12 (sum)",
-        "likely cause: the system: memory ran out (dmesg tells), somebody stopped the process, or "
-        "a machine is gone",
+        "likely cause: the system: it ran out of memory (see dmesg), the process was killed, or "
+        "the machine is gone",
     ]
 
 
@@ -101,7 +101,7 @@ def test_rank_that_stays_behind(tmp_path: Path) -> None:
     lines = report(read_traces(tmp_path))
     assert lines[0] == (
         "rank 2 hung at step 7 outside communication; its last collective, all_reduce #41 on tp "
-        "(ranks 2 and 3), was finished"
+        "(ranks 2 and 3), had finished"
     )
     assert "ranks 0 and 1 waited at step 7 in all_reduce #2 on all" in lines[1]
     assert "for ranks 2 and 3, called" in lines[1]
@@ -138,7 +138,7 @@ def test_ranks_that_call_different_things(
         "#2 on all (ranks 0-3) differs at step 7: ranks 0, 1 and 3 all_reduce of float32 [5], "
         f"rank 2 {called}"
     )
-    assert "different ways through the program" in last
+    assert "different paths through the program" in last
 
 
 def test_send_and_receive(tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
 def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path: Path) -> None:
     leave(tmp_path, 0, waiting(ALL, 1), error="Connection closed by peer")
     leave(tmp_path, 1, error="ValueError: no", kind="other")
-    leave(tmp_path, 3, error="ToldToEnd: 143", kind="told")
+    leave(tmp_path, 3, error="Terminated: 143", kind="terminated")
     assert report(read_traces(tmp_path)) == [
         "rank 1 raised ValueError: no at step 7, in me.py:3 (f)",
-        "rank 2 left nothing: never started, or wrote to another disk",
+        "rank 2 left no traces: never started, or wrote to another disk",
         "rank 0 waited at step 7 in all_reduce #1 on all (ranks 0-3) of float32 [5] for ranks 1-3, "
         "called at torchtitan/parallel/world.py:12 (sum)",
-        "rank 3 was told to end at step 7, in me.py:3 (f)",
-        "likely cause: what was raised; a rank that fails takes the others with it",
+        "rank 3 was terminated at step 7, in me.py:3 (f)",
+        "likely cause: the error above; a rank that fails takes the others with it",
     ]
 
 
@@ -199,7 +199,7 @@ def test_trace_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path, 0, state="finished", world_size=1)
     assert main(["trace", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "rank 0 ended well at step 7\n"
+    assert capsys.readouterr().out == "rank 0 finished at step 7\n"
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
