@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import tiny
 from torchtitan.checkpoint.storage import SavedTensors, write_weights
-from torchtitan.checkpoint.weights.convert import Wishes, convert
+from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.model import RopeScaling
@@ -57,8 +57,8 @@ def content(folder: Path) -> Weights:
     return {name: tensors.read(name) for name in tensors.shapes()}
 
 
-def run(source: Path, destination: Path, **wishes: Any) -> Path:
-    convert(source, destination, Wishes(**wishes), {})
+def run(source: Path, destination: Path, **options: Any) -> Path:
+    convert(source, destination, ConvertOptions(**options), {})
     return destination
 
 

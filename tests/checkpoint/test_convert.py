@@ -32,7 +32,7 @@ from tests.small_weights import (
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import write_weights
 from torchtitan.checkpoint.weights import hugging_face, opening
-from torchtitan.checkpoint.weights.convert import Wishes, convert, parse_size
+from torchtitan.checkpoint.weights.convert import ConvertOptions, convert, parse_size
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.network import Network
@@ -197,14 +197,14 @@ def test_command_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, new = saved(tmp_path / "ours"), tmp_path / "new"
-    assert refused(capsys, ours, ours) == f"{ours}: exists already; nothing was written\n"
+    assert refused(capsys, ours, ours) == f"{ours}: already exists; nothing was written\n"
     nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
     empty.mkdir()
     assert refused(capsys, nowhere, new) == f"{nowhere}: there is no such folder\n"
-    assert "there are no weights in it; looked for manifest.json" in refused(capsys, empty, new)
+    assert "found no weights; looked for manifest.json" in refused(capsys, empty, new)
     (empty / "params.json").touch()
     (empty / "model.safetensors").touch()
-    assert f"{empty}: it holds hf and meta; say which by --from" in refused(capsys, empty, new)
+    assert f"{empty}: it holds hf and meta; choose one with --from" in refused(capsys, empty, new)
     assert "--model: got smal" not in refused(capsys, empty, new, "--from", "hf")
     said = refused(capsys, empty, new, "--from", "hf", "--model", "smal")
     assert said.startswith('--model: got "smal"; allowed: llama3, ')
@@ -216,7 +216,9 @@ def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFi
     said = refused(capsys, ours, new, "--max-shard-size", "big")
     assert said == "--max-shard-size: got big; wanted a size such as 5GB or 512MiB\n"
     said = refused(capsys, ours, new, "--to", "meta", "--max-shard-size", "5GB")
-    assert said == "--max-shard-size: a model in Meta's format is one file here\n"
+    assert (
+        said == "--max-shard-size: not supported with Meta's format, which is written as one file\n"
+    )
     said = refused(capsys, ours, new, "--imports", "no_such_module")
     assert said.startswith("--imports: got no_such_module; it cannot be imported")
 
@@ -255,8 +257,10 @@ def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
     with pytest.raises(ConfigError) as error:
         run(folder, tmp_path / "new", model="small")
-    assert "no flavor of small is like these weights" in str(error.value)
-    assert "The nearest is plain, but ffn_dim is 80, there 64; rope_scaling is" in str(error.value)
+    assert "no flavor of small matches these weights" in str(error.value)
+    assert "The closest is plain, but ffn_dim is 80 instead of 64; rope_scaling is" in str(
+        error.value
+    )
 
 
 def test_what_meta_cannot_say_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +268,7 @@ def test_what_meta_cannot_say_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
         run(saved(tmp_path / "plain"), tmp_path / "a", target_format="meta")
         assert not caplog.messages
         run(saved(tmp_path / "scaled", "scaled"), tmp_path / "b", target_format="meta")
-    assert "the format meta has no place for this: rope_scaling is" in caplog.messages[0]
+    assert "the format meta cannot express this: rope_scaling is" in caplog.messages[0]
 
 
 def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
@@ -291,11 +295,11 @@ def test_what_fails_half_way_leaves_nothing(
             raise OSError("the disk is gone")
         return read(self, name)
 
-    wishes = Wishes(target_format=target)
+    options = ConvertOptions(target_format=target)
     with monkeypatch.context() as patch:
         patch.setattr(Verified, "read", fail)
         with pytest.raises(OSError, match="the disk is gone"):
-            convert(source, tmp_path / "new", wishes, {})
+            convert(source, tmp_path / "new", options, {})
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     new = run(source, tmp_path / "new", target_format=target)
     assert not list(new.glob("*99*"))
@@ -352,9 +356,9 @@ def peaks(folder: Path) -> dict[str, int]:
         watch(owner, name)
     MODELS["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
 
-    def grown(source: str, target: str, size: str | None = "4MB", **wishes: Any) -> int:
+    def grown(source: str, target: str, size: str | None = "4MB", **options: Any) -> int:
         seen[:] = [before := anonymous()]
-        run(folder / source, folder / target, max_shard_size=size, **wishes)
+        run(folder / source, folder / target, max_shard_size=size, **options)
         return max(seen) - before
 
     return {

@@ -157,7 +157,7 @@ def test_every_tensor_that_does_not_fit_is_told(tmp_path: Path) -> None:
         "HERE: not the weights of small plain:",
         f"  missing: {layer}mlp.up_proj.weight",
         "  missing: model.norm.weight",
-        f"  left over: {layer}self_attn.q_proj.bias",
+        f"  unexpected: {layer}self_attn.q_proj.bias",
         "  model.embed_tokens.weight: has dtype torch.int8; allowed: torch.float64, "
         "torch.float32, torch.bfloat16, torch.float16",
         f"  {layer}self_attn.o_proj.weight: has shape (64, 32); wanted (64, 64)",
@@ -198,10 +198,10 @@ def test_another_architecture_is_refused(change: dict[str, Any], told: str, tmp_
 def test_another_flavor_than_the_one_named_is_refused(tmp_path: Path) -> None:
     assert open_hugging_face(hugging_face(tmp_path, "both"), "plain") == [
         "HERE/config.json: not small plain:",
-        "  n_kv_heads is 8, there 2",
+        "  n_kv_heads is 8 instead of 2",
         "  rope_scaling is RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, "
-        "original_context=32), there None",
-        "  tied is True, there False",
+        "original_context=32) instead of None",
+        "  tied is True instead of False",
     ]
 
 
@@ -219,7 +219,8 @@ def test_what_may_be_several_flavors_has_to_be_named(tmp_path: Path) -> None:
     spec = dataclasses.replace(SPEC, flavors=flavors)
     folder = meta(tmp_path)
     assert refusal(folder, lambda: MetaWeights(folder, [spec])) == [
-        "HERE/params.json: it may be small plain or small twin; say which by --model and --flavor"
+        "HERE/params.json: it could be small plain or small twin; choose one with --model and "
+        "--flavor"
     ]
     assert same(everything(MetaWeights(folder, [spec], "plain")), weights())
 
@@ -252,11 +253,11 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     assert open_hugging_face(folder)[0].startswith(
-        f"HERE/{path.name}: not a whole safetensors file"
+        f"HERE/{path.name}: not a complete safetensors file"
     )
     path.unlink()
     (told,) = open_hugging_face(folder)
-    assert told == f"HERE/{path.name}: there is no such file, but the index names it"
+    assert told == f"HERE/{path.name}: no such file, but the index names it"
     (folder / "model.safetensors.index.json").unlink()
     (told,) = open_hugging_face(folder)
     assert told.startswith("HERE: there is neither model.safetensors.index.json nor")
@@ -276,11 +277,11 @@ def test_files_of_meta_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     whole = torch.load(second)
     torch.save(whole | {"more": Foreign()}, second)
     (told,) = open_meta(folder)
-    assert told.startswith("HERE/consolidated.01.pth: it holds more than tensors")
+    assert told.startswith("HERE/consolidated.01.pth: it contains more than tensors")
     torch.save([1, 2], second)
     assert open_meta(folder) == ["HERE/consolidated.01.pth: not a dictionary of tensors"]
     second.write_bytes(b"PK")
-    assert open_meta(folder)[0].startswith("HERE/consolidated.01.pth: not a whole file")
+    assert open_meta(folder)[0].startswith("HERE/consolidated.01.pth: not a complete file")
     second.rename(folder / "consolidated.02.pth")
     assert open_meta(folder) == ["HERE/consolidated.01.pth: there is no such file"]
 
@@ -299,7 +300,7 @@ def test_blocks_that_make_no_whole_are_told(tmp_path: Path) -> None:
         "HERE: not the weights of small plain:",
         "  layers.0.attention.wo.weight: has another shape or dtype in another file",
         "  layers.1.ffn_norm.weight: is in 1 of 2 files",
-        "  norm.weight: is whole in each file, but not the same in all",
+        "  norm.weight: is unsharded in each file, but not the same in all",
         "  output.weight: has another shape or dtype in another file",
     ]
     third = folder / "consolidated.02.pth"

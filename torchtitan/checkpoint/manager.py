@@ -13,7 +13,7 @@ from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_mani
 from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.start import ResumePoint, ResumePolicy, open_weights
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
-from torchtitan.checkpoint.weights.convert import Wishes, convert
+from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
@@ -242,9 +242,9 @@ class Checkpointer:
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
         if self.world.rank == 0 and not target.exists():
-            wishes = Wishes(target_format="hf", dtype=self.config.export_dtype)
+            options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
             try:
-                convert(path, target, wishes, self.about)
+                convert(path, target, options, self.about)
             except (OSError, ConfigError) as error:
                 return str(error)
             logger.info("saved %s, for Hugging Face transformers", target)

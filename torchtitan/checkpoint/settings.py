@@ -65,5 +65,5 @@ class CheckpointConfig(Config):
     save_attempts: int = Field(
         3,
         ge=1,
-        description="Number of attempts to write a checkpoint before training continues without it.",
+        description="Number of attempts to write a checkpoint before training continues without.",
     )

@@ -228,7 +228,7 @@ def test_nothing_in_a_trace_is_executed(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_other_pickles_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"x: this is no trace"):
+    with pytest.raises(ConfigError, match=r"x: not a trace"):
         load(pickle.dumps([1]), "x")
 
 

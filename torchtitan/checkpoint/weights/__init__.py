@@ -1,1 +1,1 @@
-"""Weights without the rest of a run: read and written as ours, Hugging Face's or Meta's."""
+"""Weights without the rest of a run: our format, Hugging Face's and Meta's."""

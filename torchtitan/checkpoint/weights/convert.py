@@ -1,8 +1,8 @@
-"""Weights from one format to another: `torchtitan checkpoint convert`.
+"""Converts weights from one format to another: `torchtitan checkpoint convert`.
 
-Each format has one way to open a folder and one to write it, and all of them meet in a
-`TensorSource` with our names. So nothing here knows two formats at once, and of a model there is
-never more in memory than one file of it. What is written has its name once it is complete.
+Each format has one way to open a folder and one to write it, and a `TensorSource` with our names
+connects them. So nothing here knows two formats at once, and never more of a model is in memory
+than one file of it. The destination gets its name once it is complete.
 """
 
 import re
@@ -31,8 +31,8 @@ MAX_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What was asked for; None: as it follows from the weights."""
+class ConvertOptions:
+    """The options of a conversion; None: as it follows from the weights."""
 
     source_format: str | None = None
     target_format: str | None = None
@@ -42,24 +42,28 @@ class Wishes:
     max_shard_size: str | None = None
 
 
-def convert(source: Path, destination: Path, wishes: Wishes, about: Mapping[str, Any]) -> None:
-    """Write the weights in `source` as `destination`, which must not be there yet.
+def convert(
+    source: Path, destination: Path, options: ConvertOptions, about: Mapping[str, Any]
+) -> None:
+    """Write the weights in `source` to `destination`, which must not exist yet.
 
     Args:
-        about: what a checkpoint of ours says of who wrote it.
+        about: what a checkpoint of ours records about its origin.
 
     Raises:
-        ConfigError: with all that cannot be; then there is no destination.
+        ConfigError: with all problems; then nothing was written.
     """
-    kind = wishes.source_format or find_format(source)
-    target = wishes.target_format or ("hf" if kind == "ours" else "ours")
+    kind = options.source_format or find_format(source)
+    target = options.target_format or ("hf" if kind == "ours" else "ours")
     if destination.exists():
-        raise ConfigError(f"{destination}: exists already; nothing was written")
-    if wishes.max_shard_size and target == "meta":
-        raise ConfigError("--max-shard-size: a model in Meta's format is one file here")
-    most = parse_size(wishes.max_shard_size or MAX_SHARD_SIZE)
-    opened = OPEN[kind](source, wishes.model, wishes.flavor)
-    network, dtype = opened.network, getattr(torch, wishes.dtype) if wishes.dtype else None
+        raise ConfigError(f"{destination}: already exists; nothing was written")
+    if options.max_shard_size and target == "meta":
+        raise ConfigError(
+            "--max-shard-size: not supported with Meta's format, which is written as one file"
+        )
+    most = parse_size(options.max_shard_size or MAX_SHARD_SIZE)
+    opened = OPEN[kind](source, options.model, options.flavor)
+    network, dtype = opened.network, getattr(torch, options.dtype) if options.dtype else None
     logger.info("%s: %s in the format %s", source, network, kind)
     with complete_or_absent(destination) as folder:
         if target == "hf":
@@ -71,7 +75,7 @@ def convert(source: Path, destination: Path, wishes: Wishes, about: Mapping[str,
                 folder, opened, dtype, most, {**about, "converted_from": str(source.resolve())}
             )
     for line in unsaid(network, target) if target != "ours" else ():
-        logger.warning("the format %s has no place for this: %s", target, line)
+        logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
 
@@ -83,7 +87,7 @@ def write_ours(
     max_shard_bytes: int,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint of ours that holds only weights: a `checkpoint.initial_load_path`."""
+    """Write a checkpoint of ours with only weights: a `checkpoint.initial_load_path`."""
     source, network, extras = opened
     if network.flavor is None:
         raise without_flavor(network)
@@ -99,7 +103,7 @@ def write_ours(
 
 @contextmanager
 def complete_or_absent(destination: Path) -> Iterator[Path]:
-    """A folder to write into, which has its name once everything in it is on disk."""
+    """A folder to write into, which gets its name once everything in it is on disk."""
     saving = destination.with_name(f"{destination.name}.saving")
     shutil.rmtree(saving, ignore_errors=True)
     saving.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What stands beside weights in other formats: the tokenizer, its special tokens, the context."""
+"""What comes with weights in other formats: the tokenizer, its special tokens, the context."""
 
 import json
 import shutil
@@ -42,10 +42,10 @@ class Extras(NamedTuple):
         try:
             tokenizer = load_tokenizer(recipe[key])
         except ConfigError as error:
-            logger.warning("no tokenizer goes with the weights: %s", error)
+            logger.warning("the weights are written without a tokenizer: %s", error)
             return cls(seq_len)
         if recipe[key] is None:
-            logger.info("no tokenizer goes with the weights: they were trained on bytes")
+            logger.info("the weights are written without a tokenizer: they were trained on bytes")
             return cls(seq_len, tokenizer.bos, tokenizer.eos)
         path = Path(recipe[key]).expanduser()
         folder = path if path.is_dir() else path.parent
@@ -53,7 +53,7 @@ class Extras(NamedTuple):
 
     @classmethod
     def beside(cls, folder: Path, **known: Any) -> "Extras":
-        """With the tokenizer that lies in a folder of weights, if there is one."""
+        """With the tokenizer in a folder of weights, if there is one."""
         is_there = any((folder / name).is_file() for name in TOKENIZERS)
         return cls(tokenizer=folder.resolve() if is_there else None, **known)
 
@@ -67,7 +67,7 @@ class Extras(NamedTuple):
         return recipe
 
     def copy_tokenizer(self, folder: Path, names: Collection[str] = TOKENIZER_FILES) -> None:
-        """Copy those files of the tokenizer that there are."""
+        """Copy the files of the tokenizer that exist."""
         home = self.tokenizer
         copied = [name for name in names if home is not None and (home / name).is_file()]
         for name in copied:

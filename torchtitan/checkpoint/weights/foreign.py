@@ -1,10 +1,10 @@
 """Weights between our names and another format's, one tensor at a time.
 
 `ForeignWeights` shows another format under our names, `Translated` shows ours under the other's.
-The first is a `TensorSource`, so what reads a checkpoint of ours reads weights from elsewhere too,
-whole or the block that a rank needs. Both refuse weights that do not fit the network, and tell
-every tensor that is missing, left over or of another shape. The names are facts of a model
-(`torchtitan.models.spec.WeightFormat`); what the files look like is known one level up.
+The first is a `TensorSource`, so whatever reads a checkpoint of ours reads other weights too, whole
+or the block that a rank needs. Both refuse weights that do not match the network, and report every
+tensor that is missing, unexpected or of another shape. The names are part of a model's spec
+(`torchtitan.models.spec.WeightFormat`); the layout of files is known one level up.
 """
 
 import re
@@ -21,7 +21,7 @@ from torchtitan.config import ConfigError, RecipeError
 
 Kind = tuple[torch.dtype, Sizes]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MOST_TOLD = 10
+MAX_REPORTED = 10
 
 
 class ForeignWeights(ABC):
@@ -37,7 +37,7 @@ class ForeignWeights(ABC):
             found: each tensor's dtype and shape, or why it cannot be read, by its name there.
 
         Raises:
-            ConfigError: with all that does not fit.
+            ConfigError: with everything that does not match.
         """
         self.network, self.format = network, network.format(kind)
         self._names = {f"model.{ours}": self.format.name(ours) for ours in network.parameters()}
@@ -46,7 +46,7 @@ class ForeignWeights(ABC):
         for theirs, ours in self.format.repeated(network.args).items():
             original = self.format.name(ours)
             if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
-                raise ConfigError(f"{folder}: {theirs} is not {original}; in {network} it has to")
+                raise ConfigError(f"{folder}: {theirs} must equal {original} in {network}")
 
     def shapes(self) -> dict[str, Kind]:
         """Dtype and shape by our name."""
@@ -65,7 +65,7 @@ class ForeignWeights(ABC):
         rows = self.format.rows(self.network.args, name.removeprefix("model."))
         if rows is None:
             return self._block(theirs, offsets, sizes)
-        # Rows that are asked for together lie near each other there too, in the same heads.
+        # Rows that are read together are near each other there too, in the same heads.
         rows = rows[offsets[0] : offsets[0] + sizes[0]]
         first, last = int(rows.min()), int(rows.max())
         near = self._block(theirs, (first, *offsets[1:]), (last + 1 - first, *sizes[1:]))
@@ -77,11 +77,11 @@ class ForeignWeights(ABC):
 
     @abstractmethod
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        """A block, which is not empty, of a tensor by its name there."""
+        """A non-empty block of a tensor, by its name there."""
 
 
 class Translated:
-    """Weights of ours as another format has them: names, order of rows, dtype."""
+    """Our weights in another format: names, order of rows, dtype."""
 
     def __init__(
         self, source: TensorSource, network: Network, kind: str, dtype: torch.dtype | None = None
@@ -121,12 +121,12 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The tensor in `dtype`, contiguous.
 
     Raises:
-        ConfigError: where a number becomes infinite by that.
+        ConfigError: if a value becomes infinite by that.
     """
     result = tensor.to(dtype or tensor.dtype).contiguous()
     if dtype == torch.float16 and bool((result.isinf() & ~tensor.isinf()).any()):
         raise ConfigError(
-            f"--dtype: got float16, but {name} has numbers beyond its largest, 65504; use bfloat16"
+            f"--dtype: got float16, but {name} has values beyond its maximum, 65504; use bfloat16"
         )
     return result
 
@@ -138,14 +138,14 @@ def fitting(
     wanted: Mapping[str, Sizes],
     optional: Mapping[str, Sizes] | None = None,
 ) -> dict[str, Kind]:
-    """Those found, in the order of those wanted, if they fit.
+    """The tensors found, in the order of those wanted, if they match.
 
     Raises:
-        RecipeError: with what is missing, left over, of another shape or unreadable.
+        RecipeError: with what is missing, unexpected, of another shape or unreadable.
     """
     shapes = {**wanted, **(optional or {})}
     problems = [f"missing: {name}" for name in wanted if name not in found]
-    problems += [f"left over: {name}" for name in found if name not in shapes]
+    problems += [f"unexpected: {name}" for name in found if name not in shapes]
     fits: dict[str, Kind] = {}
     for name in (name for name in shapes if name in found):
         kind = found[name]
@@ -158,7 +158,7 @@ def fitting(
         else:
             fits[name] = kind
     if problems:
-        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
-        told = (f"  {line}" for line in [*problems[:MOST_TOLD], *more])
-        raise RecipeError([f"{where}: not the weights of {network}:", *told])
+        more = [f"and {len(problems) - MAX_REPORTED} more"] if len(problems) > MAX_REPORTED else []
+        lines = (f"  {line}" for line in [*problems[:MAX_REPORTED], *more])
+        raise RecipeError([f"{where}: not the weights of {network}:", *lines])
     return fits

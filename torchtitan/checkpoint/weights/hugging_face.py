@@ -40,11 +40,11 @@ class HuggingFaceWeights(ForeignWeights):
         """Open the weights of one of `specs`, and of this `flavor` if one is given.
 
         Raises:
-            ConfigError: with all that does not fit.
+            ConfigError: with everything that does not match.
         """
         network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
         self.folder = folder
-        # Opening maps a file into memory; what is not read costs nothing.
+        # Opening maps a file into memory; parts that are not read cost nothing.
         self._files = {name: _open(folder / name) for name in _file_names(folder)}
         self._places = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         super().__init__(
@@ -52,7 +52,7 @@ class HuggingFaceWeights(ForeignWeights):
         )
 
     def extras(self) -> Extras:
-        """What stands beside the weights."""
+        """What comes with the weights."""
         has_generation = (self.folder / GENERATION).is_file()
         return Extras.beside(
             self.folder,
@@ -84,9 +84,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file, but the index names it") from None
+        raise ConfigError(f"{path}: no such file, but the index names it") from None
     except SafetensorError as error:
-        raise ConfigError(f"{path}: not a whole safetensors file: {error}") from None
+        raise ConfigError(f"{path}: not a complete safetensors file: {error}") from None
     except RuntimeError as error:
         raise ConfigError(f"{path}: the machine cannot map it into memory: {error}") from None
 
@@ -106,7 +106,7 @@ def write_hugging_face(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write weights of ours into a folder, with no more of them in memory than a file holds.
+    """Write our weights into a folder, with no more of them in memory than a file holds.
 
     Args:
         dtype: of all tensors; None: each keeps its own.

@@ -1,9 +1,9 @@
 """Weights as Meta publishes them: `consolidated.00.pth` and so on, beside `params.json`.
 
 Several files are the ranks of tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
-of each matrix every file holds a block, of its rows or of its columns, and what is small is the
-same in all of them. Which it is shows in the shapes. The files are pickles; torch reads them
-without running anything that stands in them, and maps the tensors instead of loading them.
+every file holds a block of each matrix, of its rows or of its columns, and small tensors are the
+same in all of them. The shapes show which is which. The files are pickles; torch reads them without
+executing anything in them, and maps the tensors into memory instead of loading them.
 """
 
 import pickle
@@ -34,7 +34,7 @@ class MetaWeights(ForeignWeights):
         """Open the weights of one of `specs`, and of this `flavor` if one is given.
 
         Raises:
-            ConfigError: with all that does not fit.
+            ConfigError: with everything that does not match.
         """
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
@@ -57,7 +57,7 @@ class MetaWeights(ForeignWeights):
         super().__init__(folder, network, "meta", found)
 
     def extras(self) -> Extras:
-        """What stands beside the weights."""
+        """What comes with the weights."""
         return Extras.beside(self.folder)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
@@ -91,17 +91,17 @@ def _load(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise ConfigError(
-            f"{path}: it holds more than tensors, which cannot be read without running it"
+            f"{path}: it contains more than tensors, which cannot be loaded without executing code"
         ) from None
     except (RuntimeError, EOFError) as error:
-        raise ConfigError(f"{path}: not a whole file of torch.save: {error}") from None
+        raise ConfigError(f"{path}: not a complete file of torch.save: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{path}: not a dictionary of tensors")
     return content
 
 
 def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str | None:
-    """The dim along which blocks make a whole; None: each is whole; or why they do not."""
+    """The dim that is sharded over the blocks; None: each is whole; or why they do not match."""
     first, *others = blocks
     if len(blocks) < files:
         return f"is in {len(blocks)} of {files} files"
@@ -114,7 +114,7 @@ def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str |
     if len(shape) == len(whole) and len(split) == 1 and shape[split[0]] * files == whole[split[0]]:
         return split[0]
     if shape == whole:
-        return "is whole in each file, but not the same in all"
+        return "is unsharded in each file, but not the same in all"
     return f"has shape {shape}{f' in each of {files} files' if others else ''}; wanted {whole}"
 
 
@@ -125,7 +125,7 @@ def write_meta(
     extras: Extras,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write weights of ours into a folder, as one file, with one tensor at a time in memory."""
+    """Write our weights into a folder, as one file, with one tensor at a time in memory."""
     weights = Translated(source, network, "meta", dtype)
     save_mapped(
         ((name, weights.read(name)) for name in weights.shapes()), folder / "consolidated.00.pth"
@@ -135,9 +135,9 @@ def write_meta(
 
 
 def save_mapped(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """`torch.save` for more than memory holds: it has all tensors, but mapped from files.
+    """`torch.save` for more tensors than memory holds: they are mapped from files.
 
-    The disk has to have room for the tensors twice.
+    The disk needs room for the tensors twice.
     """
     with TemporaryDirectory(dir=path.parent) as spool:
         mapped: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Which network weights are of: by a recipe's name for it, or by a config file from elsewhere."""
+"""Identifies the network of some weights, by its name in a recipe or by a config file."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ class Network(NamedTuple):
         """How its weights are written in a format of `ModelSpec.formats`."""
         if kind not in self.spec.formats:
             raise ConfigError(
-                f"{self.spec.name}: its spec does not say how its weights are written as {kind!r}"
+                f"{self.spec.name}: its spec does not support the weight format {kind!r}"
             )
         return self.spec.formats[kind]
 
@@ -85,7 +85,7 @@ def identify(
         flavor: what it has to be; None: whatever it is.
 
     Raises:
-        ConfigError: where it is none of these, or may be several.
+        ConfigError: if it is none of these, or could be several.
     """
     config = read_config(path)
     described = _described(path, kind, _families(path, kind, specs, config), config)
@@ -97,7 +97,7 @@ def identify(
     ]
     if len(same) > 1:
         names = " or ".join(str(network) for network in same)
-        raise ConfigError(f"{path}: it may be {names}; say which by --model and --flavor")
+        raise ConfigError(f"{path}: it could be {names}; choose one with --model and --flavor")
     if same:
         return same[0], config
     network = described[0]
@@ -123,27 +123,28 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def unsaid(network: Network, kind: str) -> list[str]:
-    """What a format's config file does not say of a network, or says otherwise."""
+    """What a format's config file does not express about a network, or expresses differently."""
     return unlike(network.args, as_written(network.spec, kind, network.args))
 
 
 def without_flavor(network: Network) -> ConfigError:
-    """Says which flavor comes nearest to a network that is none."""
+    """The error for a network that is no flavor, with the closest one."""
     flavors = network.spec.flavors
     differences = {name: unlike(network.args, args) for name, args in flavors.items()}
     nearest = min(differences, key=lambda name: len(differences[name]))
-    told = "; ".join(differences[nearest])
+    difference = "; ".join(differences[nearest])
     return ConfigError(
-        f"no flavor of {network.spec.name} is like these weights, so no recipe could name it. The "
-        f"nearest is {nearest}, but {told}. Add one to MODELS[{network.spec.name!r}].flavors; "
-        "--imports names a module of yours that does"
+        f"no flavor of {network.spec.name} matches these weights, so no recipe can name them. The "
+        f"closest is {nearest}, but {difference}. Add a flavor to "
+        f"MODELS[{network.spec.name!r}].flavors; "
+        "--imports imports a module of yours that does"
     )
 
 
 def unlike(found: object, wanted: object) -> list[str]:
     """In which arguments two networks differ, a line each."""
     return [
-        f"{key} is {value}, there {vars(wanted)[key]}"
+        f"{key} is {value} instead of {vars(wanted)[key]}"
         for key, value in vars(found).items()
         if value != vars(wanted)[key]
     ]
@@ -156,7 +157,9 @@ def _families(
     able = [spec for spec in specs if kind in spec.formats]
     if not able:
         names = ", ".join(spec.name for spec in specs)
-        raise ConfigError(f"{path}: the spec of {names} names no format {kind!r}")
+        raise ConfigError(
+            f"{path}: the spec of {names} does not support the weight format {kind!r}"
+        )
     known = {spec.formats[kind].architecture: None for spec in able}
     if None in known:
         return able

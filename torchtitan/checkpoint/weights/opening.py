@@ -1,4 +1,4 @@
-"""Opens weights of any format, under our names: what they are shows by the files of a folder."""
+"""Opens weights of any format, under our names; the format is detected from the files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +25,11 @@ SIGNS = {
     "hf": (HUGGING_FACE_INDEX, "*.safetensors"),
     "meta": (PARAMS, "consolidated.*.pth"),
 }
-"""Files by which a folder's format shows."""
+"""Files from which the format of a folder is detected."""
 
 
 class Opened(NamedTuple):
-    """Weights under our names, and what is known of them."""
+    """Weights under our names, and what is known about them."""
 
     source: TensorSource
     network: Network
@@ -44,10 +44,10 @@ def find_format(folder: Path) -> str:
     if len(found) > 1 and "ours" in found:
         return "ours"  # its files are safetensors too
     if len(found) > 1:
-        raise ConfigError(f"{folder}: it holds {' and '.join(found)}; say which by --from")
+        raise ConfigError(f"{folder}: it holds {' and '.join(found)}; choose one with --from")
     if not found:
         signs = ", ".join(sign for signs in SIGNS.values() for sign in signs)
-        raise ConfigError(f"{folder}: there are no weights in it; looked for {signs}")
+        raise ConfigError(f"{folder}: found no weights; looked for {signs}")
     return found[0]
 
 
@@ -90,7 +90,7 @@ def families(model: str | None) -> list[ModelSpec[Any]]:
 
 
 class Verified:
-    """Tensors of a checkpoint of ours, each known to be the one that was saved."""
+    """Tensors of a checkpoint of ours, each verified to be the one that was saved."""
 
     def __init__(self, checkpoint: Path, saved: SavedTensors) -> None:
         self.checkpoint, self.saved = checkpoint, saved
@@ -103,7 +103,7 @@ class Verified:
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it, which no digest is of."""
+        """A tensor, verified; or a block of it, for which there is no digest."""
         tensor = self.saved.read(name, offsets, sizes)
         if offsets is None and digest(tensor).item() != self.digests[name]:
             raise Damaged(f"{self.checkpoint}: {name} is not what was saved")
