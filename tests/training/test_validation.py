@@ -163,7 +163,7 @@ def test_bytes_that_are_not_known_are_null_and_said_so(
     assert [row[f"{key}/{tmp_path}/plain.txt"] for key in NAMES[1:]] == [None, None]
     told = capfd.readouterr().err
     assert told.count("validation: bits and perplexity per byte are null") == 1
-    assert "it changes the text first (NFKC)" in told
+    assert "it normalizes the text first (NFKC)" in told
 
 
 def test_sums_over_data_sets_weigh_their_targets() -> None:

@@ -1,7 +1,7 @@
-"""Makes a tokenizer from a data set: byte-level byte-pair encoding, as a `tokenizer.json`.
+"""Trains a tokenizer on a data set: byte-level BPE, as a `tokenizer.json`.
 
 Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016,
-on bytes, so that no text is out of vocabulary. Words are cut by Llama 3's pattern.
+on bytes, so that no text is out of vocabulary. Words are split by Llama 3's pattern.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def _one_epoch(config: DataConfig, seed: int) -> Iterator[str]:
         if source.epoch(document.position):
             return
         if not isinstance(document.content, str):
-            raise ConfigError(f"the data set {config.dataset!r} has no text to learn from")
+            raise ConfigError(f"the data set {config.dataset!r} has no text to train on")
         yield document.content
 
 
@@ -94,4 +94,4 @@ def _counted(texts: Iterable[str], every: int = 10_000) -> Iterator[str]:
         if number % every == 0:
             logger.info("read %d documents, %.1f million characters", number, characters / 1e6)
         yield text
-    logger.info("learning from %d documents, %.1f million characters", number, characters / 1e6)
+    logger.info("training on %d documents, %.1f million characters", number, characters / 1e6)

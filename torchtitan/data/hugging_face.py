@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, read over the network while training or downloaded first.
+"""Data sets of the Hugging Face hub, streamed over the network or downloaded first.
 
 A streamed set can only be read from the beginning of a shard (a file). Shards are therefore what is
 put in order and dealt: lane l of L reads the shards s = l, l + L, ... of an endless sequence that
@@ -160,7 +160,7 @@ def load_hub(description: Dataset, *, streaming: bool) -> Any:
         )
     except OSError as error:  # no network, or no such repository
         raise RuntimeError(
-            f"cannot reach {where}: {error}. Without a network, give a copy by data.dataset_path, "
+            f"cannot reach {where}: {error}. Without a network, set data.dataset_path to a copy, "
             'or use data.dataset = "python_stdlib"'
         ) from error
 

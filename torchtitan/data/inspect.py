@@ -1,4 +1,4 @@
-"""What a person wants to see of the data before a run: a decoded batch, and a loss to beat."""
+"""What to look at before a run: a decoded batch, and a baseline for the loss."""
 
 from collections.abc import Iterator
 

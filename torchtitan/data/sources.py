@@ -45,8 +45,8 @@ class ShuffledDocuments:
             return None
         return (
             f"{len(self._documents)} documents for {lanes} lanes: lanes read the same documents "
-            "side by side; use more documents (a smaller data.document_bytes cuts text files "
-            "finer) or a smaller batch"
+            "side by side; use more documents (a smaller data.document_bytes splits text files "
+            "further) or a smaller batch"
         )
 
     def read(

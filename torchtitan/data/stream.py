@@ -200,7 +200,7 @@ class DataStream:
         ]
         if changed:
             raise ConfigError(
-                f"cannot resume on other data: {'; '.join(changed)}. Restore these settings or "
+                f"cannot resume on different data: {'; '.join(changed)}. Restore these settings or "
                 "files, or start a new run from the checkpoint's weights"
             )
         records = merged["lanes"]

@@ -1,11 +1,11 @@
-"""How many bytes of text each token of a `tokenizer.json` stands for, where that can be known.
+"""How many bytes of text each token of a `tokenizer.json` stands for, if that is known.
 
 The loss of a token depends on how long the tokens are, so models with different tokenizers are
-compared by their loss for each byte of text. For that the bytes of all tokens of a text have to add
-up to those of the text. They do in byte-level byte-pair encoding, which writes every byte as one
-character and loses none on the way; so it is checked here, step by step, that nothing is lost.
-A tokenizer that changes the text before it cuts it (Unicode normal forms, SentencePiece's blanks)
-has tokens that stand for more than one text, and for none of them is there a number.
+compared by their loss per byte of text. For that, the bytes of all tokens of a text have to add up
+to those of the text. They do in byte-level BPE, which writes every byte as one character and loses
+none; this module checks, step by step, that nothing is lost. In a tokenizer that normalizes the
+text before it splits it (Unicode normal forms, SentencePiece's spaces), a token stands for more
+than one text, so there is no such number.
 """
 
 import json
@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 KEEPS_ALL = ("Split", "Digits", "Punctuation")
-"""Pre-tokenizers that only cut, unless their behavior is to remove what they cut at."""
+"""Pre-tokenizers that only split, unless their behavior is to remove what they split at."""
 
 
 class BytesUnknown(ValueError):
-    """A tokenizer does not tell how many bytes its tokens stand for; the message says why."""
+    """It is not known how many bytes the tokens stand for; the message says why."""
 
 
 def byte_counts(content: str, vocab_size: int) -> list[int]:
     """Bytes of each token id of a `tokenizer.json`; special tokens, which no text has, stand for 0.
 
     Raises:
-        BytesUnknown: where they do not add up to the bytes of every text.
+        BytesUnknown: if they do not add up to the bytes of every text.
     """
     description = json.loads(content)
     if reason := next(_reasons(description), None):
@@ -38,32 +38,32 @@ def byte_counts(content: str, vocab_size: int) -> list[int]:
 
 
 def _reasons(description: Mapping[str, Any]) -> Iterator[str]:
-    """Why bytes may be lost, or added, or be no bytes at all."""
+    """Why bytes may be lost or added, or tokens may not consist of bytes."""
     model = description["model"]
     if normalizer := description.get("normalizer"):
-        yield f"it changes the text first ({normalizer['type']})"
+        yield f"it normalizes the text first ({normalizer['type']})"
     if model.get("type") != "BPE":
-        yield f"it is no byte-pair encoding ({model.get('type')})"
+        yield f"it is not a BPE tokenizer ({model.get('type')})"
         return
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            yield f"its tokens have marks of their own ({key})"
+            yield f"its tokens have markers ({key})"
     steps = list(_steps(description.get("pre_tokenizer")))
     if [step["type"] for step in steps].count("ByteLevel") != 1:
-        yield "it does not work on bytes (no ByteLevel in pre_tokenizer)"
+        yield "it is not byte-level (no ByteLevel in pre_tokenizer)"
         return
     for step in steps:
         if step["type"] == "ByteLevel" and step.get("add_prefix_space", True):
-            yield "it adds a blank to a text (add_prefix_space)"
+            yield "it adds a space to the text (add_prefix_space)"
         elif step.get("behavior") == "Removed":
-            yield f"it drops what it cuts at ({step['type']})"
+            yield f"it drops what it splits at ({step['type']})"
         elif step["type"] not in ("ByteLevel", *KEEPS_ALL):
-            yield f"what it does to blanks is not known here ({step['type']})"
+            yield f"its effect on whitespace is not known ({step['type']})"
     if missing := sum(character not in model["vocab"] for character in alphabet()):
         yield f"{missing} of the 256 bytes have no token"
     for added in description.get("added_tokens") or ():
         if not added["special"] and (added.get("lstrip") or added.get("rstrip")):
-            yield f"the token {added['content']!r} swallows blanks"
+            yield f"the token {added['content']!r} absorbs whitespace"
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

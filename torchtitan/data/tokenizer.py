@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes (the default), tiktoken files, Hugging Face `tokenizer.json`.
 
-A document is only ever *data*: text that happens to spell a special token, such as
+Special tokens in documents are not special: text that happens to spell one, such as
 "<|end_of_text|>", is encoded letter by letter. Only the stream adds special tokens, between
 documents, by their id.
 """
@@ -37,15 +37,15 @@ class Tokenizer(Protocol):
         """Text of `tokens`; special tokens are written by name."""
 
     def byte_counts(self) -> list[int]:
-        """How many bytes of text each id stands for; those of special tokens stand for none.
+        """How many bytes of text each id stands for; special tokens stand for none.
 
         Raises:
-            BytesUnknown: where they would not add up to the bytes of every text.
+            BytesUnknown: if they would not add up to the bytes of every text.
         """
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, and two special tokens: needs no file and knows every text."""
+    """One token per UTF-8 byte, and two special tokens: needs no file and can encode any text."""
 
     vocab_size = 258
     bos: int | None = 256
@@ -66,7 +66,7 @@ class ByteTokenizer:
 class TiktokenTokenizer:
     """Llama 3's `tokenizer.model`: a tiktoken file of ranked byte sequences.
 
-    The file holds the merges only. The pattern that cuts text into words and the 256 special
+    The file holds the merges only. The pattern that splits text into words and the 256 special
     tokens, whose ids follow those of the file, are facts of the Llama 3 release
     (https://github.com/meta-llama/llama-models, `models/llama3/tokenizer.py`).
     """
@@ -134,7 +134,7 @@ class TiktokenTokenizer:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Rank of every byte sequence: one `base64 rank` pair a line."""
+    """Rank of every byte sequence: one `base64 rank` pair per line."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -143,7 +143,7 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         except (ValueError, binascii.Error):
             raise ConfigError(
                 f"{path}:{number}: not a line of a tiktoken file (base64 text, space, rank); "
-                "of a SentencePiece model, give the tokenizer.json instead"
+                "for a SentencePiece model, use its tokenizer.json instead"
             ) from None
     return ranks
 
@@ -151,7 +151,7 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 def _digestible_pieces(
     text: str, longest: int = 400_000, longest_run: int = 25_000
 ) -> Iterator[str]:
-    """Cuts `text` where the Llama 3 reference does, as the cuts decide the ids.
+    """Splits `text` where the Llama 3 reference does, since that affects the ids.
 
     tiktoken overflows its stack on very long texts, and needs quadratic time on very long runs of
     (non-)whitespace: https://github.com/openai/tiktoken/issues/195.
@@ -169,7 +169,7 @@ def _digestible_pieces(
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    Which tokens begin and end a document stands in `tokenizer_config.json` or
+    Which tokens begin and end a document is in `tokenizer_config.json` or
     `special_tokens_map.json` beside it; without those, the usual names are tried.
     """
 
@@ -183,7 +183,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except ValueError as error:
-            raise ConfigError(f"{path}: not a tokenizer.json of Hugging Face: {error}") from None
+            raise ConfigError(f"{path}: not a Hugging Face tokenizer.json: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         # Special tokens inside a document are ordinary text.

@@ -97,10 +97,10 @@ CUT = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "inve
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"normalizer": {"type": "NFC"}}, "it changes the text first (NFC)"),
+        ({"normalizer": {"type": "NFC"}}, "it normalizes the text first (NFC)"),
         (
             {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True}},
-            "it adds a blank to a text (add_prefix_space)",
+            "it adds a space to the text (add_prefix_space)",
         ),
         (
             {
@@ -109,7 +109,7 @@ CUT = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "inve
                     "pretokenizers": [CUT, BYTE_LEVEL | {"use_regex": False}],
                 }
             },
-            "it drops what it cuts at (Split)",
+            "it drops what it splits at (Split)",
         ),
         (
             {
@@ -118,13 +118,13 @@ CUT = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "inve
                     "pretokenizers": [{"type": "WhitespaceSplit"}, BYTE_LEVEL],
                 }
             },
-            "what it does to blanks is not known here (WhitespaceSplit)",
+            "its effect on whitespace is not known (WhitespaceSplit)",
         ),
         (
             {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}},
-            "it does not work on bytes (no ByteLevel in pre_tokenizer)",
+            "it is not byte-level (no ByteLevel in pre_tokenizer)",
         ),
-        ({"model": {"end_of_word_suffix": "</w>"}}, "its tokens have marks of their own"),
+        ({"model": {"end_of_word_suffix": "</w>"}}, "its tokens have markers"),
     ],
 )
 def test_what_may_not_add_up_is_not_guessed(
@@ -146,5 +146,5 @@ def test_other_kinds_than_byte_pairs_are_said(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, "a"))
     words.save(str(path))
-    with pytest.raises(BytesUnknown, match="it is no byte-pair encoding"):
+    with pytest.raises(BytesUnknown, match="it is not a BPE tokenizer"):
         load_tokenizer(str(path)).byte_counts()
