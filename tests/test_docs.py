@@ -49,6 +49,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
+from torchtitan.models import MODEL_SETTINGS
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import cli
 
@@ -326,7 +327,13 @@ def known_keys() -> set[str]:
         for section, info in JobConfig.model_fields.items()
         for key in getattr(info.annotation, "model_fields", ())
     }
-    return keys | {f"optimizer.{k}" for choice in OPTIMIZERS.values() for k in choice.model_fields}
+    sections = {"optimizer": OPTIMIZERS, "model": MODEL_SETTINGS}
+    return keys | {
+        f"{section}.{key}"
+        for section, choices in sections.items()
+        for choice in choices.values()
+        for key in choice.model_fields
+    }
 
 
 def test_named_settings_are_found_in_text() -> None:
