@@ -244,7 +244,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
     large = weights() | {"model.norm.weight": torch.full((ARGS.dim,), 1e5)}
     about = {"recipe": {"model.name": "small", "model.flavor": "plain"}}
     write_weights(source, large.items(), about, 10**9)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight has numbers beyond .* 65504"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has values beyond .* 65504"):
         run(source, tmp_path / "hf", dtype="float16")
     assert run(source, tmp_path / "hf", dtype="bfloat16").is_dir()
 
