@@ -241,7 +241,7 @@ def test_a_tied_matrix_may_be_repeated_but_not_differ(kind: str, tmp_path: Path)
     tensors[name][5, 5] += 1
     save(tensors, path)
     (told,) = refusal(folder, lambda: opened(folder, [SPEC], "tied"))
-    assert told.startswith(f"HERE: {name} is not ")
+    assert told.startswith(f"HERE: {name} must equal ")
     del tensors[name]
     save(tensors, path)
     assert same(everything(opened(folder, [SPEC], "tied")), weights("tied"))

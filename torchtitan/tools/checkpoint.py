@@ -73,7 +73,7 @@ def convert(
 ) -> None:
     """Write weights in another format: a checkpoint of ours, Hugging Face's, or Meta's."""
     import_modules(imports or (), "--imports")
-    wishes = weights.Wishes(
+    options = weights.ConvertOptions(
         source_format=source_format,
         target_format=target_format,
         model=model,
@@ -81,4 +81,4 @@ def convert(
         dtype=dtype,
         max_shard_size=max_shard_size,
     )
-    weights.convert(source, destination, wishes, {"versions": versions()})
+    weights.convert(source, destination, options, {"versions": versions()})

@@ -130,7 +130,7 @@ def test_hugging_face_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot tell which token ends a document"):
         load_tokenizer(str(hugging_face(tmp_path, ["?", "a"])))
     (tmp_path / "tokenizer.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"not a Hugging Face tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 
