@@ -47,10 +47,9 @@ from tests.test_house import LAYERS
 from torchtitan import launch, train
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
+from torchtitan.config.help import sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
-from torchtitan.models import MODEL_SETTINGS
-from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -322,18 +321,7 @@ def keys_named(text: str) -> set[str]:
 
 
 def known_keys() -> set[str]:
-    keys = {
-        f"{section}.{key}"
-        for section, info in JobConfig.model_fields.items()
-        for key in getattr(info.annotation, "model_fields", ())
-    }
-    sections = {"optimizer": OPTIMIZERS, "model": MODEL_SETTINGS}
-    return keys | {
-        f"{section}.{key}"
-        for section, choices in sections.items()
-        for choice in choices.values()
-        for key in choice.model_fields
-    }
+    return {entry.path for section in sections(JobConfig) for entry in section.entries}
 
 
 def test_named_settings_are_found_in_text() -> None:
