@@ -8,6 +8,8 @@ from torchtitan.checks.layout import DEGREES, smallest_world
 from torchtitan.config import Problem, show
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
 from torchtitan.parallel import activation_checkpoint, async_tensor, cuda_graphs
 from torchtitan.resilience import replicas
 
@@ -84,6 +86,12 @@ def problems_of_optimizer(job: JobConfig, world_size: int | None) -> Iterator[Pr
     accumulation = job.accumulation(degrees) if job.data_ranks(degrees) > 0 else 1
     for key, message in optim.problems(job.optimizer, job.flat(), accumulation):
         yield Problem(key, message, ("optimizer", "training", *DEGREES))
+    spec = MODELS.get(job.model.name)
+    if job.optimizer.groups and spec and job.model.flavor in spec.flavors:
+        network = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+        parameters = optim.name_parameters([network], spec.role)
+        for key, message in optim.group_problems(job.optimizer, parameters):
+            yield Problem(f"optimizer.{key}", message, ("optimizer", "model"))
 
 
 def problems_of_machine(job: JobConfig, device_type: str) -> Iterator[Problem]:

@@ -9,12 +9,13 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.adam import Adam, AdamW
 from torchtitan.optim.group import Optimizers
+from torchtitan.optim.grouping import describe_groups, group_problems
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.parameters import NamedParameter, name_parameters
 from torchtitan.optim.problems import problems, problems_of_machine
 from torchtitan.optim.schedule import ScheduleConfig, learning_rate_factor
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
 from torchtitan.optim.sgd import SGD
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}
@@ -24,12 +25,14 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "GroupConfig",
     "NamedParameter",
     "OptimizerConfig",
     "Optimizers",
     "ParameterGroup",
     "ScheduleConfig",
     "UpdateRule",
+    "group_problems",
     "learning_rate_factor",
     "name_parameters",
     "open_optimizers",
@@ -60,6 +63,7 @@ def open_optimizers(
         logger.info("optimizer: states are in host memory, and updates are computed there")
     else:
         optimizers = Optimizers(parameters, config, stages)
-    for line in optimizers.describe():
+    groups = describe_groups(config, optimizers.assignments, stages, device)
+    for line in (*groups, *optimizers.describe()):
         logger.info("%s", line)
     return optimizers

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from torchtitan.optim import low_bit
-from torchtitan.optim.settings import Implemented, OptimizerConfig, ParameterGroup
+from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
 
 
 class AdamRule(Implemented):
@@ -66,10 +66,19 @@ class AdamWRule(AdamRule):
     decoupled = True
 
 
+class AdamGroup(GroupConfig):
+    """Parameters that Adam or AdamW updates with other numbers; the first group counts."""
+
+    beta1: float | None = Field(None, ge=0, lt=1, description="Decay of their first moment.")
+    beta2: float | None = Field(None, ge=0, lt=1, description="Decay of their second moment.")
+    eps: float | None = Field(None, gt=0, description="Added to the root of the second moment.")
+
+
 class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
     name: Literal["AdamW"] = Field("AdamW", description="Which optimizer.")
+    groups: tuple[AdamGroup, ...] = ()
 
 
 class Adam(AdamRule, OptimizerConfig):
@@ -78,3 +87,4 @@ class Adam(AdamRule, OptimizerConfig):
     decoupled = False
 
     name: Literal["Adam"] = Field("Adam", description="Which optimizer.")
+    groups: tuple[AdamGroup, ...] = ()

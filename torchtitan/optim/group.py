@@ -34,7 +34,8 @@ class Optimizers:
         self.stages = stages
         self.names: dict[Tensor, str] = {p.tensor: p.name for p in parameters}
         self.peak_lr = config.lr
-        self.rules = self._build(assign(parameters, config))
+        self.assignments = assign(parameters, config)
+        self.rules = self._build(self.assignments)
         """Of each torch optimizer."""
 
     def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:

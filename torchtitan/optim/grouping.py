@@ -1,12 +1,17 @@
 """Which parameter is updated by which rule, with which numbers; and torch optimizers of that."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from torchtitan.config import allowed_names
+from torchtitan.device import Device
 from torchtitan.optim.parameters import NamedParameter
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
 
 
 class Assignment(NamedTuple):
@@ -17,6 +22,8 @@ class Assignment(NamedTuple):
     """What updates parameters of its role."""
     rule: UpdateRule
     """The same, with the numbers that hold for this one."""
+    group: int | None
+    """Which of the recipe's groups it is in."""
 
 
 def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> list[Assignment]:
@@ -32,11 +39,17 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
     found = []
     for parameter in parameters:
         chosen = known(config.rule_for(parameter))
-        is_free = ("norms" in config.no_weight_decay_on and parameter.tensor.ndim == 1) or (
+        number = next((n for n, group in enumerate(config.groups) if group.fits(parameter)), None)
+        changes: dict[str, Any] = {}
+        if ("norms" in config.no_weight_decay_on and parameter.tensor.ndim == 1) or (
             "embeddings" in config.no_weight_decay_on and parameter.role == "embedding"
-        )
-        changes = {"weight_decay": 0.0} if is_free else {}
-        found.append(Assignment(parameter, chosen, known(chosen.model_copy(update=changes))))
+        ):
+            changes = {"weight_decay": 0.0}
+        if number is not None:
+            group = config.groups[number]
+            changes |= {**group.changes(), "lr": chosen.lr * group.lr_factor}
+        rule = known(chosen.model_copy(update=changes))
+        found.append(Assignment(parameter, chosen, rule, number))
     return found
 
 
@@ -55,3 +68,61 @@ def groups_of(assignments: Sequence[Assignment]) -> list[ParameterGroup]:
         ParameterGroup(tuple(a.parameter for a in assignments if a.rule is rule), rule)
         for rule in rules
     ]
+
+
+def describe_groups(
+    config: OptimizerConfig,
+    assignments: Sequence[Assignment],
+    stages: dist.ProcessGroup,
+    device: Device,
+) -> Iterator[str]:
+    """What each of the recipe's groups is, in all stages of the model together."""
+    counts = torch.zeros(len(config.groups), 2, dtype=torch.int64)
+    for parameter, _, _, number in assignments:
+        if number is not None:
+            counts[number] += torch.tensor([1, parameter.tensor.numel()])
+    counts = counts.to(device.torch_device)
+    dist.all_reduce(counts, group=stages)
+    for number, (group, (tensors, elements)) in enumerate(
+        zip(config.groups, counts.tolist(), strict=True)
+    ):
+        whose = [f"{key} {', '.join(value)}" for key, value in _whose(group).items() if value]
+        other = {"lr_factor": group.lr_factor, **group.changes()}
+        yield (
+            f"optimizer.groups.{number}: {'; '.join(whose)}: {tensors} tensors, {elements:,} "
+            f"parameters, with {', '.join(f'{key} {value:g}' for key, value in other.items())}"
+        )
+
+
+def _whose(group: GroupConfig) -> dict[str, tuple[str, ...]]:
+    return {"roles": group.roles, "names": group.names}
+
+
+def group_problems(
+    config: OptimizerConfig, parameters: Sequence[NamedParameter]
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with groups, as (key, message), given all parameters of the model."""
+    assignments = assign(parameters, config)
+    roles = list(dict.fromkeys(parameter.role for parameter in parameters))
+    names = [parameter.name for parameter in parameters]
+    patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    for number, group in enumerate(config.groups):
+        key, found = f"groups.{number}", [a for a in assignments if a.group == number]
+        lost_roles = [role for role in group.roles if role not in roles]
+        lost_names = [name for name in group.names if not fnmatch.filter(names, name)]
+        for role in lost_roles:
+            message = f"no parameter has the role {role}; {allowed_names(role, roles)}"
+            yield f"{key}.roles", message
+        for name in lost_names:
+            yield f"{key}.names", f"no parameter fits {name}; {allowed_names(name, patterns)}"
+        if not group.roles and not group.names:
+            yield key, "it does not say which parameters it is of; wanted roles, names or both"
+        elif not found and not lost_roles and not lost_names:
+            is_taken = any(group.fits(parameter) for parameter in parameters)
+            why = "all that fit are in groups before it" if is_taken else "none fits both"
+            yield key, f"no parameter is left for it: {why}"
+        for name in group.changes():
+            without = [a.parameter for a in found if name not in type(a.chosen).model_fields]
+            if without:
+                which = f"{without[0].name}, which is of the role {without[0].role},"
+                yield f"{key}.{name}", f"what updates {which} has no {name}"

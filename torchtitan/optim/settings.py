@@ -6,6 +6,7 @@ their roles (`rule_for`). Groups of a recipe change the numbers of a rule, never
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -93,6 +94,32 @@ PEAK = "peak_lr"
 """Key of a torch optimizer's group: its rate where the factor of the schedule is 1."""
 
 
+class GroupConfig(Config):
+    """Parameters that are updated with other numbers; the first group that fits one counts."""
+
+    roles: tuple[str, ...] = Field(
+        (), description="Of these roles: embedding, matrix, norm, bias, head, or the model's own."
+    )
+    names: tuple[str, ...] = Field(
+        (),
+        description="Of these names, in which * stands for anything; with roles, those that both "
+        "fit.",
+    )
+    lr_factor: float = Field(1.0, ge=0, description="Their learning rate, in parts of the others'.")
+    weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
+
+    def fits(self, parameter: NamedParameter) -> bool:
+        """Whether it says this parameter."""
+        by_role = not self.roles or parameter.role in self.roles
+        return by_role and (
+            not self.names or any(fnmatchcase(parameter.name, name) for name in self.names)
+        )
+
+    def changes(self) -> dict[str, Any]:
+        """What it sets of a rule, but for the rate."""
+        return self.model_dump(exclude={"roles", "names", "lr_factor"}, exclude_none=True)
+
+
 class OptimizerConfig(UpdateRule):
     """Settings of an optimizer; `name` picks the subclass, `build` makes the optimizer."""
 
@@ -100,6 +127,7 @@ class OptimizerConfig(UpdateRule):
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
     )
+    groups: tuple[GroupConfig, ...] = ()
     early_step_in_backward: bool = Field(
         False,
         description="Update each parameter as soon as its gradient is complete, and free that; "

@@ -7,7 +7,13 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
+
+
+class SGDGroup(GroupConfig):
+    """Parameters that SGD updates with other numbers; the first group counts."""
+
+    momentum: float | None = Field(None, ge=0, lt=1, description="Decay of their running gradient.")
 
 
 class SGD(OptimizerConfig):
@@ -18,6 +24,7 @@ class SGD(OptimizerConfig):
         "foreach", description="Loop over lists of tensors, or over tensors."
     )
     name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
+    groups: tuple[SGDGroup, ...] = ()
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 

@@ -1,0 +1,175 @@
+"""Groups with numbers of their own, and roles that are left to another rule: on every layout the
+run of one rank, and resumed on another layout the run never stopped."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.normalized  # noqa: F401  (an optimizer outside the tree)
+from tests import tiny
+from tests.layouts import ONE, Case, case
+from tests.parallel.test_optimizers import WITHOUT_COLUMNS, off
+from tests.parallel.test_parity import compare
+from tests.ranks import run_ranks
+from tests.runs import Trace, losses, trace, train
+from torchtitan.build import build
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.optim import name_parameters
+from torchtitan.parallel import Launch, open_world
+
+EMBEDDING = {"roles": ["embedding"], "lr_factor": 0.5, "weight_decay": 0.0}
+QUERIES = {"names": ["layers.*.wq.weight"], "lr_factor": 2.0, "weight_decay": 0.5}
+HEAD = {"roles": ["norm", "head"], "lr_factor": 0.3}
+ADAM = {"lr": 1e-3, "groups": [EMBEDDING, QUERIES | {"beta1": 0.5}, HEAD | {"beta2": 0.8}]}
+SGD = {"name": "SGD", "lr": 0.5, "momentum": 0.9}
+SGD |= {"groups": [EMBEDDING, QUERIES | {"momentum": 0.5, "weight_decay": 1e-3}, HEAD]}
+NORMALIZED = {"name": "Normalized", "lr": 0.02, "adamw": {"lr": 2e-3, "beta2": 0.9}}
+NORMALIZED |= {"groups": [EMBEDDING | {"beta1": 0.5}, QUERIES | {"momentum": 0.5}, HEAD]}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAM, "SGD": SGD, "Normalized": NORMALIZED}
+
+LAYOUTS = {
+    "DDP 2": case(replicate=2),
+    "FSDP 2": case(shard=2),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "TP 2": case(tp=2),
+    "PP 2": case(2, batch=4),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
+}
+
+
+def job(
+    layout: Case, optimizer: dict[str, Any], folder: Path | str = "unused", **sections: Any
+) -> JobConfig:
+    sections["training"] = {"max_norm": 0.3} | sections.get("training", {})
+    flavor = {"flavor": "square"}
+    return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
+
+
+def traces(jobs: list[JobConfig]) -> list[Trace]:
+    torch.compiler.set_stance("force_eager")
+    return [trace(job, True) for job in jobs]
+
+
+@cache
+def reference() -> list[Trace]:
+    (found,) = run_ranks(traces, 1, [job(ONE, optimizer) for optimizer in OPTIMIZERS.values()])
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [*list(LAYOUTS)[:-1], pytest.param("FSDP 2 x TP 2", marks=pytest.mark.slow)]
+)
+def test_groups_train_the_same_run_as_one_rank(name: str) -> None:
+    layout = LAYOUTS[name]
+    results = run_ranks(traces, layout.ranks, [job(layout, o) for o in OPTIMIZERS.values()])
+    for rank, found in enumerate(results):
+        for optimizer, own, expected in zip(OPTIMIZERS, found, reference(), strict=True):
+            compare(own, expected, f"{optimizer}, rank {rank}")
+
+
+def test_groups_matter() -> None:
+    """The comparison means something: without any one group the run is another."""
+    for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+        for group in range(3):
+            left = [g for n, g in enumerate(optimizer["groups"]) if n != group]
+            (found,) = run_ranks(traces, 1, [job(ONE, optimizer | {"groups": left})])
+            with pytest.raises(AssertionError):
+                compare(found[0], reference()[number], name)
+
+
+def test_groups_where_states_are_in_few_bits_or_elsewhere_or_the_backward_updates() -> None:
+    few, host = {"state_dtype": "8bit"}, {"offload_states": True}
+    early = {"early_step_in_backward": True}
+    free = {"training": {"max_norm": 0.0}}
+    whole = case(shard=2, batch=4)
+    one = [job(ONE, ADAM | few), job(ONE, ADAM, **free), job(ONE, SGD, **free)]
+    two = [
+        job(whole, ADAM | few),
+        job(whole, ADAM | early, **free),
+        job(whole, SGD | early, **free),
+        job(whole, ADAM | host),
+    ]
+    ((rounded, adam, sgd),) = run_ranks(traces, 1, one)
+    results = run_ranks(traces, 2, two)
+    assert off([found[0] for found in results], rounded) < WITHOUT_COLUMNS
+    for found in results:
+        for own, expected in zip(found[1:], (adam, sgd, reference()[0]), strict=True):
+            compare(own, expected, "")
+
+
+def resumable(folder: Path, layout: Case, optimizer: str, steps: int) -> JobConfig:
+    return job(
+        layout,
+        OPTIMIZERS[optimizer],
+        folder,
+        training={"steps": steps},
+        lr_scheduler={"total_steps": 4},
+        checkpoint={"enable": True, "interval": 2},
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None:
+    expected = run_ranks(train, 2, resumable(tmp_path / "whole", LAYOUTS["FSDP 2"], optimizer, 4))
+    run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 2))
+    for name in ("TP 2", "PP 2"):
+        shutil.copytree(tmp_path / "FSDP 2", tmp_path / name)
+        weights = run_ranks(train, 2, resumable(tmp_path / name, LAYOUTS[name], optimizer, 4))
+        found, whole = losses(tmp_path / name), losses(tmp_path / "whole")
+        assert found == pytest.approx(whole, rel=1e-5)
+        for rank in weights:
+            for parameter, weight in rank.items():
+                assert (weight - expected[0][parameter]).abs().max() <= 1e-5, parameter
+    weights = run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 4))
+    assert all(torch.equal(weights[0][n], w) for n, w in expected[0].items())
+
+
+def seen(job: JobConfig) -> dict[str, tuple[str, tuple[int, ...], list[str], float]]:
+    """Role, shape, placements and peak rate of each parameter on this rank."""
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        run.data.close()
+        rates = {
+            parameter: group["peak_lr"]
+            for optimizer in run.optimizers.rules
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return {
+            p.name: (p.role, tuple(p.shape), [str(x) for x in p.placements], rates[p.tensor])
+            for p in name_parameters(run.model.parts, MODELS["tiny"].role)
+        }
+
+
+def test_what_an_optimizer_is_told_of_parameters() -> None:
+    (one,) = run_ranks(seen, 1, job(ONE, ADAM))
+    assert {name.rpartition(".")[0]: role for name, (role, *_) in one.items()} == {
+        "tok_embeddings": "embedding",
+        "norm": "norm",
+        "output": "head",
+        **{f"layers.{n}.{norm}_norm": "norm" for n in "01" for norm in ("attention", "ffn")},
+        **{f"layers.{n}.attention.{w}": "matrix" for n in "01" for w in ("wq", "wk", "wv", "wo")},
+        **{f"layers.{n}.feed_forward.{w}": "matrix" for n in "01" for w in ("w1", "w2", "w3")},
+    }
+    factors = {name: rate / 1e-3 for name, (*_, rate) in one.items()}
+    assert factors["layers.1.attention.wq.weight"] == pytest.approx(2)
+    assert factors["layers.1.attention.wk.weight"] == pytest.approx(1)
+    assert factors["tok_embeddings.weight"] == pytest.approx(0.5)
+    assert factors["output.weight"] == factors["norm.weight"] == pytest.approx(0.3)
+    for name, split in {"FSDP 2": "(Shard(dim=0),)", "TP 2": "(Shard(dim=0),)"}.items():
+        for found in run_ranks(seen, 2, job(LAYOUTS[name], ADAM)):
+            assert found.keys() == one.keys(), split
+            for parameter, (role, shape, placements, rate) in found.items():
+                assert (role, shape, rate) == (*one[parameter][:2], one[parameter][3])
+                is_whole = name == "TP 2" and role == "norm"
+                assert any(p.startswith("S") for p in placements) != is_whole, parameter
+    stages = run_ranks(seen, 2, job(LAYOUTS["PP 2"], ADAM))
+    assert stages[0].keys() | stages[1].keys() == one.keys()
+    assert not stages[0].keys() & stages[1].keys()
+    assert all(found[name][3] == one[name][3] for found in stages for name in found)
