@@ -86,9 +86,9 @@ def problems_of_optimizer(job: JobConfig, world_size: int | None) -> Iterator[Pr
     accumulation = job.accumulation(degrees) if job.data_ranks(degrees) > 0 else 1
     for key, message in optim.problems(job.optimizer, job.flat(), accumulation):
         yield Problem(key, message, ("optimizer", "training", *DEGREES))
-    spec = MODELS.get(job.model.name)
-    if job.optimizer.groups and spec and job.model.flavor in spec.flavors:
-        network = build_empty(spec.build, spec.flavors[job.model.flavor], 1)
+    spec = MODELS[job.model.name]
+    if job.optimizer.groups and job.model.flavor in spec.flavors:
+        network = build_empty(spec.build, job.model_args(), 1)
         parameters = optim.name_parameters([network], spec.role)
         for key, message in optim.group_problems(job.optimizer, parameters):
             yield Problem(f"optimizer.{key}", message, ("optimizer", "model"))

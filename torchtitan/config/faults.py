@@ -154,6 +154,7 @@ def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
         return f"; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
     elsewhere = list(dict.fromkeys(f"{place.path}.{path[-1]}" for place in homes))
     near = nearest(path[-1], known, "".join(f"{part}." for part in path[:-1]))
-    if len(elsewhere) == 1 or (elsewhere and not near):
+    is_of_another_choice = any(place.path == here for place in homes)
+    if (len(elsewhere) == 1 or (elsewhere and not near)) and not is_of_another_choice:
         return f"; did you mean {' or '.join(elsewhere)}?"
     return near

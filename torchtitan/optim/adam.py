@@ -78,7 +78,7 @@ class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
     name: Literal["AdamW"] = Field("AdamW", description="Which optimizer.")
-    groups: tuple[AdamGroup, ...] = ()
+    groups: tuple[AdamGroup, ...] = Field((), description="What differs for some parameters.")
 
 
 class Adam(AdamRule, OptimizerConfig):
@@ -87,4 +87,4 @@ class Adam(AdamRule, OptimizerConfig):
     decoupled = False
 
     name: Literal["Adam"] = Field("Adam", description="Which optimizer.")
-    groups: tuple[AdamGroup, ...] = ()
+    groups: tuple[AdamGroup, ...] = Field((), description="What differs for some parameters.")

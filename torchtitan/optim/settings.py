@@ -127,7 +127,7 @@ class OptimizerConfig(UpdateRule):
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
     )
-    groups: tuple[GroupConfig, ...] = ()
+    groups: tuple[GroupConfig, ...] = Field((), description="What differs for some parameters.")
     early_step_in_backward: bool = Field(
         False,
         description="Update each parameter as soon as its gradient is complete, and free that; "

@@ -24,7 +24,7 @@ class SGD(OptimizerConfig):
         "foreach", description="Loop over lists of tensors, or over tensors."
     )
     name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
-    groups: tuple[SGDGroup, ...] = ()
+    groups: tuple[SGDGroup, ...] = Field((), description="What differs for some parameters.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 
