@@ -51,7 +51,7 @@ class JobSection(Config):
 
     config_file: str | None = Field(None, description="The recipe to read; a flag only.")
     dump_folder: str = Field("outputs", description="Folder that everything is written to.")
-    description: str = Field("", description="A line for humans.")
+    description: str = Field("", description="A line for people to read.")
     print_config: bool = Field(False, description="Print the resolved recipe at the start.")
     imports: tuple[str, ...] = Field(
         (),
@@ -80,8 +80,8 @@ class TrainingSection(Config):
     max_skipped_steps: int = Field(
         10,
         ge=1,
-        description="So many skipped steps in a row (see [spikes]) are too many: the run rolls "
-        "back (spikes.max_rollbacks), or saves and ends.",
+        description="After this many skipped steps in a row (see [spikes]) the run rolls back "
+        "(spikes.max_rollbacks), or saves and exits.",
     )
     enable_cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory."
@@ -93,7 +93,7 @@ class TrainingSection(Config):
     mixed_precision_reduce: DTYPES = Field(
         "float32", description="Dtype in which gradients are summed over ranks."
     )
-    gc_freq: int = Field(50, ge=1, description="Steps between collections of Python's garbage.")
+    gc_freq: int = Field(50, ge=1, description="Steps between runs of Python's garbage collector.")
 
 
 class DebugSection(Config):

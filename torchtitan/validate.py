@@ -31,17 +31,20 @@ class ValidationConfig(Config):
     enable: bool = Field(False, description="Measure the loss on held-out data while training.")
     dataset: str | tuple[str, ...] = Field(
         "python_stdlib_validation",
-        description="Name of a data set, or a file or folder; or several, each measured by itself.",
+        description="Name of a data set, or a file or folder; or several, each measured "
+        "separately.",
     )
     dataset_path: str | None = Field(
         None,
-        description="File or folder to read instead of where the data set comes from; for one.",
+        description="File or folder to read instead of where the data set normally comes from; "
+        "only for a single data set.",
     )
     freq: int = Field(10, ge=1, description="Steps between validations; the last step has one.")
     steps: int = Field(
         10,
         ge=1,
-        description="How many global batches of each data set a validation reads; always the same.",
+        description="Number of global batches of each data set per validation; always the same "
+        "batches.",
     )
 
     @property

@@ -65,5 +65,5 @@ class CheckpointConfig(Config):
     save_attempts: int = Field(
         3,
         ge=1,
-        description="Number of attempts to write a checkpoint before training continues without.",
+        description="How many times a save is tried before training continues without it.",
     )

@@ -35,12 +35,12 @@ MULTIPLE = 16
 
 
 class Float8(ConverterConfig):
-    """Linears that multiply in Float8, through torchao."""
+    """Linear layers that multiply in Float8, through torchao."""
 
     name: Literal["float8"] = Field("float8", description="Which converter.")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         "tensorwise",
-        description="A scale for each tensor; or for each row; or for each row, with the weights' "
+        description="One scale per tensor; one per row; or one per row, with the weights' "
         "gradients in high precision.",
     )
     enable_fsdp_float8_all_gather: bool = Field(
@@ -48,11 +48,12 @@ class Float8(ConverterConfig):
     )
     precompute_float8_dynamic_scale_for_fsdp: bool = Field(
         False,
-        description="Find the scales of all gathered weights by one reduction before each step, "
-        "not by one for each weight whenever it is gathered.",
+        description="Compute the scales of all gathered weights with one reduction before each "
+        "step, instead of one per weight and gather.",
     )
     enable_tensor_parallel_float8_all_gather: bool = Field(
-        False, description="Gather activations over tensor ranks in Float8 (tensorwise only)."
+        False,
+        description="Gather activations over tensor-parallel ranks in Float8 (tensorwise only).",
     )
 
     @property

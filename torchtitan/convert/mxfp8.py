@@ -26,11 +26,11 @@ BLOCK = 32
 
 
 class MXFP8(ConverterConfig):
-    """Linears that multiply in MXFP8: Float8 with a power of two for every 32 elements."""
+    """Linear layers that multiply in MXFP8: Float8 with a power-of-two scale per 32 elements."""
 
     name: Literal["mxfp8"] = Field("mxfp8", description="Which converter.")
     high_precision_weight_gradients: bool = Field(
-        False, description="Compute the gradients of the weights in the dtype they came in."
+        False, description="Compute the gradients of the weights in their original dtype."
     )
 
     @property

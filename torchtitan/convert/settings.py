@@ -84,12 +84,12 @@ class ConverterConfig(Config):
     name: str = Field(description="Which converter: a key of torchtitan.convert.CONVERTERS.")
     filter_fqns: tuple[str, ...] = Field(
         ("output",),
-        description="Linears whose name contains one of these are left as they are.",
+        description="Linear layers whose name contains one of these are not converted.",
     )
     emulate: bool = Field(
         False,
-        description="Where the device has no such matrix products: round the same values, and "
-        "multiply them in the dtype they came in.",
+        description="On a device without such matrix products: round the operands in the same "
+        "way, and multiply them in their original dtype.",
     )
 
     @property

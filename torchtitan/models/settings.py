@@ -25,7 +25,7 @@ class ModelConfig(Config):
     """What every family of models can be told."""
 
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
-    flavor: str = Field("debugmodel", description="Which sizes, where no key here says another.")
+    flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
 
     @classmethod
     def sizes(cls) -> list[str]:

@@ -32,13 +32,13 @@ class CompileConfig(Config):
     backend: str = Field("inductor", description="Backend of torch.compile.")
     fullgraph: bool = Field(
         True,
-        description="Fail where a block or the loss cannot be compiled whole; false: compile it in "
-        "several graphs, and say where and why it breaks.",
+        description="Fail if a block or the loss cannot be compiled as one graph; false: compile "
+        "several graphs, and log where and why it breaks.",
     )
     granularity: Granularity = Field(
         "block",
-        description="What is one graph: each block, where blocks alike share one; or the whole "
-        "model (of a pipeline: the stage), which takes longer to compile.",
+        description="What is compiled as one graph: each block (identical blocks share a graph), "
+        "or the whole model (with a pipeline: the stage), which takes longer to compile.",
     )
 
     cache_folder: str | None = Field(

@@ -16,10 +16,10 @@ class ParallelismConfig(Config):
     """How many ranks each technique uses, and how."""
 
     data_parallel_replicate_degree: int = Field(
-        1, ge=1, description="Copies of the model: DDP alone, HSDP together with sharding."
+        1, ge=1, description="Replicas of the model: DDP alone, HSDP together with sharding."
     )
     data_parallel_shard_degree: int = Field(
-        -1, ge=-1, description="Parts the parameters are split into (FSDP); -1: all ranks left."
+        -1, ge=-1, description="Number of shards of the parameters (FSDP); -1: all remaining ranks."
     )
     fsdp_reshard_after_forward: ReshardPolicy = Field(
         "default",
@@ -29,11 +29,13 @@ class ParallelismConfig(Config):
     tensor_parallel_degree: int = Field(1, ge=1, description="Ranks that share each matrix.")
     disable_sequence_parallel: bool = Field(
         False,
-        description="Keep the activations between the matrices whole on every tensor rank, "
+        description="Keep all activations between the matrices on every tensor-parallel rank, "
         "instead of a part of the sequence each.",
     )
     disable_loss_parallel: bool = Field(
-        False, description="Gather the logits instead of sharing the loss over tensor ranks."
+        False,
+        description="Gather the logits, instead of computing the loss on logits sharded "
+        "over tensor-parallel ranks.",
     )
     enable_async_tensor_parallel: bool = Field(
         False,
@@ -47,7 +49,9 @@ class ParallelismConfig(Config):
         "InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.",
     )
     pipeline_parallel_schedule_csv: str = Field(
-        "", description="File with an order of your own, a row a rank; instead of a schedule."
+        "",
+        description="CSV file with a custom schedule, one row per rank; replaces "
+        "pipeline_parallel_schedule.",
     )
     pipeline_parallel_microbatch_size: int = Field(
         1, ge=1, description="Sequences in a pipeline microbatch."
@@ -55,32 +59,37 @@ class ParallelismConfig(Config):
     pipeline_parallel_layers_per_stage: int | None = Field(
         None,
         ge=1,
-        description="Layers in a stage, at most, which decides the number of stages; absent: one "
-        "stage a rank, or two with the schedules that interleave several.",
+        description="Maximum number of layers in a stage, which determines the number of stages; "
+        "absent: one stage per rank, or two with interleaved schedules.",
     )
     pipeline_parallel_balance: Literal["flops", "parameters"] = Field(
-        "flops", description="What the stages should have about equally much of."
+        "flops", description="What is balanced between the stages."
     )
     pipeline_parallel_embedding_weight: float | None = Field(
-        None, ge=0, description="Cost of the embedding in layers; absent: by what is balanced."
+        None,
+        ge=0,
+        description="Cost of the embedding, in layers; absent: computed from what is balanced.",
     )
     pipeline_parallel_head_weight: float | None = Field(
-        None, ge=0, description="Cost of norm and output in layers; absent: by what is balanced."
+        None,
+        ge=0,
+        description="Cost of norm and output, in layers; absent: computed from what is balanced.",
     )
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] = Field(
         (),
-        description="The modules of each stage by name, in order, instead of the automatic cut.",
+        description="The modules of each stage by name, in order, instead of the automatic split.",
     )
     context_parallel_degree: int = Field(1, ge=1, description="Ranks that share a sequence.")
     context_parallel_rotate_method: Rotation = Field(
         "allgather",
-        description="How the keys and values of the other ranks arrive: all at once, or one "
-        "rank's after the other around a ring.",
+        description="How keys and values are exchanged: all at once (allgather), or from rank to "
+        "rank (ring attention).",
     )
     context_parallel_load_balancer: Balancing = Field(
         "headtail",
-        description="headtail: each rank takes a part from the sequence's head and its mirror "
-        "from the tail, so that the causal mask leaves all the same work; none: one part.",
+        description="headtail: each rank takes a piece from the head of the sequence and its "
+        "mirror image from the tail, so that all have the same work under the causal mask; none: "
+        "one piece.",
     )
 
     def microbatches(self, local_batch_size: int) -> int:

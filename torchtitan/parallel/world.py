@@ -68,13 +68,13 @@ class CommConfig(Config):
     """Settings of the process groups."""
 
     init_timeout_seconds: int = Field(
-        300, ge=1, description="Limit for a collective until the end of the first step."
+        300, ge=1, description="Timeout of collectives until the end of the first step."
     )
     train_timeout_seconds: int = Field(
-        100, ge=1, description="Limit for a collective after the first step."
+        100, ge=1, description="Timeout of collectives after the first step."
     )
     trace_buf_size: int = Field(
-        20000, ge=0, description="Collectives that torch's Flight Recorder remembers; 0: it is off."
+        20000, ge=0, description="Number of collectives that torch's Flight Recorder keeps; 0: off."
     )
     save_traces_folder: str = Field(
         "comm_traces",
@@ -82,7 +82,7 @@ class CommConfig(Config):
         "job.dump_folder.",
     )
     save_traces_file_prefix: str = Field(
-        "rank_", description="What the name of a trace has before the number of its rank."
+        "rank_", description="Prefix of the names of traces, before the rank."
     )
     debug_level: Literal["off", "info", "detail"] | None = Field(
         None,

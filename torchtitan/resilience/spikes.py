@@ -28,7 +28,7 @@ History = dict[str, list[float]]
 
 
 class SpikesConfig(Config):
-    """`[spikes]`: which steps are skipped, and what follows many of them in a row."""
+    """Which steps are skipped, and what happens after many of them in a row."""
 
     sigma: float = Field(
         0.0,
@@ -40,14 +40,15 @@ class SpikesConfig(Config):
     window: int = Field(
         128,
         ge=2,
-        description="How many of the last good steps the mean is of; until there are as many, "
-        "only what is not finite is skipped.",
+        description="Number of last good steps that mean and deviation are computed over; until "
+        "there are that many, only non-finite steps are skipped.",
     )
     max_rollbacks: int = Field(
         0,
         ge=0,
         description="After training.max_skipped_steps in a row, go back to the checkpoint before "
-        "them and on with the data after them, at most this often in a run; then it ends.",
+        "them and continue with the data after them, at most this many times in a run; then it "
+        "ends.",
     )
 
 

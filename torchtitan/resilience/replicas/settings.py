@@ -17,7 +17,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
 class FaultToleranceConfig(Config):
-    """`[fault_tolerance]`: replica groups that go on when one of them is lost."""
+    """Replica groups that keep training when one of them is lost."""
 
     enable: bool = Field(
         False,
@@ -26,10 +26,14 @@ class FaultToleranceConfig(Config):
     )
     replica_id: int = Field(0, ge=0, description="Which of the groups this is, from 0.")
     group_size: int = Field(
-        0, ge=0, description="How many replica groups share each global batch when all are there."
+        0,
+        ge=0,
+        description="Number of replica groups that share each global batch when all are present.",
     )
     min_replica_size: int = Field(
-        1, ge=1, description="A step of fewer groups than this changes no weight; it is done again."
+        1,
+        ge=1,
+        description="A step with fewer groups than this changes no weight, and is repeated.",
     )
 
     @property
