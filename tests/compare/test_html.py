@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
-from torchtitan.tools.compare.html import page
+from torchtitan.tools.compare.render import html as page
 from torchtitan.tools.compare.report import Report, Variant
 from torchtitan.tools.compare.words import verdict
 

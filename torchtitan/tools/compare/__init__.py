@@ -4,7 +4,8 @@ study      what is to be compared: a file, recipes, or one recipe varied
 prepare    each variant is checked, and becomes runs
 launch     the runs, one after the other
 measure    numbers of a run; parity: whether two train the same
-gather     all of it as a report; markdown and html show it
+gather     all of it as a report
+contents   what a report says; render: that as a page, and as Markdown
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from torchtitan.checkpoint import lock
 from torchtitan.config import RecipeError
 from torchtitan.logging import logger
-from torchtitan.tools.compare import html, markdown
+from torchtitan.tools.compare import render, words
 from torchtitan.tools.compare.gather import Candidate, of_folder, report
 from torchtitan.tools.compare.launch import (
     is_done,
@@ -130,21 +131,21 @@ def summary(found: Report) -> Iterator[str]:
     """A line for each variant."""
     width = max(len(each.name) for each in found.variants)
     for each in found.variants:
-        told = f"{each.name:<{width}}  {each.status}"
+        line: str = each.status
         if each.tps is not None:
-            told = (
-                f"{each.name:<{width}}  {each.tps.median:10,.0f} tokens/s/device  "
-                f"x {markdown.ratio(each.ratio)}  {each.parity.verdict}"
-            )
-        yield told
+            ratio = f"{each.ratio.median:.2f}" if each.ratio else words.MISSING
+            rounds = f" ({span})" if (span := words.span(each.ratio)) else ""
+            speed = f"{each.tps.median:10,.0f} tokens/s/device  x {ratio}{rounds}"
+            line = f"{speed}  {each.parity.verdict}"
+        yield f"{each.name:<{width}}  {line}"
 
 
 def write(found: Report, folder: Path) -> None:
     """Write the three forms of a report."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", found.to_json())
-    write_whole(folder / "report.md", markdown.page(found))
-    write_whole(folder / "report.html", html.page(found))
+    write_whole(folder / "report.md", render.markdown(found))
+    write_whole(folder / "report.html", render.html(found))
 
 
 def _candidate(ready: Ready, todo: Sequence[Task], warmup: int, last: int) -> Candidate:

@@ -123,6 +123,10 @@ def byte_size(value: float | None) -> str:
     return f"{value:.4g} {unit}"
 
 
+def median(spread: Spread | None) -> str:
+    return MISSING if spread is None else count(spread.median)
+
+
 def quartiles(spread: Spread | None) -> str:
     """Between which values the middle half lies, if there are several."""
     if spread is None or spread.count == 1:
