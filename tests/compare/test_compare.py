@@ -12,7 +12,7 @@ from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders
 from torchtitan.tools.compare.measure import Measured, spread
-from torchtitan.tools.compare.parity import JUDGED, difference, judge
+from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
 from torchtitan.tools.compare.report import Curve, Spread
 
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
@@ -27,7 +27,9 @@ def verdict(ours: list[float | None], theirs: list[float | None], **more: Any) -
     job = more.get("job", tiny.job())
     norms = curve([1.0] * len(ours))
     others = [curve(values) for values in more.get("others", [])]
-    return judge(curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others).verdict
+    return compare_curves(
+        curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others
+    ).verdict
 
 
 def leave(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:

@@ -30,7 +30,7 @@ from torchtitan.tools.compare.report import Report
 from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
 from torchtitan.tools.history import METRICS_FILE
 
-__all__ = ["FORMS", "compare", "compare_folders", "foresee", "read", "summary"]
+__all__ = ["FORMS", "compare", "compare_folders", "dry_run", "read", "summary"]
 
 FORMS = ("md", "html", "json")
 """In which a report is written."""
@@ -53,7 +53,7 @@ def read(
     return read_study(studies[0], flags, **changes)
 
 
-def foresee(study: Study) -> Iterator[str]:
+def dry_run(study: Study) -> Iterator[str]:
     """What a comparison would do, a line each; nothing is started.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.compare import FORMS, compare_folders, foresee, read, summary
+from torchtitan.tools.compare import FORMS, compare_folders, dry_run, read, summary
 from torchtitan.tools.compare import compare as run_and_compare
 from torchtitan.tools.options import Count, RecipeVerb, count, verb
 
@@ -67,7 +67,7 @@ def compare(
             output=output,
         )
         if check:
-            print(*foresee(study), sep="\n")
+            print(*dry_run(study), sep="\n")
             return 0
         try:
             place, report = study.output, run_and_compare(study)

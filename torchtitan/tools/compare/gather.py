@@ -20,7 +20,7 @@ from torchtitan.parallel.traffic import of_step
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
-from torchtitan.tools.compare.parity import judge
+from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.report import Parity, Report, Spread, Status, Variant
 from torchtitan.tools.history import RunHistory
 
@@ -196,7 +196,7 @@ def _parity(each: Candidate, base: Candidate) -> Parity:
             "not judged", f"their global batches have {batches[0]} and {batches[1]} sequences"
         )
     ours, base_run = each.runs[0], base.runs[0]
-    return judge(
+    return compare_curves(
         ours.curve("loss"),
         base_run.curve("loss"),
         ours.curve("grad_norm"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from torchtitan.logging import logger
 from torchtitan.tools.compare.prepare import Task, write_recipe
 
-PATIENCE = 10.0
+TERMINATE_TIMEOUT = 10.0
 """Seconds in which a run that is told to end should have ended."""
 
 LAST_LINES = 6
@@ -107,7 +107,7 @@ def _run(command: Sequence[str], output: int) -> int:
             for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
                 process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(PATIENCE)
+                    process.wait(TERMINATE_TIMEOUT)
                     break
 
 

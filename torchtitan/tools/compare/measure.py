@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan.tools.compare.launch import read_outcome
 from torchtitan.tools.compare.report import Curve, Run, Spread
 from torchtitan.tools.explain.trace import read_trace
-from torchtitan.tools.history import Row, RunHistory, seconds_of
+from torchtitan.tools.history import RunHistory, seconds_of
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -25,12 +25,11 @@ class Measured:
 
     def __init__(self, folder: Path, round: int, seed: int, warmup: int, last: int | None) -> None:
         """Measured are the steps after `warmup`, up to `last` (None: to the end)."""
-        self.folder, self.round, self.seed = folder, round, seed
+        self.folder, self.round, self.seed, self.warmup = folder, round, seed, warmup
         self.history = RunHistory.open(folder)
-        reports = self.history.reports
-        self.all = [row for row in reports if last is None or row["step"] <= last]
+        self.last = math.inf if last is None else last
+        self.all = [row for row in self.history.reports if row["step"] <= self.last]
         self.rows = [row for row in self.all if row["step"] > warmup]
-        self.before = [row["step"] for row in self.all if row["step"] <= warmup][-1:]
 
     @property
     def tps(self) -> list[float]:
@@ -54,13 +53,12 @@ class Measured:
 
     def seconds_by_phase(self) -> dict[str, float]:
         """Of all measured steps together, pauses too."""
-        found: dict[str, float] = {}
-        step = self.before[0] if self.before else 0
-        for row in self.rows:
-            for name, seconds in _phases(row, row["step"] - step).items():
-                found[name] = found.get(name, 0.0) + seconds
-            step = row["step"]
-        return found
+        phases, pauses = seconds_of(
+            (row, steps)
+            for row, steps in self.history.report_steps()
+            if self.warmup < row["step"] <= self.last
+        )
+        return phases | pauses if phases else {}
 
     def curve(self, key: str) -> Curve:
         """A value over the steps, those that are not measured too."""
@@ -70,10 +68,6 @@ class Measured:
             tuple(_finite(row[key]) for row in self.all),
         )
 
-    def _event(self, kind: str) -> Row:
-        rank = self.history.rank_events.get(0, [])
-        return next((row for row in rank if row["event"] == kind), {})
-
     @property
     def startup_s(self) -> float | None:
         """To the end of the first step, from the launch or, if unknown, the process's start."""
@@ -81,39 +75,36 @@ class Measured:
         if outcome is not None and self.all:
             seconds: float = self.all[0]["time"] - outcome.launched
             return seconds
-        start = self._event("start")
+        start = self.history.last_event("start")
         parts = [start.get("before_first_step_s"), start.get("first_step_s")]
         return sum(parts) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
 
     @property
     def compile_s(self) -> float | None:
         """Seconds in the compiler, until the first step was done; None where nothing compiles."""
-        seconds: float = self._event("start").get("compile_s", 0.0)
+        seconds: float = self.history.last_event("start").get("compile_s", 0.0)
         return seconds or None
 
     @property
     def has_messages(self) -> bool:
         """Whether sends and receives were recorded; gloo does not."""
-        return bool(self._event("traffic").get("messages"))
+        return bool(self.history.last_event("traffic").get("messages"))
 
     @property
     def sent(self) -> tuple[dict[str, float], str]:
         """Bytes that rank 0 sends in a step, by axis; and why there are none."""
-        event = self._event("traffic")
-        sent = {key[5:]: float(size) for key, size in event.items() if key.startswith("sent/")}
+        event = self.history.last_event("traffic")
         if not event:
             return {}, "the run did not record its collectives (comm.trace_buf_size, save_events)"
-        return sent, event.get("left_out", "")
+        return self.history.sent, event.get("left_out", "")
 
     @property
     def exposed(self) -> float | None:
         """Share of a traced step in which rank 0 communicated and computed nothing."""
-        recipe = self.history.recipe
-        folder = self.folder / str(recipe.get("profiling.save_traces_folder", "profile_traces"))
-        paths = sorted(folder.glob("*/rank0_trace.json"), key=lambda path: path.stat().st_mtime)
-        if not paths:
+        path = self.history.newest_trace().get(0)
+        if path is None:
             return None
-        trace = read_trace(paths[-1])
+        trace = read_trace(path)
         return trace.exposed / trace.span if trace.span else None
 
     def summary(self, root: Path) -> Run:
@@ -121,11 +112,6 @@ class Measured:
         inside = self.folder.is_relative_to(root)
         folder = self.folder.relative_to(root) if inside else self.folder
         return Run(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)
-
-
-def _phases(row: Row, steps: int) -> dict[str, float]:
-    phases, pauses = seconds_of([(row, steps)])
-    return phases | pauses if phases else {}
 
 
 def _finite(value: float | None) -> float | None:

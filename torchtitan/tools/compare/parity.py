@@ -3,7 +3,7 @@
 Recipes that differ only in layout or technique have the same loss in exact arithmetic, so what
 tells them apart is rounding. Each update carries a difference on, and training is chaotic: what is
 1e-7 in the first step may be 1e-2 after forty, of two runs of which neither is wrong. So the first
-steps are judged, by the coarser dtype of computation,
+steps are compared, by the coarser dtype of computation,
 
     relative difference at step s <= GROWTH[dtype] s,   s = 1 ... JUDGED
 
@@ -27,7 +27,7 @@ LAST = 3
 """The mean over the last such part of the steps is compared with other seeds."""
 
 
-def judge(
+def compare_curves(
     ours: Curve,
     theirs: Curve,
     our_norms: Curve,

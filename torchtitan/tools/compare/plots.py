@@ -189,6 +189,7 @@ def figure(
             "showlegend": False,
             "font": {"family": "inherit", "size": 13, "color": INK},
             "margin": {"l": 12, "r": 16, "t": 12, "b": 44},
+            "autosize": True,
             "template": "none",
         },
     )
