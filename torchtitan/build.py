@@ -210,7 +210,7 @@ def around_step(parts: Parts) -> Run:
         Flag(parts.profiler.request, parts.profiler.agree),
     ]
     # In the order in which they follow a step.
-    tasks: list[Task] = [parts.observer.after_step]
+    tasks: list[Task] = []
     session: list[AbstractContextManager[object]] = [parts.meter, parts.profiler, parts.stop]
 
     if job.fault_tolerance.enable:
@@ -221,6 +221,7 @@ def around_step(parts: Parts) -> Run:
         guard = group_guard = GroupGuard(guard, group)
         session.append(group.join())
         tasks.append(lambda state: group_guard.is_void and not (parts.is_finished() and state.step))
+    tasks.append(parts.observer.after_step)
     if job.metrics.precision_freq:
         model = ProbedModel(model, before=precision_probe(parts))
     if job.metrics.statistics_freq:
@@ -618,6 +619,9 @@ def set_determinism(job: JobConfig) -> None:
     if job.debug.deterministic:
         # Read by cuBLAS when it is first used; without it torch refuses matrix products on CUDA.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(
-        job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
-    )
+    # Torch imports its compiler to set it, which takes a second, so it is left as it is where it is
+    # right.
+    if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan.optim import low_bit
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
+from torchtitan.torch_private.optimizers import without_compiler
 
 
 class AdamRule(Implemented):
@@ -35,7 +36,7 @@ class AdamRule(Implemented):
             return low_bit.LowBitAdam(groups, self.state_dtype, decoupled=self.decoupled)
         kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
         how: dict[str, Any] = self.how()
-        return kind([group.options() for group in groups], **how)
+        return without_compiler(kind, [group.options() for group in groups], **how)
 
     def saved(self, state: Tensor) -> Tensor:
         return low_bit.values(state)

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
+from torchtitan.torch_private.optimizers import without_compiler
 
 
 class SGDGroup(GroupConfig):
@@ -32,9 +33,9 @@ class SGD(OptimizerConfig):
         return super().options() | {"momentum": self.momentum, "nesterov": self.nesterov}
 
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [group.options() for group in groups], foreach=self.implementation == "foreach"
-        )
+        options = [group.options() for group in groups]
+        foreach = self.implementation == "foreach"
+        return without_compiler(torch.optim.SGD, options, foreach=foreach)
 
     def state_bytes(self, parameter_bytes: int) -> float:
         return parameter_bytes if self.momentum else 0.0

@@ -87,8 +87,9 @@ class Recorded(Technique):
 
     def confirm(self) -> None:
         """Warn of graphs that were not recorded."""
-        skipped = compiler_counts()["inductor"]["cudagraph_skips"]
-        if self.config.cuda_graphs and skipped:
+        if not self.config.cuda_graphs:
+            return
+        if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
             logger.warning(
                 "compile: %d times a graph was not recorded as a CUDA graph; "
                 "TORCH_LOGS=perf_hints says why",

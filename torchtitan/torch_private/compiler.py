@@ -1,6 +1,7 @@
 """What torch.compile counts, keeps and chooses."""
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -58,6 +59,8 @@ def compilations() -> dict[str, Compilation]:
 
 def compile_seconds() -> float:
     """Seconds that this process has spent in compiling, forward and backward together."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
     from torch._dynamo.utils import cumulative_time_spent_ns
 
     names = ("entire_frame_compile", "entire_backward_compile")
