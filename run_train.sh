@@ -8,7 +8,7 @@
 # LOG_RANK       ranks whose output is shown; default: 0
 # MAX_RESTARTS   restarts after a rank died; default: 3 with several processes and checkpoints
 # NNODES         machines that take part, each with this command: 2, or 1:2 for one or two
-# RDZV_ENDPOINT  HOST:PORT on one of these machines, where they meet
+# RDZV_ENDPOINT  HOST:PORT on one of these machines, for the rendezvous
 #
 # Ctrl-C, or SIGTERM to this script, ends the run after the current step with a checkpoint.
 set -euo pipefail

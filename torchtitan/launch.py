@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.info("a rank that dies ends the run: %s: %s", problem.path, problem.message)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        return Run(job, torchrun_words(arguments, words)).work()
+        return LaunchedRun(job, torchrun_words(arguments, words)).work()
     except RendezvousError as error:
         where = arguments.rdzv_endpoint
         logger.error("the rendezvous at %s failed, or a node ended the run: %r", where, error)
@@ -136,7 +136,7 @@ def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[
     ]
 
 
-class Run:
+class LaunchedRun:
     """A run as its launcher sees it: through the agent, and through the traces of the ranks."""
 
     def __init__(self, job: JobConfig, words: Sequence[str]) -> None:

@@ -239,7 +239,7 @@ def _microbatches(chosen: ParallelismConfig) -> int:
 def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
     """The run of `job` on one rank: in as few microbatches as fit, nothing applied to the model."""
     batch = job.global_batch(job.degrees(ranks))
-    sequence = 4 * job.training.seq_len * job.model_args().vocab_size
+    sequence = 4 * job.training.seq_len * spec.args(job.model).vocab_size
     fits = [n for n in range(1, batch + 1) if batch % n == 0 and n * sequence <= LOGITS]
     training = {
         "global_batch_size": batch,
