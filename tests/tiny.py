@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from torchtitan import checks
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
@@ -45,6 +47,14 @@ FLAVORS = {
 }
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
+
+
+def problems(
+    job: JobConfig, device_type: str = "cpu", severity: str = "error", ranks: int | None = None
+) -> list[Problem]:
+    """What is wrong with a recipe on this machine, if it had a device of that kind; or notes."""
+    found = checks.problems(job, PlannedWorld(ranks, device_type, is_here=True))
+    return [problem for problem in found if problem.severity == severity]
 
 
 def job(dump_folder: Path | str = "unused", **sections: dict[str, Any]) -> JobConfig:

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -190,6 +191,11 @@ def pick(local_rank: int = 0) -> Device:
             f'most {count} processes here, or set CUDA_VISIBLE_DEVICES="" to train on the CPU'
         )
     return Device("cuda", local_rank)
+
+
+def compiles_for_cpu() -> bool:
+    """Whether there is what inductor needs for code of the CPU: a compiler of C++."""
+    return bool(shutil.which("g++") or shutil.which("clang++"))
 
 
 def _cpu_name() -> str:

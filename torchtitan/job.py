@@ -1,12 +1,14 @@
 """The whole recipe as one tree, each section imported from its owner."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
-from torchtitan.config import Config, ListOf, OneOf, flat
+from torchtitan.config import Config, ListOf, OneOf, PlannedWorld, Problem, flat
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
 from torchtitan.losses import LossConfig
@@ -59,6 +61,15 @@ class JobSection(Config):
         "OPTIMIZERS, DATASETS and the other registries.",
     )
 
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.config_file is not None:
+            message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
+            yield Problem("config_file", message)
+        dump = Path(self.dump_folder).expanduser()
+        existing = next((folder for folder in (dump, *dump.parents) if folder.exists()), None)
+        if existing and not existing.is_dir():
+            yield Problem("dump_folder", f"{existing} is a file; wanted a folder")
+
 
 class TrainingSection(Config):
     """Batches, steps and precision."""
@@ -95,6 +106,16 @@ class TrainingSection(Config):
     )
     gc_freq: int = Field(50, ge=1, description="Steps between runs of Python's garbage collector.")
 
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.global_batch_size == 0:
+            yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
+        if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
+            message = (
+                "parameters stored in bfloat16 (self.dtype) gain nothing from it; use bfloat16 "
+                "here or float32 there"
+            )
+            yield Problem("mixed_precision_param", message, ("dtype",))
+
 
 class DebugSection(Config):
     """Seed and determinism."""
@@ -104,6 +125,11 @@ class DebugSection(Config):
     deterministic_warn_only: bool = Field(
         False, description="Warn of an operation that has no deterministic algorithm."
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.deterministic_warn_only and not self.deterministic:
+            message = "it means nothing without self.deterministic = true"
+            yield Problem("deterministic_warn_only", message, ("deterministic",))
 
 
 class JobConfig(Config):
@@ -135,9 +161,9 @@ class JobConfig(Config):
         """The arguments of the model: its flavor's, with the sizes that the recipe says."""
         return MODELS[self.model.name].args(self.model)
 
-    def degrees(self, world_size: int) -> Degrees:
-        """Sizes of the mesh axes for `world_size` ranks."""
-        return self.parallelism.degrees(world_size)
+    def degrees(self, world_size: int | None) -> Degrees:
+        """Sizes of the mesh axes for `world_size` ranks; None: for as few as there can be."""
+        return self.parallelism.degrees(world_size or self.parallelism.least_ranks)
 
     def data_ranks(self, degrees: Degrees) -> int:
         """Number of ranks that read different samples, those of other replica groups included."""
@@ -151,7 +177,7 @@ class JobConfig(Config):
 
     def accumulation(self, degrees: Degrees) -> int:
         """Microbatches that each rank accumulates in an optimizer step."""
-        once = self.training.local_batch_size * self.data_ranks(degrees)
+        once = self.training.local_batch_size * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
     def schedule_steps(self) -> int:

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchtitan.checkpoint import lock, saved_steps
-from torchtitan.checks import problems_of_restarts
-from torchtitan.config import ConfigError
+from torchtitan.checks.resuming import restarts
+from torchtitan.config import ConfigError, PlannedWorld
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     configure(color=not job.metrics.disable_color_printing)
     if arguments.max_restarts is None:
-        obstacles = list(problems_of_restarts(job))
+        obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         arguments.max_restarts = 0 if obstacles else RESTARTS
         for problem in obstacles:
             logger.info("a rank that dies ends the run: %s: %s", problem.path, problem.message)
@@ -107,10 +107,8 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     """
     nodes, each = arguments.nnodes, arguments.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
-    recipe = read(words, sizes if len(sizes) > 1 else sizes[0], pick().type)
-    job = recipe.config
-    if arguments.max_restarts:
-        recipe.refuse(problems_of_restarts(job))
+    ranks = sizes if len(sizes) > 1 else sizes[0]
+    job = read(words, ranks, pick().type, may_restart=bool(arguments.max_restarts)).config
     if nodes[-1] == 1:  # else ranks of another node may have begun
         choose(job)
         with lock(Path(job.job.dump_folder).expanduser()):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan.build import Observer, build, open_tokenizer, resume_policy
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
-from torchtitan.checks import load_job, problems_of_machine, remarks
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
 from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
@@ -109,15 +109,16 @@ def saves(job: JobConfig) -> bool:
     return job.checkpoint.enable and not job.checkpoint.load_only
 
 
-def read(words: Sequence[str], ranks: int | range, device_type: str) -> Recipe[JobConfig]:
+def read(
+    words: Sequence[str], ranks: int | range, device_type: str, *, may_restart: bool = False
+) -> Recipe[JobConfig]:
     """Read and check the recipe for `ranks` ranks of this machine's kind of device.
 
     Raises:
         ConfigError: with every mistake found.
     """
     path, flags = split_recipe(words)
-    recipe = load_job(path, flags, ranks, device_type)
-    recipe.refuse(problems_of_machine(recipe.config, device_type))
+    recipe = load_job(path, flags, ranks, device_type, is_here=True, may_restart=may_restart)
     recipe.refuse(problems_of_tokenizer(recipe.config))
     return recipe
 
@@ -164,7 +165,7 @@ def refuse(error: ConfigError) -> int:
 
 def log_recipe(recipe: Recipe[JobConfig]) -> None:
     """Say what was read otherwise than it was written, and the recipe itself if asked."""
-    for notice in (*recipe.notices, *remarks(recipe.config)):
+    for notice in recipe.notices:
         logger.info("%s", notice)
     if recipe.config.job.print_config:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))

@@ -10,16 +10,16 @@ Special tokens stand for no bytes, but their loss counts: a model has to know wh
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.data import DATASETS, Batch, DataConfig, DataStream, Tokenizer
 from torchtitan.data.batch import IGNORED
-from torchtitan.data.settings import NEEDS_PATH, dataset_mistakes
+from torchtitan.data.settings import NEEDS_PATH
 from torchtitan.data.token_bytes import BytesUnknown
 from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
@@ -59,29 +59,28 @@ class ValidationConfig(Config):
             name: training.model_copy(update=update | {"dataset": name}) for name in self.datasets
         }
 
-    def mistakes(self, training: DataConfig) -> Iterator[tuple[str, str]]:
-        """What cannot be read, told without reading it: (dotted key, message)."""
-        names = self.datasets
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if not self.enable:
+            return
+        names, several = self.datasets, self.data(recipe.data)
         if len(names) == 1:
-            for key, message in dataset_mistakes(self.data(training)[names[0]]):
-                own = key.replace("data.", "validation.", 1)
-                yield own, message.replace("data.dataset", "validation.dataset")
+            yield from several[names[0]].problems(recipe, world)
             return
         if not names:
-            yield "validation.dataset", "wanted at least one data set"
+            yield Problem("dataset", "wanted at least one data set")
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield "validation.dataset", f'"{name}" is named twice'
+            yield Problem("dataset", f'"{name}" is named twice')
         if self.dataset_path is not None:
-            message = "it is of one data set; name files and folders in validation.dataset"
-            yield "validation.dataset_path", message
+            message = "it is of one data set; name files and folders in self.dataset"
+            yield Problem("dataset_path", message, ("dataset",))
             return
-        for name, config in self.data(training).items():
+        for name, config in several.items():
             if name in DATASETS and DATASETS[name].kind in NEEDS_PATH:
                 message = f'write the file or folder itself in place of "{name}"'
-                yield "validation.dataset", message
+                yield Problem("dataset", message)
                 continue
-            for _, message in dataset_mistakes(config):
-                yield "validation.dataset", f'"{name}": {message}'
+            for problem in config.problems(recipe, world):
+                yield Problem("dataset", f'"{name}": {problem.message}')
 
 
 Values = dict[str, float | None]

@@ -15,7 +15,7 @@ from tests.layouts import GATHERED, MICROSCALED, ROWWISE, TENSORWISE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
 from torchtitan import convert
-from torchtitan.checks import problems_of_machine
+from torchtitan.config import PlannedWorld
 from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
@@ -70,19 +70,23 @@ def test_converters_are_applied_in_order() -> None:
     ],
 )
 def test_what_a_device_lacks(
-    config: ConverterConfig, capability: tuple[int, int] | None, lack: str | None
+    config: ConverterConfig,
+    capability: tuple[int, int] | None,
+    lack: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert config.lacks(capability) == lack
-    told = list(convert.lacking([config], capability))
-    assert [number for number, _ in told] == [0] * bool(lack)
+    monkeypatch.setattr(Device, "capability", capability)
+    here = PlannedWorld(1, "cuda" if capability else "cpu", is_here=True)
+    assert [problem.path for problem in config.problems(None, here)] == ["emulate"] * bool(lack)
     emulated = config.model_copy(update={"emulate": True})
-    assert not list(convert.lacking([emulated], capability))
+    assert not list(emulated.problems(None, here))
 
 
 def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:
     emulated, real = Float8(emulate=True, filter_fqns=("layers.1", "output")), MXFP8()
     job = recipe(case(convert=(emulated, real)))
-    (problem,) = problems_of_machine(job, "cpu")
+    (problem,) = tiny.problems(job, "cpu")
     assert problem.path == "convert.1.emulate"
     assert "write emulate = true" in problem.message
 

@@ -14,7 +14,6 @@ from tests.layouts import RESHARD, ROWWISE, SIMPLE, Case, case
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
 from tests.runs import train
-from torchtitan.checks import problems_of_machine, remarks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
@@ -238,10 +237,12 @@ def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
 
 
 def test_what_an_eager_run_keeps_is_said() -> None:
-    (line,) = remarks(tiny.job(sharding=SIMPLE))
-    assert line.startswith("sharding.name: without compile.enable")
-    assert not list(remarks(tiny.job(sharding=SIMPLE, parallelism={RESHARD: "never"})))
-    assert not list(remarks(tiny.job()))
+    (note,) = tiny.problems(tiny.job(sharding=SIMPLE), severity="note")
+    assert note.path == "sharding.name"
+    assert note.message.startswith("without compile.enable")
+    never = tiny.job(sharding=SIMPLE, parallelism={RESHARD: "never"})
+    assert not tiny.problems(never, severity="note")
+    assert not tiny.problems(tiny.job(), severity="note")
 
 
 def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +258,6 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_scheduler_needs_a_gpu() -> None:
     job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
-    (problem,) = problems_of_machine(job, "cpu")
+    (problem,) = tiny.problems(job, "cpu")
     assert problem.message.endswith('none here, but cpu; use "block" or "size"')
-    assert not list(job.sharding.problems_of_machine("cuda"))
+    assert not tiny.problems(job, "cuda")

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
-from torchtitan import optim
-from torchtitan.checks import load_job, problems_of_machine, problems_of_restarts
-from torchtitan.config import RecipeError
+from torchtitan.checks import load_job, problems
+from torchtitan.checks.resuming import restarts
+from torchtitan.config import PlannedWorld, Problem, RecipeError
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.parallel import cuda_graphs
 from torchtitan.tools.cli import main
 
 TABLE = Path(__file__).with_name("bad_recipes.txt")
@@ -221,12 +220,18 @@ def test_tokenizer_that_cannot_be_read(
     assert error.count("\n") == 1
 
 
+def lacks(job: JobConfig, device_type: str) -> list[Problem]:
+    """What this machine lacks for a recipe that works elsewhere."""
+    found = problems(job, PlannedWorld(None, device_type, is_here=True))
+    return [problem for problem in found if problem.severity == "error"]
+
+
 def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
     job = load_job(None, words, 1, "cpu").config
-    assert [problem[:2] for problem in problems_of_machine(job, "cpu")] == [
+    assert [problem[:2] for problem in lacks(job, "cpu")] == [
         ("fault_tolerance.enable", 'torchft is not installed: pip install "torchft>=0.2,<0.3"'),
         (
             "fault_tolerance.enable",
@@ -237,13 +242,13 @@ def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:29510")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert list(problems_of_machine(job, "cpu")) == []
+    assert lacks(job, "cpu") == []
 
 
 def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints() -> None:
     words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
     job = load_job(None, words, 2, "cpu").config
-    assert list(problems_of_restarts(job)) == []
+    assert list(restarts(job, PlannedWorld(2, may_restart=True))) == []
     with pytest.raises(RecipeError) as error:
         load_job(None, [*words, "--training.global_batch_size=64"], range(2, 5, 2), "cpu")
     assert error.value.lines == [
@@ -256,32 +261,32 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     words = ["--parallelism.enable_async_tensor_parallel", "--compile.enable"]
     words += ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "none"]
     job = load_job(None, words, 2, "cpu").config
-    (problem,) = problems_of_machine(job, "cpu")
+    (problem,) = lacks(job, "cpu")
     assert problem.path == "parallelism.enable_async_tensor_parallel"
     assert problem.message.startswith("SymmetricMemory does not support CPU")
-    assert list(problems_of_machine(job, "cuda")) == []
+    assert lacks(job, "cuda") == []
 
 
 def test_cuda_graphs_need_cuda() -> None:
     words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
     words += ["--sharding.name", "simple_fsdp"]
     job = load_job(None, words, 2, "cuda").config
-    problem = next(p for p in problems_of_machine(job, "cpu") if p.path == "compile.cuda_graphs")
+    problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
     assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
-    assert list(cuda_graphs.problems_of_machine(job.compile, "cuda")) == []
+    assert lacks(job, "cuda") == []
 
 
 def test_states_that_a_cpu_cannot_offload_or_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_job(None, ["--optimizer.offload_states"], 1, "cpu").config
     message = "on a CPU, states are in host memory already; use false"
-    found = [problem[:2] for problem in problems_of_machine(job, "cpu")]
+    found = [problem[:2] for problem in lacks(job, "cpu")]
     assert found == [("optimizer.offload_states", message)]
-    assert list(optim.problems_of_machine(job.optimizer, "cuda")) == []
+    assert lacks(job, "cuda") == []
     job = load_job(None, ["--optimizer.state_dtype", "4bit"], 1, "cpu").config
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert list(problems_of_machine(job, "cpu")) == []
+    assert lacks(job, "cpu") == []
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert list(optim.problems_of_machine(job.optimizer, "cuda")) == []
-    (problem,) = problems_of_machine(job, "cpu")
+    assert lacks(job, "cuda") == []
+    (problem,) = lacks(job, "cpu")
     assert problem.path == "optimizer.state_dtype"
     assert problem.message.startswith("its update is compiled, which on a CPU needs g++")

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.checks import problems, remarks
 from torchtitan.losses import LossConfig, cross_entropy, linear_cross_entropy
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
@@ -127,7 +126,7 @@ def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.Monk
     plain = dataclasses.replace(MODELS["tiny"], name="plain", build=build)
     monkeypatch.setitem(MODELS, "plain", plain)
     keys = {"model": {"name": "plain"}, "loss": {"vocabulary_chunk": 64}}
-    assert [problem[:2] for problem in problems(tiny.job(**keys), 1, "cpu")] == [
+    assert [problem[:2] for problem in tiny.problems(tiny.job(**keys))] == [
         (
             "loss.vocabulary_chunk",
             "plain does not end in LinearLoss, which makes the chunks; use 0",
@@ -137,8 +136,9 @@ def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.Monk
 
 def test_a_setting_that_changes_nothing_is_told() -> None:
     keys = {"loss": {"vocabulary_chunk": 64}, "parallelism": {"disable_loss_parallel": True}}
-    (line,) = remarks(tiny.job(**keys))
-    assert line.startswith("parallelism.disable_loss_parallel: with loss.vocabulary_chunk no")
+    (note,) = tiny.problems(tiny.job(**keys), severity="note")
+    assert note.path == "parallelism.disable_loss_parallel"
+    assert note.message.startswith("with loss.vocabulary_chunk no")
 
 
 def allocations(function: Callable[[], object]) -> tuple[int, int]:

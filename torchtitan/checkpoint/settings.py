@@ -1,10 +1,12 @@
 """The section `[checkpoint]`."""
 
-from typing import Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
@@ -67,3 +69,25 @@ class CheckpointConfig(Config):
         ge=1,
         description="How many times a save is tried before training continues without it.",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        idle = {
+            "resume": self.resume == "must",
+            "load_step": self.load_step >= 0,
+            "load_only": self.load_only,
+            "last_save_in_hf": self.last_save_in_hf,
+        }
+        for key, is_asked in idle.items():
+            if is_asked and not self.enable:
+                yield Problem(key, "it does nothing while self.enable is false", ("enable",))
+        if self.load_step >= 0 and self.resume == "never":
+            message = 'self.resume is "never"; use "must" there or -1 here'
+            yield Problem("load_step", message, ("resume",))
+        if self.export_dtype != "float32" and not (
+            self.last_save_model_only or self.last_save_in_hf
+        ):
+            message = "it needs self.last_save_model_only or self.last_save_in_hf"
+            yield Problem("export_dtype", message, ("last_save_model_only", "last_save_in_hf"))
+        initial = self.initial_load_path
+        if initial is not None and not Path(initial).expanduser().is_dir():
+            yield Problem("initial_load_path", "there is no such folder")

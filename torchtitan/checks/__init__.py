@@ -1,67 +1,85 @@
 """Reads a recipe, and says which settings, each valid, cannot work together, and what would.
 
-All checks run before any process group exists and touch nothing but file names.
+Each section says what is wrong with itself (`Config.problems`). A rule here says what cannot work
+between sections: one file a subject, one function a rule, all of one form. Training, `check`,
+`compare`, `verify` and the launcher collect them all by `problems`, before any process group exists
+and without touching more than file names.
 """
 
 import importlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan import legacy_recipes
-from torchtitan.checks.computing import (
-    problems_of_compiler,
-    problems_of_cuda_graphs,
-    problems_of_data_parallelism,
-    problems_of_machine,
-    problems_of_optimizer,
-    problems_of_precision,
+from torchtitan.checks import (
+    compiling,
+    converting,
+    files,
+    layout,
+    model,
+    optimizing,
+    pipelining,
+    resuming,
+    sharding,
+    steps,
 )
-from torchtitan.checks.layout import (
-    DEGREES,
-    problems_of_batches,
-    problems_of_degrees,
-    problems_of_sequences,
-    smallest_world,
-)
-from torchtitan.checks.model import problems_of_converters, problems_of_loss, problems_of_model
-from torchtitan.checks.remarks import remarks
-from torchtitan.checks.running import (
-    problems_of_checkpoints,
-    problems_of_files,
-    problems_of_groups,
-    problems_of_restarts,
-)
-from torchtitan.config import KeyPath, Problem, Recipe, Setting, load, show
+from torchtitan.config import Config, KeyPath, PlannedWorld, Problem, Recipe, Setting, load, show
 from torchtitan.job import JobConfig
-from torchtitan.metrics import check_metrics
-from torchtitan.profiling import check_profiling
 
-__all__ = [
-    "load_job",
-    "problems",
-    "problems_of_machine",
-    "problems_of_restarts",
-    "remarks",
-    "smallest_world",
-]
+__all__ = ["RULES", "load_job", "problems"]
+
+RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
+    layout.degrees,
+    model.sizes,
+    model.tensor_parallelism,
+    model.context_parallelism,
+    pipelining.pipeline,
+    compiling.async_tensor_parallelism,
+    compiling.recomputation,
+    compiling.cuda_graphs,
+    sharding.communication,
+    sharding.in_hooks,
+    sharding.in_graph,
+    layout.sequences,
+    layout.batches,
+    converting.precision,
+    converting.sent,
+    converting.converters,
+    converting.loss,
+    optimizing.updates_in_backward,
+    optimizing.copies_after_backward,
+    optimizing.states_in_host_memory,
+    optimizing.groups,
+    optimizing.schedule,
+    files.folders,
+    resuming.formats,
+    resuming.restarts,
+    steps.rollbacks,
+    steps.spikes,
+)
 
 
 def load_job(
     recipe: str | Path | None,
     flags: Sequence[str],
-    world_size: int | range | None,
+    ranks: int | range | None,
     device_type: str,
     *,
+    is_here: bool = False,
+    may_restart: bool = False,
     spared: Collection[str] = (),
     over: Sequence[dict[KeyPath, Setting]] = (),
 ) -> Recipe[JobConfig]:
-    """Read and check a recipe for `world_size` ranks; None: for any number that fits it.
+    """Read and check a recipe for so many ranks; None: for any number that fits it.
 
-    A range: for each of these numbers, as the run may change from one to another.
-
-    Of the keys in `spared` it does not matter how they fit the others and this machine. The
-    settings in `over` win over those of the recipe.
+    Args:
+        ranks: a range: for each of these numbers, as the run may change from one to another.
+        is_here: whether what this very machine lacks is a mistake, too.
+        may_restart: whether processes that die are started again; with a range they are.
+        spared: keys that need not fit the others and this machine.
+        over: settings that win over those of the recipe.
 
     Raises:
         RecipeError: with all mistakes, one line each; CannotRun where each setting by itself is
@@ -69,10 +87,11 @@ def load_job(
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
-        if isinstance(world_size, range):
-            found = problems_of_range(job, world_size, device_type)
+        world = PlannedWorld(None, device_type, is_here, may_restart)
+        if isinstance(ranks, range):
+            found = problems_of_range(job, ranks, replace(world, may_restart=True))
         else:
-            found = problems(job, world_size, device_type)
+            found = problems(job, replace(world, ranks=ranks))
         return (problem for problem in found if problem.path not in spared)
 
     return load(
@@ -103,39 +122,37 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
             yield f"{where}; it cannot be imported: {error}"
 
 
-def problems(job: JobConfig, world_size: int | None, device_type: str) -> Iterator[Problem]:
-    """Everything about a recipe, valid in form, that cannot work."""
-    yield from problems_of_degrees(job, world_size)
-    yield from problems_of_model(job, world_size)
-    yield from problems_of_compiler(job, None)
-    yield from problems_of_cuda_graphs(job, world_size)
-    yield from problems_of_data_parallelism(job, world_size)
-    yield from problems_of_sequences(job)
-    yield from problems_of_batches(job, world_size)
-    yield from problems_of_precision(job)
-    yield from problems_of_converters(job)
-    yield from problems_of_loss(job)
-    yield from problems_of_optimizer(job, world_size)
-    yield from problems_of_files(job)
-    yield from problems_of_checkpoints(job)
-    yield from problems_of_groups(job)
-    for key, message in check_metrics(job.metrics):
-        yield Problem(key, message)
-    for key, message in check_profiling(job.profiling, device_type):
-        yield Problem(key, message, ("profiling",))
+def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Everything about a recipe, valid in form, that cannot work or deserves a word."""
+    yield from of_sections(job, job, world)
+    for rule in RULES:
+        yield from rule(job, world)
 
 
-def problems_of_range(job: JobConfig, sizes: range, device_type: str) -> Iterator[Problem]:
+def of_sections(
+    config: Config, job: JobConfig, world: PlannedWorld, path: KeyPath = ()
+) -> Iterator[Problem]:
+    """What each section says of itself, those within it included."""
+    for problem in config.problems(job, world):
+        yield problem.within(".".join(path))
+    for key, value in config:
+        if isinstance(value, Config):
+            yield from of_sections(value, job, world, (*path, key))
+        for number, item in enumerate(value) if isinstance(value, tuple) else ():
+            if isinstance(item, Config):
+                yield from of_sections(item, job, world, (*path, key, str(number)))
+
+
+def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iterator[Problem]:
     """Everything that cannot work in a run whose number of ranks may change, told once each."""
     batch, found = "training.global_batch_size", dict[Problem, list[int]]()
     for size in sizes:
-        for problem in problems(job, size, device_type):
+        for problem in problems(job, replace(world, ranks=size)):
             found.setdefault(problem, []).append(size)
     for problem, at in found.items():
         on = "" if len(at) == len(sizes) else f"on {_count(at)}: "
         if problem.path != batch:
             yield problem._replace(message=on + problem.message)
-    yield from problems_of_restarts(job)
     if job.fault_tolerance.enable and len(sizes) > 1:
         message = f"the run may have {_count(sizes)}; all replica groups need as many"
         yield Problem("fault_tolerance.enable", message)
@@ -152,7 +169,7 @@ def problems_of_range(job: JobConfig, sizes: range, device_type: str) -> Iterato
     fits = math.lcm(*filter(None, once))
     near = max(round(job.training.global_batch_size / fits), 1) * fits
     message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
-    yield Problem(batch, message, ("training.local_batch_size", *DEGREES))
+    yield Problem(batch, message, ("training.local_batch_size", *layout.DEGREES))
 
 
 def _count(ranks: Sequence[int]) -> str:

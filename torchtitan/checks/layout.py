@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from torchtitan.config import Problem
-from torchtitan.data import check_data
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 
 DEGREES = tuple(
@@ -25,20 +24,13 @@ SHARD = "parallelism.data_parallel_shard_degree"
 GROUPS = ("fault_tolerance.enable", "fault_tolerance.group_size")
 
 
-def smallest_world(job: JobConfig) -> int:
-    """The least number of ranks that the degrees of a recipe ask for."""
-    p = job.parallelism
-    shard = max(p.data_parallel_shard_degree, 1)
-    one = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    return one * p.data_parallel_replicate_degree * shard
-
-
-def problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
-    p = job.parallelism
+def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The degrees multiply to the ranks there are."""
+    p, world_size = job.parallelism, world.ranks
     if p.data_parallel_shard_degree == 0:
         yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
         return
-    needed = smallest_world(job)
+    needed = p.least_ranks
     if world_size is None or world_size == needed:
         return
     ranks = f"the {world_size} rank{'s' * (world_size > 1)} of this run"
@@ -60,7 +52,8 @@ def problems_of_degrees(job: JobConfig, world_size: int | None) -> Iterator[Prob
         yield Problem(SHARD, message, DEGREES)
 
 
-def problems_of_sequences(job: JobConfig) -> Iterator[Problem]:
+def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The ranks that share a sequence have equal parts of it."""
     p, length = job.parallelism, job.training.seq_len
     factors = {}
     if p.tensor_parallel_degree > 1 and not p.disable_sequence_parallel:
@@ -77,14 +70,11 @@ def problems_of_sequences(job: JobConfig) -> Iterator[Problem]:
         yield Problem("training.seq_len", message, DEGREES)
 
 
-def problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Problem]:
-    t = job.training
-    if t.global_batch_size == 0:
-        yield Problem("training.global_batch_size", "wanted -1 or an integer >= 1")
-        return
-    degrees = job.degrees(world_size or smallest_world(job))
-    if (ranks := job.data_ranks(degrees)) < 1:
-        return  # said of the degrees already, or of the groups
+def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """A global batch is so many microbatches on each rank, and so many samples of each lane."""
+    t, degrees = job.training, job.degrees(world.ranks)
+    if t.global_batch_size == 0 or (ranks := job.data_ranks(degrees)) < 1:
+        return  # said of the training already, or of the degrees, or of the groups
     once = t.local_batch_size * ranks
     rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES, *GROUPS)
     if job.global_batch(degrees) % once:
@@ -95,16 +85,8 @@ def problems_of_batches(job: JobConfig, world_size: int | None) -> Iterator[Prob
         )
         yield Problem("training.global_batch_size", message, rests_on)
         return
-    sizes = {
-        "local_batch_size": t.local_batch_size,
-        "accumulation": job.accumulation(degrees),
-        "ranks": ranks,
-    }
-    for key, message in check_data(job.data, **sizes):
-        yield Problem(key, message, ("data", *rests_on))
-    if job.validation.enable:
-        for key, message in job.validation.mistakes(job.data):
-            yield Problem(key, message)
+    for problem in job.data.uneven(job.global_batch(degrees), ranks):
+        yield problem.within("data")._replace(also=("data", *rests_on))
 
 
 def divisors(count: int) -> str:

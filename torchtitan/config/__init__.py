@@ -4,6 +4,7 @@ from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_text
 from torchtitan.config.help import help_text, json_schema
 from torchtitan.config.load import Recipe, load
+from torchtitan.config.problems import PlannedWorld, Problem
 from torchtitan.config.schema import flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -12,7 +13,6 @@ from torchtitan.config.settings import (
     KeyPath,
     ListOf,
     OneOf,
-    Problem,
     RecipeError,
     Setting,
     Translation,
@@ -26,6 +26,7 @@ __all__ = [
     "KeyPath",
     "ListOf",
     "OneOf",
+    "PlannedWorld",
     "Problem",
     "Recipe",
     "RecipeError",

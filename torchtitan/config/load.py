@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_recipe
 from torchtitan.config.flags import read_flags
+from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
 from torchtitan.config.settings import (
     CannotRun,
     Config,
     KeyPath,
-    Problem,
     RecipeError,
     Setting,
     Translation,
@@ -33,7 +33,7 @@ Settings = dict[KeyPath, Setting]
 
 @dataclass(frozen=True)
 class Recipe(Generic[ConfigT]):
-    """A loaded recipe: the settings, what was translated, and where each value came from."""
+    """A loaded recipe: the settings, what deserves a word, and where each value came from."""
 
     config: ConfigT
     notices: list[str]
@@ -41,8 +41,8 @@ class Recipe(Generic[ConfigT]):
     origins: dict[KeyPath, str] = field(repr=False)
 
     def refuse(self, problems: Iterable[Problem]) -> None:
-        """Raise CannotRun with a line for each problem, if there are any."""
-        if lines := [self.line(problem) for problem in problems]:
+        """Raise CannotRun with a line for each problem that is an error, if there are any."""
+        if lines := [self.line(problem) for problem in problems if problem.severity == "error"]:
             raise CannotRun(lines, self.config)
 
     def line(self, problem: Problem) -> str:
@@ -129,7 +129,8 @@ def load(
     are_valid = not problems
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
-            problems.append(loaded.line(problem))
+            lines = problems if problem.severity == "error" else notices
+            lines.append(loaded.line(problem))
     if problems and are_valid:
         raise CannotRun(problems, loaded.config)
     if problems:

@@ -1,13 +1,14 @@
 """What settings are made of: frozen sections, choices by name, values with their place."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from torchtitan.config.problems import PlannedWorld, Problem
 from torchtitan.config.words import allowed_names, show
 
 KeyPath = tuple[str, ...]
@@ -43,6 +44,14 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        """What about this section cannot work, by keys relative to it.
+
+        Args:
+            recipe: the whole, for those that stand high enough to know it.
+        """
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -127,18 +136,6 @@ class Setting(NamedTuple):
 
     value: Any
     origin: str
-
-
-class Problem(NamedTuple):
-    """A mistake found by a cross-section check: what is wrong with the value at a dotted path.
-
-    `message` goes on after "got <value>; ". `also` names the other settings, or sections, it
-    rests on: where one of them is wrong itself, nothing is said.
-    """
-
-    path: str
-    message: str
-    also: tuple[str, ...] = ()
 
 
 class Translation(NamedTuple):

@@ -5,7 +5,7 @@ order, while the model is whole and has no memory. Each says what it changed and
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -37,7 +37,6 @@ __all__ = [
     "apply",
     "before_pass",
     "describe",
-    "lacking",
     "linears",
     "replace",
 ]
@@ -88,13 +87,3 @@ def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module
     """Let every converter do what the parts of the model need when weights may have changed."""
     for config in converters:
         config.before_pass(parts)
-
-
-def lacking(
-    converters: Iterable[ConverterConfig], capability: tuple[int, int] | None
-) -> Iterator[tuple[int, str]]:
-    """(number of the converter, what to say) for each that the device cannot do as it is asked."""
-    for number, config in enumerate(converters):
-        lack = config.lacks(capability)
-        if lack and not config.emulate:
-            yield number, f"{lack}; write emulate = true to round so and multiply otherwise"

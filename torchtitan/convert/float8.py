@@ -8,7 +8,7 @@ not depend on the layout, while what a tensor holds of the batch does.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert.settings import (
     Conversion,
     ConverterConfig,
@@ -55,6 +56,30 @@ class Float8(ConverterConfig):
         False,
         description="Gather activations over tensor-parallel ranks in Float8 (tensorwise only).",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        for name in filter(None, (self.packs_weights, self.gathers_inputs)):
+            if self.recipe != "tensorwise":
+                message = (
+                    "what is gathered in Float8 has one scale for the whole tensor; use recipe = "
+                    f'"tensorwise", not "{self.recipe}"'
+                )
+                yield Problem(name, message, ("recipe",))
+        if self.precompute_float8_dynamic_scale_for_fsdp and not self.packs_weights:
+            needs = "enable_fsdp_float8_all_gather"
+            message = f"it finds the scales for {needs} = true; write that too, or leave it out"
+            yield Problem("precompute_float8_dynamic_scale_for_fsdp", message, (needs,))
+
+    @property
+    def packs_weights(self) -> str | None:
+        is_on = self.enable_fsdp_float8_all_gather
+        return "enable_fsdp_float8_all_gather" if is_on else None
+
+    @property
+    def gathers_inputs(self) -> str | None:
+        is_on = self.enable_tensor_parallel_float8_all_gather
+        return "enable_tensor_parallel_float8_all_gather" if is_on else None
 
     @property
     def multiple(self) -> int:

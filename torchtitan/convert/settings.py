@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.device import Device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -92,10 +93,27 @@ class ConverterConfig(Config):
         "way, and multiply them in their original dtype.",
     )
 
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if not world.is_here or self.emulate:
+            return
+        if lack := self.lacks(Device("cuda").capability if world.device_type == "cuda" else None):
+            message = f"{lack}; write emulate = true to round so and multiply otherwise"
+            yield Problem("emulate", message)
+
     @property
     def multiple(self) -> int:
         """What both dims of a matrix must be a multiple of."""
         return 1
+
+    @property
+    def packs_weights(self) -> str | None:
+        """The key by which weights are gathered in the converter's own form, if they are."""
+        return None
+
+    @property
+    def gathers_inputs(self) -> str | None:
+        """The key by which inputs are gathered in that form over tensor ranks, if they are."""
+        return None
 
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         """What a device of that compute capability (None: a CPU) lacks for it, if anything."""

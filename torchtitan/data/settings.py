@@ -1,12 +1,13 @@
 """The section `[data]`, and the data sets known by name."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from torchtitan.config import Config, allowed_names
+from torchtitan.config import Config, PlannedWorld, Problem, allowed_names
 
 
 @dataclass(frozen=True)
@@ -94,44 +95,33 @@ class DataConfig(Config):
         "a model that has learned anything about their order gets below it.",
     )
 
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        dataset, path = self.dataset, self.dataset_path
+        description = DATASETS.get(dataset)
+        if path is not None and not Path(path).expanduser().exists():
+            yield Problem("dataset_path", f'there is no file or folder "{path}"')
+        if description is None and not Path(dataset).expanduser().exists():
+            yield Problem("dataset", f"it is no existing path; {allowed_names(dataset, DATASETS)}")
+        elif description is None and path is not None:
+            message = f'self.dataset is already a path, "{dataset}"; give only one'
+            yield Problem("dataset_path", message, ("dataset",))
+        elif description and path is None and description.kind in NEEDS_PATH:
+            message = f'the data set "{dataset}" needs the file or folder to read'
+            yield Problem("dataset_path", message, ("dataset",))
+        elif description and path is not None and description.kind == "synthetic":
+            message = f'the data set "{dataset}" reads no files'
+            yield Problem("dataset_path", message, ("dataset",))
 
-def check_data(
-    config: DataConfig, *, local_batch_size: int, accumulation: int, ranks: int
-) -> list[tuple[str, str]]:
-    """Mistakes in the section that can be told without reading data: (dotted key, message)."""
-    mistakes = dataset_mistakes(config)
-    batch = local_batch_size * accumulation * ranks
-    lanes = batch if config.lanes == -1 else config.lanes
-    if lanes < 1 or lanes % batch:
-        message = (
-            f"it is not a multiple of the {batch} sequences in the global batch; "
-            f"use -1 or {batch}, {2 * batch}, {3 * batch}, ..."
-        )
-        mistakes.append(("data.lanes", message))
-    elif config.num_workers and (lanes // ranks) % config.num_workers:
-        each = lanes // ranks
-        allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
-        message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
-        mistakes.append(("data.num_workers", message))
-    return mistakes
-
-
-def dataset_mistakes(config: DataConfig) -> list[tuple[str, str]]:
-    """Mistakes about which documents to read."""
-    dataset, path = config.dataset, config.dataset_path
-    description = DATASETS.get(dataset)
-    mistakes: list[tuple[str, str]] = []
-    if path is not None and not Path(path).expanduser().exists():
-        mistakes.append(("data.dataset_path", f'there is no file or folder "{path}"'))
-    if description is None and not Path(dataset).expanduser().exists():
-        message = f"it is no existing path; {allowed_names(dataset, DATASETS)}"
-        mistakes.append(("data.dataset", message))
-    elif description is None and path is not None:
-        message = f'data.dataset is already a path, "{dataset}"; give only one'
-        mistakes.append(("data.dataset_path", message))
-    elif description and path is None and description.kind in NEEDS_PATH:
-        message = f'the data set "{dataset}" needs the file or folder to read'
-        mistakes.append(("data.dataset_path", message))
-    elif description and path is not None and description.kind == "synthetic":
-        mistakes.append(("data.dataset_path", f'the data set "{dataset}" reads no files'))
-    return mistakes
+    def uneven(self, batch: int, ranks: int) -> Iterator[Problem]:
+        """Lanes and workers that do not come out even for so many sequences on so many ranks."""
+        lanes = batch if self.lanes == -1 else self.lanes
+        if lanes < 1 or lanes % batch:
+            message = (
+                f"it is not a multiple of the {batch} sequences in the global batch; "
+                f"use -1 or {batch}, {2 * batch}, {3 * batch}, ..."
+            )
+            yield Problem("lanes", message)
+        elif self.num_workers and (each := lanes // ranks) % self.num_workers:
+            allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
+            message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
+            yield Problem("num_workers", message, ("lanes",))

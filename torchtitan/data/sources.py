@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, PlannedWorld
 from torchtitan.data.documents import Documents, open_documents, python_stdlib
 from torchtitan.data.files import Kind, find_files, fingerprint_files
 from torchtitan.data.hugging_face import (
@@ -17,7 +17,7 @@ from torchtitan.data.hugging_face import (
     stream_compressed,
 )
 from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
-from torchtitan.data.settings import DATASETS, DataConfig, Dataset, dataset_mistakes
+from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.data.tokenizer import Tokenizer
 
 
@@ -104,8 +104,8 @@ class SyntheticDocuments:
 
 def open_source(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Source:
     """The documents that the section names; ConfigError where they cannot be had."""
-    if mistakes := dataset_mistakes(config):
-        raise ConfigError("\n".join(f"{key}: {message}" for key, message in mistakes))
+    if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
+        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
     if description is None:

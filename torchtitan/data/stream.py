@@ -25,7 +25,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import Lane, Record, Sample, tokenized
 from torchtitan.data.order import Identity, Position, Source
-from torchtitan.data.settings import DataConfig, check_data
+from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.logging import logger
@@ -294,11 +294,9 @@ def build_stream(
     groups: int = 1,
 ) -> DataStream:
     """The stream of data-parallel rank `rank` of `ranks`, which may be those of `groups`."""
-    mistakes = check_data(
-        config, local_batch_size=local_batch_size, accumulation=accumulation, ranks=ranks
-    )
-    if mistakes:
-        raise ConfigError("\n".join(f"{key}: {message}" for key, message in mistakes))
+    batch = local_batch_size * accumulation * ranks
+    if found := [p.within("data") for p in config.uneven(batch, ranks)]:
+        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     return DataStream(
         config,
         open_source(config, tokenizer, seed=seed),

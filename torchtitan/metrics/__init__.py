@@ -5,11 +5,12 @@
 """
 
 import importlib.util
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
@@ -25,7 +26,6 @@ __all__ = [
     "SinkContext",
     "StragglerWatch",
     "build_sinks",
-    "check_metrics",
 ]
 
 EVENTS_FOLDER: Final = "events"
@@ -86,6 +86,12 @@ class MetricsConfig(Config):
         "WANDB_MODE=offline needs no network).",
     )
 
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        for package, title in {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}.items():
+            if getattr(self, f"enable_{package}") and not _installed(package):
+                message = f"{title} is not installed: pip install {package}"
+                yield Problem(f"enable_{package}", message)
+
 
 def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:
     """The sinks of one rank: all that are enabled on rank 0; JSONL alone, or none, elsewhere."""
@@ -93,16 +99,6 @@ def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:
         return [Jsonl(context)] if config.save_for_all_ranks else []
     return [
         sink(context) for name, sink in SINKS.items() if getattr(config, f"enable_{name}", True)
-    ]
-
-
-def check_metrics(config: MetricsConfig) -> list[tuple[str, str]]:
-    """(key, message) for each enabled sink whose package is missing; imports nothing."""
-    packages = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
-    return [
-        (f"metrics.enable_{package}", f"{title} is not installed: pip install {package}")
-        for package, title in packages.items()
-        if getattr(config, f"enable_{package}") and not _installed(package)
     ]
 
 

@@ -6,11 +6,12 @@ that is absent is the flavor's, so a recipe writes only what it changes.
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.models.attention import AttentionMask
 
 Args = TypeVar("Args")
@@ -46,8 +47,8 @@ class ModelConfig(Config):
         """The sizes that the recipe says."""
         return {key: said for key in self.sizes() if (said := getattr(self, key)) is not None}
 
-    def problems(self, args: Any) -> Iterator[tuple[str, str]]:
-        """Which of the sizes in effect cannot be: (key, what is wrong with its value)."""
+    def misfits(self, args: Any) -> Iterator[Problem]:
+        """Which of the sizes in effect cannot be."""
         return iter(())
 
     def origin(self, *keys: str) -> str:
@@ -68,3 +69,13 @@ class TextConfig(ModelConfig):
         description="causal: a token attends to all before it in its sequence; block_causal: to "
         "those of its own document only.",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        path = self.tokenizer_path
+        if path is not None and not Path(path).expanduser().exists():
+            message = (
+                "there is no such file or folder; put the model's tokenizer.json or "
+                "tokenizer.model there (for Llama 3: hf download meta-llama/Llama-3.1-8B "
+                f"tokenizer.json --local-dir {path})"
+            )
+            yield Problem("tokenizer_path", message)

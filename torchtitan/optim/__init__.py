@@ -13,7 +13,6 @@ from torchtitan.optim.grouping import describe_groups, group_problems
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.parameters import NamedParameter, name_parameters
-from torchtitan.optim.problems import problems, problems_of_machine
 from torchtitan.optim.schedule import ScheduleConfig, learning_rate_factor
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
 from torchtitan.optim.sgd import SGD
@@ -36,8 +35,6 @@ __all__ = [
     "learning_rate_factor",
     "name_parameters",
     "open_optimizers",
-    "problems",
-    "problems_of_machine",
 ]
 
 

@@ -1,13 +1,15 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
 arXiv:1711.05101), as torch implements them, or with states in fewer bits, as torchao does."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.device import compiles_for_cpu
 from torchtitan.optim import low_bit
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
 from torchtitan.torch_private.optimizers import without_compiler
@@ -54,6 +56,19 @@ class AdamRule(Implemented):
     @property
     def is_compiled(self) -> bool:
         return self.state_dtype != "parameter"
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        if self.is_compiled and self.implementation != "fused":
+            message = 'with self.state_dtype the update is compiled instead; use "fused"'
+            yield Problem("implementation", message, ("state_dtype",))
+        on_cpu = world.is_here and world.device_type == "cpu"
+        if self.is_compiled and on_cpu and not compiles_for_cpu():
+            message = (
+                "its update is compiled, which on a CPU needs g++ or clang++, and there is "
+                'neither; install one, or use "parameter"'
+            )
+            yield Problem("state_dtype", message)
 
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
         if self.state_dtype == "parameter":

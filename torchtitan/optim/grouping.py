@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchtitan.config import allowed_names
+from torchtitan.config import Problem, allowed_names
 from torchtitan.device import Device
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
@@ -100,8 +100,8 @@ def _whose(group: GroupConfig) -> dict[str, tuple[str, ...]]:
 
 def group_problems(
     config: OptimizerConfig, parameters: Sequence[NamedParameter]
-) -> Iterator[tuple[str, str]]:
-    """What is wrong with groups, as (key, message), given all parameters of the model."""
+) -> Iterator[Problem]:
+    """What is wrong with the groups of a section, given all parameters of the model."""
     assignments = assign(parameters, config)
     roles = list(dict.fromkeys(parameter.role for parameter in parameters))
     names = [parameter.name for parameter in parameters]
@@ -112,17 +112,19 @@ def group_problems(
         lost_names = [name for name in group.names if not fnmatch.filter(names, name)]
         for role in lost_roles:
             message = f"no parameter has the role {role}; {allowed_names(role, roles)}"
-            yield f"{key}.roles", message
+            yield Problem(f"{key}.roles", message)
         for name in lost_names:
-            yield f"{key}.names", f"no parameter fits {name}; {allowed_names(name, patterns)}"
+            message = f"no parameter fits {name}; {allowed_names(name, patterns)}"
+            yield Problem(f"{key}.names", message)
         if not group.roles and not group.names:
-            yield key, "it does not say which parameters it is of; wanted roles, names or both"
+            message = "it does not say which parameters it is of; wanted roles, names or both"
+            yield Problem(key, message)
         elif not found and not lost_roles and not lost_names:
             is_taken = any(group.fits(parameter) for parameter in parameters)
             why = "all that fit are in groups before it" if is_taken else "none fits both"
-            yield key, f"no parameter is left for it: {why}"
+            yield Problem(key, f"no parameter is left for it: {why}")
         for name in group.changes():
             without = [a.parameter for a in found if name not in type(a.chosen).model_fields]
             if without:
                 which = f"{without[0].name}, which is of the role {without[0].role},"
-                yield f"{key}.{name}", f"what updates {which} has no {name}"
+                yield Problem(f"{key}.{name}", f"what updates {which} has no {name}")

@@ -4,7 +4,7 @@ An optimizer is an update rule for all parameters, or one that hands some of the
 their roles (`rule_for`). Groups of a recipe change the numbers of a rule, never the rule itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.optim.parameters import NamedParameter
 
 
@@ -140,6 +140,19 @@ class OptimizerConfig(UpdateRule):
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """What updates a parameter: these settings, or those of a section within them."""
         return self
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        if self.offload_states and self.early_step_in_backward:
+            message = (
+                "with self.early_step_in_backward, the backward would wait for the host's updates; "
+                "use false"
+            )
+            yield Problem("offload_states", message, ("early_step_in_backward",))
+        on_cpu = world.is_here and world.device_type == "cpu"
+        if self.offload_states and on_cpu:
+            message = "on a CPU, states are in host memory already; use false"
+            yield Problem("offload_states", message)
 
 
 class Implemented(UpdateRule):

@@ -1,12 +1,13 @@
 """Stochastic gradient descent. Unlike Adam it shows every error of scale in the gradients, so the
 parity tests use it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
 from torchtitan.torch_private.optimizers import without_compiler
 
@@ -28,6 +29,11 @@ class SGD(OptimizerConfig):
     groups: tuple[SGDGroup, ...] = Field((), description="What differs for some parameters.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        if self.nesterov and not self.momentum:
+            yield Problem("nesterov", "it needs self.momentum > 0", ("momentum",))
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"momentum": self.momentum, "nesterov": self.nesterov}

@@ -9,7 +9,7 @@ Korthikanti et al., 2022, arXiv:2205.05198, section 5).
 part of the memory that keeping everything would take: a knapsack problem over the block's graph.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,11 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config import Config
-from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ParallelismConfig
-from torchtitan.parallel.sharding import ShardingConfig
 from torchtitan.torch_private.compiler import (
-    compiles_recomputed_attention,
     set_activation_memory_budget,
 )
 
@@ -63,42 +59,6 @@ class ActivationCheckpointConfig(Config):
             return 0
         option = self.selective_ac_option
         return option if self.mode == "selective" and option != "op" else 1
-
-
-def problems(
-    config: ActivationCheckpointConfig,
-    compile: CompileConfig,
-    parallelism: ParallelismConfig,
-    sharding: ShardingConfig,
-    device_type: str | None,
-) -> Iterator[tuple[str, str]]:
-    """What cannot work together, as (key, message); device_type None: not known yet."""
-    key = "activation_checkpoint.mode"
-    if config.mode == "memory_budget" and not compile.compiles("model"):
-        message = (
-            "the compiler chooses what to keep, so it needs compile.enable = true with "
-            '"model" in compile.components'
-        )
-        yield key, message
-    elif config.mode == "memory_budget" and compile.backend == "eager":
-        yield key, 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
-    # Context parallelism attends by an operator of its own, which this does not concern.
-    on_a_mesh = parallelism.tensor_parallel_degree > 1 or sharding.in_graph
-    on_a_mesh = on_a_mesh and parallelism.context_parallel_degree == 1
-    recomputes_attention = config.every > 0 and not config.by_operator
-    if (
-        recomputes_attention
-        and on_a_mesh
-        and compile.compiles("model")
-        and not compiles_recomputed_attention(device_type or "cuda")
-    ):
-        message = (
-            "on a CPU this version of torch cannot compile a block that is split over tensor "
-            "ranks, or gathered in the graph as by simple_fsdp, and recomputes its attention; use "
-            'mode = "selective" with selective_ac_option = "op", or leave "model" out of '
-            "compile.components"
-        )
-        yield key, message
 
 
 def apply(

@@ -8,7 +8,7 @@ it finds none it says nothing, so the operators in the graphs are counted here.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,39 +18,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torchtitan.logging import logger
-from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.graphs import enable_symmetric_memory, fuse_tensor_parallelism
-
-KEY = "parallelism.enable_async_tensor_parallel"
-
-
-def problems(
-    config: ParallelismConfig, compile: CompileConfig, device_type: str | None
-) -> Iterator[tuple[str, str]]:
-    """What the option cannot work with, as (key, message); device_type None: not known yet."""
-    if not config.enable_async_tensor_parallel:
-        return
-    if config.tensor_parallel_degree == 1:
-        yield KEY, "parallelism.tensor_parallel_degree is 1, so there is nothing to overlap"
-    if config.disable_sequence_parallel:
-        message = (
-            "it overlaps the all-gathers and reduce-scatters of sequence parallelism, which "
-            "parallelism.disable_sequence_parallel = true leaves out"
-        )
-        yield KEY, message
-    if not compile.compiles("model"):
-        message = (
-            "the compiler does it, so it needs compile.enable = true with "
-            '"model" in compile.components'
-        )
-        yield KEY, message
-    elif compile.backend != "inductor":
-        yield KEY, f'it needs compile.backend = "inductor", not "{compile.backend}"'
-    if device_type == "cpu":
-        yield KEY, "SymmetricMemory does not support CPU; use it on CUDA, or leave it out"
 
 
 def enable(group: ProcessGroup) -> None:
@@ -143,8 +113,9 @@ def confirm() -> None:
     )
     if not all(found):
         raise RuntimeError(
-            f"{KEY} did not take effect: {said}. Inductor found no pattern that it knows between "
-            "the collectives and the matrix products of a block (TORCH_LOGS=post_grad_graphs "
-            "shows what it saw), or this torch has no NCCL; train without the option"
+            f"enable_async_tensor_parallel did not take effect: {said}. Inductor found no pattern "
+            "that it knows between the collectives and the matrix products of a block "
+            "(TORCH_LOGS=post_grad_graphs shows what it saw), or this torch has no NCCL; train "
+            "without the option"
         )
     logger.info("async tensor parallelism: %s", said)

@@ -5,7 +5,7 @@ gather and reduce its parameters stay outside. With `simple_fsdp`, which has non
 can be one graph.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compilations, compiler_counts, keep_compiled_graphs
@@ -52,6 +53,27 @@ class CompileConfig(Config):
         description="Record compiled graphs as CUDA graphs and replay them, so that no kernel "
         "waits for Python; not with FSDP2, pipelines or accumulation.",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.enable and not self.components:
+            message = "with self.enable = true, wanted at least one of model, loss"
+            yield Problem("components", message, ("enable",))
+        if self.cache_folder is not None:
+            if Path(self.cache_folder).expanduser().is_file():
+                yield Problem("cache_folder", "it is a file; wanted a folder")
+            if self.backend != "inductor":
+                message = f'self.backend = "{self.backend}" keeps no graphs; use "inductor"'
+                yield Problem("cache_folder", message, ("backend",))
+        if self.cuda_graphs and world.is_here and world.device_type != "cuda":
+            message = f"CUDA graphs need a CUDA device; there is none here, but {world.device_type}"
+            yield Problem("cuda_graphs", message)
+        on_cpu = self.backend == "inductor" and world.is_here and world.device_type == "cpu"
+        if self.enable and on_cpu and not compiles_for_cpu():
+            message = (
+                "torch.compile on a CPU needs g++ or clang++, and there is neither; install one, "
+                'or use self.backend = "aot_eager"'
+            )
+            yield Problem("enable", message)
 
     def compiles(self, component: Component) -> bool:
         return self.enable and component in self.components

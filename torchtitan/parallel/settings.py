@@ -1,10 +1,11 @@
 """The `[parallelism]` section of a recipe."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.parallel.world import Degrees
 
 ReshardPolicy = Literal["default", "always", "never"]
@@ -91,6 +92,32 @@ class ParallelismConfig(Config):
         "mirror image from the tail, so that all have the same work under the causal mask; none: "
         "one piece.",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.data_parallel_shard_degree == 0:
+            message = "wanted -1 (all ranks that are left) or an integer >= 1"
+            yield Problem("data_parallel_shard_degree", message)
+        key = "enable_async_tensor_parallel"
+        if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
+            message = "self.tensor_parallel_degree is 1, so there is nothing to overlap"
+            yield Problem(key, message, ("tensor_parallel_degree",))
+        if self.enable_async_tensor_parallel and self.disable_sequence_parallel:
+            message = (
+                "it overlaps the all-gathers and reduce-scatters of sequence parallelism, which "
+                "self.disable_sequence_parallel = true leaves out"
+            )
+            yield Problem(key, message, ("disable_sequence_parallel",))
+        on_cpu = world.is_here and world.device_type == "cpu"
+        if self.enable_async_tensor_parallel and on_cpu:
+            message = "SymmetricMemory does not support CPU; use it on CUDA, or leave it out"
+            yield Problem(key, message)
+
+    @property
+    def least_ranks(self) -> int:
+        """The least number of ranks that the degrees ask for."""
+        one = self.pipeline_parallel_degree * self.context_parallel_degree
+        one *= self.tensor_parallel_degree * self.data_parallel_replicate_degree
+        return one * max(self.data_parallel_shard_degree, 1)
 
     def microbatches(self, local_batch_size: int) -> int:
         """How many pass through a pipeline between its filling and its draining."""

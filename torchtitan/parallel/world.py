@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.device import Device, pick
 from torchtitan.torch_private.collectives import set_timeout
 
@@ -91,6 +91,12 @@ class CommConfig(Config):
         "compare operation, shapes and dtypes, and fail where they differ; each collective is then "
         "several times as slow, and init_timeout_seconds holds after the first step too.",
     )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        prefix = self.save_traces_file_prefix
+        if "/" in prefix or prefix[-1:].isdigit():
+            message = "wanted the first part of a file's name; the number of a rank follows it"
+            yield Problem("save_traces_file_prefix", message)
 
 
 class Launch(NamedTuple):

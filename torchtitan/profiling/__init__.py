@@ -3,7 +3,7 @@ for, and when memory runs out."""
 
 from torchtitan.profiling.out_of_memory import Evidence
 from torchtitan.profiling.profiler import ON_REQUEST, REQUEST_FILE, Profiler
-from torchtitan.profiling.settings import ProfilingConfig, check_profiling
+from torchtitan.profiling.settings import ProfilingConfig
 
 __all__ = [
     "ON_REQUEST",
@@ -11,5 +11,4 @@ __all__ = [
     "Evidence",
     "Profiler",
     "ProfilingConfig",
-    "check_profiling",
 ]

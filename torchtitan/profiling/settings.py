@@ -1,8 +1,11 @@
 """The section `[profiling]`."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 
 
 class ProfilingConfig(Config):
@@ -26,26 +29,17 @@ class ProfilingConfig(Config):
         "memory_snapshot", description="Folder of the memory snapshots, inside job.dump_folder."
     )
 
-
-def check_profiling(config: ProfilingConfig, device_type: str) -> list[tuple[str, str]]:
-    """(key, message) for each setting that cannot work together with the others or the device."""
-    problems = []
-    busy = config.profiler_warmup + config.profiler_active
-    if config.enable_profiling and busy > config.profile_freq:
-        problems.append(
-            (
-                "profiling.profile_freq",
-                f"these are too few steps for profiler_warmup = "
-                f"{config.profiler_warmup} plus profiler_active = {config.profiler_active}; "
-                f"use at least {busy}",
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        busy = self.profiler_warmup + self.profiler_active
+        if self.enable_profiling and busy > self.profile_freq:
+            message = (
+                f"these are too few steps for profiler_warmup = {self.profiler_warmup} plus "
+                f"profiler_active = {self.profiler_active}; use at least {busy}"
             )
-        )
-    if config.enable_memory_snapshot and device_type != "cuda":
-        problems.append(
-            (
-                "profiling.enable_memory_snapshot",
-                f"torch keeps a history of allocations on CUDA only, and this runs on "
-                f"{device_type}; set it to false (a trace of enable_profiling works here)",
+            yield Problem("profile_freq", message, ("profiler_warmup", "profiler_active"))
+        if self.enable_memory_snapshot and world.device_type != "cuda":
+            message = (
+                "torch keeps a history of allocations on CUDA only, and this runs on "
+                f"{world.device_type}; set it to false (a trace of enable_profiling works here)"
             )
-        )
-    return problems
+            yield Problem("enable_memory_snapshot", message)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchtitan.checks import load_job, remarks, smallest_world
+from torchtitan.checks import load_job
 from torchtitan.config import json_schema
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
@@ -37,14 +37,14 @@ def check(
     found = load_job(path, flags, world_size, device or pick().type)
     found.refuse(problems_of_tokenizer(found.config))
     job = found.config
-    lines = [*found.notices, *remarks(job), *summary(job, world_size)]
+    lines = [*found.notices, *summary(job, world_size)]
     # In one piece, so that `| head` does not close the pipe in between.
     print("".join(f"# {line}\n" for line in lines) + to_toml(job), end="")
 
 
 def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     """What a recipe comes to: ranks, batch, model."""
-    ranks = world_size or smallest_world(job)
+    ranks = world_size or job.parallelism.least_ranks
     degrees, t = job.degrees(ranks), job.training
     layout = ", ".join(f"{axis} {size}" for axis, size in degrees._asdict().items())
     hint = "" if world_size else "; --world-size N checks for N"

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from torchtitan.config import ConfigError
-from torchtitan.data import DataConfig, check_data, load_tokenizer, open_source
+from torchtitan.config import ConfigError, PlannedWorld, Problem
+from torchtitan.data import DataConfig, load_tokenizer, open_source
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
 from torchtitan.data.files import find_files
 from torchtitan.data.order import drawn_order
@@ -170,15 +170,21 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
 )
 def test_check_finds_mistakes(settings: dict[str, object], key: str, message: str) -> None:
     config = DataConfig.model_validate(settings)
-    mistakes = check_data(config, local_batch_size=2, accumulation=2, ranks=3)
-    assert [found for found, _ in mistakes] == [key]
-    assert message in mistakes[0][1]
+    (problem,) = refused(config)
+    assert problem.path == key
+    assert message in problem.message
+
+
+def refused(config: DataConfig) -> list[Problem]:
+    """What is refused of a section where three ranks share a global batch of 12."""
+    found = [*config.problems(None, PlannedWorld()), *config.uneven(12, 3)]
+    return [problem.within("data") for problem in found]
 
 
 def test_check_accepts_what_works() -> None:
     for settings in ({}, {"dataset": "c4"}, {"dataset": "/"}, {"lanes": 24, "num_workers": 8}):
         config = DataConfig.model_validate(settings)
-        assert check_data(config, local_batch_size=2, accumulation=2, ranks=3) == []
+        assert refused(config) == []
 
 
 def test_opening_reports_the_same_mistakes() -> None:

@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
+from torchtitan.config import PlannedWorld
 from torchtitan.device import Device
 from torchtitan.metrics import (
     SINKS,
@@ -20,7 +21,6 @@ from torchtitan.metrics import (
     MetricsConfig,
     SinkContext,
     build_sinks,
-    check_metrics,
 )
 from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
 
@@ -475,14 +475,18 @@ def test_a_sink_added_to_the_registry_is_used(tmp_path, monkeypatch):
     assert Ours in [type(s) for s in build_sinks(MetricsConfig(), SinkContext(tmp_path))]
 
 
+def missing(config):
+    return [problem[:2] for problem in config.problems(None, PlannedWorld())]
+
+
 def test_a_missing_package_is_found_before_the_run(monkeypatch):
     both = MetricsConfig(enable_tensorboard=True, enable_wandb=True)
-    assert check_metrics(both) == []
+    assert missing(both) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert check_metrics(MetricsConfig()) == []
-    assert check_metrics(both) == [
-        ("metrics.enable_tensorboard", "TensorBoard is not installed: pip install tensorboard"),
-        ("metrics.enable_wandb", "Weights & Biases is not installed: pip install wandb"),
+    assert missing(MetricsConfig()) == []
+    assert missing(both) == [
+        ("enable_tensorboard", "TensorBoard is not installed: pip install tensorboard"),
+        ("enable_wandb", "Weights & Biases is not installed: pip install wandb"),
     ]
 
 
@@ -492,8 +496,8 @@ def test_a_folder_called_wandb_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if Path(p) != real)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
-    [(key, _)] = check_metrics(MetricsConfig(enable_wandb=True))
-    assert key == "metrics.enable_wandb"
+    [(key, _)] = missing(MetricsConfig(enable_wandb=True))
+    assert key == "enable_wandb"
 
 
 @pytest.mark.parametrize(

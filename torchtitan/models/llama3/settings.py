@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan.config import Problem
 from torchtitan.models.llama3.model import Llama3Args, RopeScaling
 from torchtitan.models.settings import TextConfig, size
 
@@ -52,17 +53,18 @@ class Llama3Config(TextConfig):
         kept = changed if changed.factor > 1 else None
         return dataclasses.replace(args, **said, rope_scaling=kept)
 
-    def problems(self, args: Llama3Args) -> Iterator[tuple[str, str]]:
+    def misfits(self, args: Llama3Args) -> Iterator[Problem]:
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
         if dim % heads:
             key = self.origin("n_heads", "dim")
-            yield key, f"the {heads} heads do not divide the dim {dim}"
+            yield Problem(key, f"the {heads} heads do not divide the dim {dim}")
         elif (dim // heads) % 2:
             message = f"a head of dim {dim} / n_heads {heads} = {dim // heads} elements is no pairs"
-            yield self.origin("n_heads", "dim"), f"{message}, which rotary positions turn"
+            message += ", which rotary positions turn"
+            yield Problem(self.origin("n_heads", "dim"), message)
         if heads % kv_heads:
             message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
-            yield self.origin("n_kv_heads", "n_heads"), message
+            yield Problem(self.origin("n_kv_heads", "n_heads"), message)
         scaling = args.rope_scaling
         if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
             key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
@@ -70,4 +72,4 @@ class Llama3Config(TextConfig):
                 f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
                 f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
             )
-            yield key, message
+            yield Problem(key, message)

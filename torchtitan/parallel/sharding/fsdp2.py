@@ -24,11 +24,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import CommunicationConfig, Gather, Reduce, Unit
+from torchtitan.comm import Gather, Reduce, Unit
 from torchtitan.optim.norm import local
 from torchtitan.parallel import stages
-from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.traffic_formulas import Traffic
 
@@ -43,24 +41,9 @@ class FSDP2(ShardingConfig):
     """Gathers and reductions in hooks around the blocks."""
 
     packs_weights: ClassVar[bool] = True
+    follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
     name: Literal["fsdp2"] = Field("fsdp2", description="Which way to shard.")
-
-    def problems(
-        self,
-        parallelism: ParallelismConfig,
-        compile: CompileConfig,
-        communication: CommunicationConfig,
-        *,
-        has_work: bool,
-        cpu_offload: bool,
-    ) -> Iterator[tuple[str, str]]:
-        if compile.compiles("model") and compile.granularity == "model" and has_work:
-            message = (
-                "FSDP2 gathers and casts in hooks around the blocks, which no graph can hold; use "
-                'sharding.name = "simple_fsdp", or "block"'
-            )
-            yield "compile.granularity", message
 
     def open(self, target: Target) -> "FullyShard":
         return FullyShard(target)

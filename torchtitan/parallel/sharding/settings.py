@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
+from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.stages import Unit
 from torchtitan.parallel.technique import Technique
 from torchtitan.parallel.traffic_formulas import Traffic
@@ -79,32 +79,14 @@ class ShardingConfig(Config):
     """Whether gathers and reductions are part of the computation, where a compiler sees them."""
     packs_weights: ClassVar[bool] = False
     """Whether a parameter may say in what form it is gathered, as those in Float8 do."""
+    follows: ClassVar[frozenset[str]] = frozenset()
+    """Which choices of `[communication]` it follows: weights, gradients."""
 
     name: str = Field(description="Which way: a key of torchtitan.parallel.sharding.SHARDING.")
 
-    def problems(
-        self,
-        parallelism: ParallelismConfig,
-        compile: CompileConfig,
-        communication: CommunicationConfig,
-        *,
-        has_work: bool,
-        cpu_offload: bool,
-    ) -> Iterator[tuple[str, str]]:
-        """What cannot work together, as (key, message).
-
-        Args:
-            has_work: whether there is anything to gather, to reduce or to cast.
-        """
-        yield from ()
-
-    def problems_of_machine(self, device_type: str) -> Iterator[tuple[str, str]]:
-        """What this very machine cannot do."""
-        yield from ()
-
-    def remarks(self, parallelism: ParallelismConfig, compile: CompileConfig) -> Iterator[str]:
-        """What works, but perhaps not as its writer thinks."""
-        yield from ()
+    def needs_graph(self) -> Mapping[str, str]:
+        """Keys of these settings that act on a compiled graph alone, and why."""
+        return {}
 
     def open(self, target: Target) -> Sharding:
         """What shards the model."""

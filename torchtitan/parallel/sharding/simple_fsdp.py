@@ -18,9 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.comm import CommunicationConfig
-from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding import bucketing
 from torchtitan.parallel.sharding.bucketing import Bucketing
 from torchtitan.parallel.sharding.fsdp2 import placement
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from torchtitan.parallel.traffic import Part
-
-NAME = 'sharding.name = "simple_fsdp"'
 
 
 class SimpleFSDP(ShardingConfig):
@@ -52,62 +49,17 @@ class SimpleFSDP(ShardingConfig):
         100, gt=0, description="With bucketing = size: megabytes of a bucket, at most."
     )
 
-    def problems(
-        self,
-        parallelism: ParallelismConfig,
-        compile: CompileConfig,
-        communication: CommunicationConfig,
-        *,
-        has_work: bool,
-        cpu_offload: bool,
-    ) -> Iterator[tuple[str, str]]:
-        for what in ("weights", "gradients"):
-            if getattr(communication, what).name != "plain":
-                message = f'{NAME} sends in the graph, as torch does; use "plain", or "fsdp2" there'
-                yield f"communication.{what}.name", message
-        if cpu_offload:
-            message = f'{NAME} gathers where parameters are; use "fsdp2" there'
-            yield "training.enable_cpu_offload", message
-        if parallelism.enable_async_tensor_parallel:
-            message = f'{NAME} changes the same graphs; use "fsdp2" there'
-            yield "parallelism.enable_async_tensor_parallel", message
-        if not compile.compiles("model"):
-            needs = (
-                'so it needs compile.enable = true with "model" in compile.components and '
-                'compile.granularity = "model"'
-            )
-            if parallelism.fsdp_reshard_after_forward == "always":
-                message = f"with {NAME} the compiler frees them, {needs}"
-                yield "parallelism.fsdp_reshard_after_forward", message
-            if self.bucketing != "none":
-                yield bucketing.KEY, f"collectives are merged in a compiled graph, {needs}"
-            return
-        if compile.granularity != "model":
-            message = (
-                f"with {NAME} blocks that share a graph could not be freed or merged each by "
-                'itself, nor what is in none; use "model"'
-            )
-            yield "compile.granularity", message
-        if compile.backend != "inductor":
-            message = f"with {NAME} it is inductor that frees and merges; use it"
-            yield "compile.backend", message
-
-    def problems_of_machine(self, device_type: str) -> Iterator[tuple[str, str]]:
-        if self.bucketing == "auto" and device_type != "cuda":
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.bucketing == "auto" and world.is_here and world.device_type != "cuda":
             message = (
                 f"torch's scheduler estimates times on a CUDA device; there is none here, but "
-                f'{device_type}; use "block" or "size"'
+                f'{world.device_type}; use "block" or "size"'
             )
-            yield bucketing.KEY, message
+            yield Problem("bucketing", message)
 
-    def remarks(self, parallelism: ParallelismConfig, compile: CompileConfig) -> Iterator[str]:
-        is_default = parallelism.fsdp_reshard_after_forward == "default"
-        if is_default and not compile.compiles("model"):
-            yield (
-                'sharding.name: without compile.enable, "simple_fsdp" keeps what it gathers in '
-                "the forward until the backward: the whole model, but for blocks that are "
-                "recomputed; and gathers each parameter by itself"
-            )
+    def needs_graph(self) -> Mapping[str, str]:
+        is_on = self.bucketing != "none"
+        return {"bucketing": "collectives are merged in a compiled graph"} if is_on else {}
 
     def open(self, target: Target) -> "InGraph":
         return InGraph(self, target)

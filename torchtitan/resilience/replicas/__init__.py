@@ -3,13 +3,9 @@
 from torchtitan.resilience.replicas.group import ReplicaGroup
 from torchtitan.resilience.replicas.settings import (
     FaultToleranceConfig,
-    problems,
-    problems_of_machine,
 )
 
 __all__ = [
     "FaultToleranceConfig",
     "ReplicaGroup",
-    "problems",
-    "problems_of_machine",
 ]

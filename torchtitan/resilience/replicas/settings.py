@@ -7,10 +7,11 @@ model as the others, each on its share of every global batch. Nothing here needs
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import Field
 
-from torchtitan.config import Config
+from torchtitan.config import Config, PlannedWorld, Problem
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable in which torchft looks for the address of its lighthouse."""
@@ -46,32 +47,19 @@ class FaultToleranceConfig(Config):
         """Which of them this is."""
         return self.replica_id if self.enable else 0
 
-
-def problems(config: FaultToleranceConfig) -> Iterator[tuple[str, str]]:
-    """What cannot work in the section: (key, message)."""
-    groups = config.group_size
-    if not config.enable:
-        return
-    if groups < 1:
-        yield "fault_tolerance.group_size", "wanted the number of replica groups, at least 1"
-        return
-    if config.replica_id >= groups:
-        message = f"there are {groups} groups (fault_tolerance.group_size), from 0 on"
-        yield "fault_tolerance.replica_id", message
-    if config.min_replica_size > groups:
-        message = f"there are only {groups} groups (fault_tolerance.group_size)"
-        yield "fault_tolerance.min_replica_size", message
-
-
-def problems_of_machine(config: FaultToleranceConfig) -> Iterator[tuple[str, str]]:
-    """What this machine lacks: (key, message)."""
-    if not config.enable:
-        return
-    if importlib.util.find_spec("torchft") is None:
-        message = 'torchft is not installed: pip install "torchft>=0.2,<0.3"'
-        yield "fault_tolerance.enable", message
-    if not os.environ.get(LIGHTHOUSE):
-        message = (
-            f"where is the lighthouse? Wanted {LIGHTHOUSE}=http://HOST:29510 in the environment"
-        )
-        yield "fault_tolerance.enable", message
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.enable and self.group_size < 1:
+            yield Problem("group_size", "wanted the number of replica groups, at least 1")
+        elif self.enable:
+            size, there = self.group_size, f"{self.group_size} groups (self.group_size)"
+            if self.replica_id >= size:
+                yield Problem("replica_id", f"there are {there}, from 0 on", ("group_size",))
+            if self.min_replica_size > size:
+                yield Problem("min_replica_size", f"there are only {there}", ("group_size",))
+        if self.enable and world.is_here:
+            if importlib.util.find_spec("torchft") is None:
+                message = 'torchft is not installed: pip install "torchft>=0.2,<0.3"'
+                yield Problem("enable", message)
+            if not os.environ.get(LIGHTHOUSE):
+                wanted = f"Wanted {LIGHTHOUSE}=http://HOST:29510 in the environment"
+                yield Problem("enable", f"where is the lighthouse? {wanted}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checks import load_job, problems_of_machine
+from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, Problem, Recipe, RecipeError
 from torchtitan.device import Device, pick
 from torchtitan.job import JobConfig
@@ -130,10 +130,9 @@ def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
     kind = study.conditions.device or pick().type
     over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
     try:
-        recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, over=over)
+        recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, is_here=not own, over=over)
         recipe.refuse(problems_of_tokenizer(recipe.config))
         if not own:
-            recipe.refuse(problems_of_machine(recipe.config, kind))
             recipe.refuse(_too_large(recipe, plan, Device(pick().type)))
     except CannotRun as error:
         return Ready(plan, error.config, tuple(error.lines))

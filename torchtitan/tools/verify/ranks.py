@@ -10,8 +10,8 @@ from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeVar
 
-from torchtitan.checks import problems, problems_of_machine
-from torchtitan.config import Problem
+from torchtitan.checks import problems
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
@@ -53,8 +53,8 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
     Args:
         disk_bytes: what is written for each parameter.
     """
-    yield from problems(job, ranks, "cpu")
-    yield from problems_of_machine(job, "cpu")
+    found = problems(job, PlannedWorld(ranks, "cpu", is_here=True))
+    yield from (problem for problem in found if problem.severity == "error")
     yield from problems_of_tokenizer(job)
     spec = MODELS[job.model.name]
     args = job.model_args()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checks import smallest_world
 from torchtitan.config import Recipe, show
 from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.job import JobConfig
@@ -99,7 +98,7 @@ def make_ready(
             _make_layout_small(draft)
         spec = _make_model_small(draft, spec, other)
     _find_data(draft)
-    ranks = world_size or smallest_world(draft.job) * (2 if _takes_all(draft.job) else 1)
+    ranks = world_size or draft.job.parallelism.least_ranks * (2 if _takes_all(draft.job) else 1)
     if shrink:
         _make_batches_small(draft, ranks)
     return ranks, spec

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from torchtitan.checks import pipelining
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
     ParallelismConfig,
-    pipeline_checks,
 )
-from torchtitan.parallel.pipeline_checks import problems
 from torchtitan.parallel.schedules import SCHEDULES
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=4)
@@ -36,7 +35,7 @@ def found(
     config = ParallelismConfig(
         pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys
     )
-    lines = problems(
+    planned = pipelining.Planned(
         config,
         LLAMA3,
         args,
@@ -45,7 +44,8 @@ def found(
         compile=compile or CompileConfig(),
         functions=functions,
     )
-    return [f"{key}: {message}".replace("parallelism.", "") for key, message in lines]
+    lines = [f"{problem.path}: {problem.message}" for problem in planned.problems()]
+    return [line.replace("parallelism.", "") for line in lines]
 
 
 def test_what_works_is_not_refused() -> None:
@@ -55,7 +55,7 @@ def test_what_works_is_not_refused() -> None:
         loss = CompileConfig(enable=True, components=("loss",))
         assert not found(name, recompute=full, compile=loss, fsdp_reshard_after_forward="never")
     assert not found("Interleaved1F1B", recompute=OPERATORS, compile=CompileConfig(enable=True))
-    assert not found("nothing", pp=1, microbatches=1)
+    assert not tiny.problems(tiny.job(parallelism={"pipeline_parallel_schedule": "nothing"}))
     assert not found("LoopedBFS", pipeline_parallel_layers_per_stage=1)
     parts = (NAMES[:1], NAMES[1:3], NAMES[3:5], NAMES[5:])
     assert not found("DualPipeV", module_fqns_per_model_part=parts)
@@ -157,7 +157,7 @@ def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
 def test_functions_written_in_python_need_a_torch_that_keeps_them(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_checks, "keeps_nodes_of_functions", lambda: keeps)
+    monkeypatch.setattr(pipelining, "keeps_nodes_of_functions", lambda: keeps)
     lines = found("ZBVZeroBubble", functions=("[[convert]]",))
     assert ["what [[convert]] left" in line for line in lines] == [True] * (not keeps)
     assert not found("Interleaved1F1B", functions=("[[convert]]",))

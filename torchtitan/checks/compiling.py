@@ -1,0 +1,90 @@
+"""What works only where the model is compiled, or does not work there."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.job import JobConfig
+from torchtitan.torch_private.compiler import compiles_recomputed_attention
+
+SECTIONS = ("compile", "parallelism", "training", "sharding")
+OVERWRITE = (
+    "would each write over what the one before it left for the step "
+    "(https://github.com/pytorch/pytorch/issues/169545)"
+)
+
+
+def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The compiler finds what can travel while ranks multiply."""
+    key, c = "parallelism.enable_async_tensor_parallel", job.compile
+    if not job.parallelism.enable_async_tensor_parallel:
+        return
+    if not c.compiles("model"):
+        message = (
+            "the compiler does it, so it needs compile.enable = true with "
+            '"model" in compile.components'
+        )
+        yield Problem(key, message, ("compile",))
+    elif c.backend != "inductor":
+        message = f'it needs compile.backend = "inductor", not "{c.backend}"'
+        yield Problem(key, message, ("compile",))
+
+
+def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The compiler can recompute what it is asked to."""
+    key, c, p = "activation_checkpoint.mode", job.compile, job.parallelism
+    config, also = job.activation_checkpoint, ("activation_checkpoint", *SECTIONS)
+    if config.mode == "memory_budget" and not c.compiles("model"):
+        message = (
+            "the compiler chooses what to keep, so it needs compile.enable = true with "
+            '"model" in compile.components'
+        )
+        yield Problem(key, message, also)
+    elif config.mode == "memory_budget" and c.backend == "eager":
+        message = 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
+        yield Problem(key, message, also)
+    # Context parallelism attends by an operator of its own, which this does not concern.
+    on_a_mesh = p.tensor_parallel_degree > 1 or job.sharding.in_graph
+    on_a_mesh = on_a_mesh and p.context_parallel_degree == 1
+    recomputes_attention = config.every > 0 and not config.by_operator
+    device_type = world.device_type if world.is_here else "cuda"
+    if (
+        recomputes_attention
+        and on_a_mesh
+        and c.compiles("model")
+        and not compiles_recomputed_attention(device_type)
+    ):
+        message = (
+            "on a CPU this version of torch cannot compile a block that is split over tensor "
+            "ranks, or gathered in the graph as by simple_fsdp, and recomputes its attention; use "
+            'mode = "selective" with selective_ac_option = "op", or leave "model" out of '
+            "compile.components"
+        )
+        yield Problem(key, message, also)
+
+
+def cuda_graphs(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Between two replays of a recorded graph nothing moves and nothing is added up."""
+    for message in _unreplayable(job, world) if job.compile.cuda_graphs else ():
+        yield Problem("compile.cuda_graphs", message, SECTIONS)
+
+
+def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
+    c, p, t, degrees = job.compile, job.parallelism, job.training, job.degrees(world.ranks)
+    if not c.enable or c.backend != "inductor":
+        needs = 'compile.enable = true and compile.backend = "inductor"'
+        yield f"graphs of the compiler are recorded, so it needs {needs}"
+    if p.pipeline_parallel_degree > 1:
+        yield f"the microbatches of a pipeline {OVERWRITE}"
+    elif (accumulation := job.accumulation(degrees)) > 1:
+        bigger = "use a larger training.local_batch_size"
+        yield f"the {accumulation} microbatches of a step {OVERWRITE}; {bigger}"
+    if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
+        yield "nobody has recorded what context or async tensor parallelism sends"
+    if t.enable_cpu_offload:
+        yield "training.enable_cpu_offload moves the parameters in every step"
+    elif (degrees.data > 1 or t.dtype != t.mixed_precision_param) and not job.sharding.in_graph:
+        yield (
+            f"{job.sharding.name} gathers or casts parameters into other memory each time; use "
+            'sharding.name = "simple_fsdp", or one data rank whose '
+            "training.mixed_precision_param is training.dtype"
+        )

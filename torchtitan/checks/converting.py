@@ -1,0 +1,131 @@
+"""Whether layers can be converted, and the loss computed in chunks, as the recipe says."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from torchtitan.checks.model import model_of
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.convert import Conversion, ConverterConfig, linears
+from torchtitan.job import JobConfig
+from torchtitan.models.output import has_linear_loss
+from torchtitan.models.spec import TensorRole
+
+SECTIONS = ("convert", "model", "training", "parallelism")
+
+
+def precision(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """There is something to report the precision of."""
+    if job.metrics.precision_freq and not job.convert:
+        message = "no layer is converted, so there is nothing to report; add [[convert]], or use 0"
+        yield Problem("metrics.precision_freq", message, ("convert",))
+
+
+def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What a converter has sent in its own way is sent."""
+    p = job.parallelism
+    for number, converter in enumerate(job.convert):
+        key = f"convert.{number}"
+        if (packs := converter.packs_weights) and not job.sharding.packs_weights:
+            message = 'it is FSDP2 that gathers so; use sharding.name = "fsdp2"'
+            yield Problem(f"{key}.{packs}", message, ("convert", "sharding"))
+        if (gathers := converter.gathers_inputs) and p.tensor_parallel_degree == 1:
+            message = "parallelism.tensor_parallel_degree is 1, so there is nothing to gather"
+            yield Problem(f"{key}.{gathers}", message, SECTIONS)
+        elif gathers and p.disable_sequence_parallel:
+            message = (
+                "what is gathered are parts of the sequence, and "
+                "parallelism.disable_sequence_parallel = true leaves each rank the whole"
+            )
+            yield Problem(f"{key}.{gathers}", message, SECTIONS)
+
+
+def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Each converter has layers to convert, whose parts on a rank it can round."""
+    model, p = model_of(job), job.parallelism
+    if not job.convert or model is None:
+        return
+    in_pipeline = p.pipeline_parallel_degree > 1
+    sequences = (
+        p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
+    )
+    tokens = sequences * job.training.seq_len // p.context_parallel_degree
+    network, seen = model.empty(), dict[str, int]()
+    for number, converter in enumerate(job.convert):
+        key = f"convert.{number}"
+        found = linears(network, converter, Conversion())
+        wanted = {name: linear.weight.shape for name, linear in found}
+        if not wanted:
+            message = (
+                "it leaves no linear to convert: all others have a dim that is not a multiple of "
+                f"{converter.multiple}; name fewer, or leave the converter out"
+            )
+            yield Problem(f"{key}.filter_fqns", message, SECTIONS)
+            continue
+        if before := {seen[name] for name in wanted if name in seen}:
+            earlier = f"convert.{min(before)}"
+            message = (
+                f"{earlier} converts linears that this one would; filter them in one of the two "
+                f"({earlier}.filter_fqns or {key}.filter_fqns)"
+            )
+            yield Problem(f"{key}.name", message, SECTIONS)
+        seen |= dict.fromkeys(wanted, number)
+        tp, plan = p.tensor_parallel_degree, model.spec.tensor_plan
+        yield from _uneven_parts(key, converter, tp, wanted, plan)
+        if tokens % converter.multiple:
+            message = (
+                f"a rank multiplies {tokens} tokens at a time (sequences of a microbatch x "
+                "training.seq_len / context_parallel_degree), which the gradients of the weights "
+                f"need in multiples of {converter.multiple}"
+            )
+            yield Problem(f"{key}.name", message, SECTIONS)
+
+
+def _uneven_parts(
+    key: str,
+    converter: ConverterConfig,
+    tp: int,
+    wanted: Mapping[str, Sequence[int]],
+    plan: Mapping[str, TensorRole],
+) -> Iterator[Problem]:
+    """A linear is converted by its whole shape, so that layouts agree; its parts must fit too."""
+    for name, (outputs, inputs) in wanted.items() if tp > 1 else ():
+        roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
+        split = inputs if roles == ["rowwise"] else outputs
+        if roles and split % (tp * converter.multiple):
+            message = (
+                f"{name} is {outputs} x {inputs}, and its {tp} parts (tensor_parallel_degree) are "
+                f"not in multiples of {converter.multiple}; add it to {key}.filter_fqns, or split "
+                "it less"
+            )
+            yield Problem(f"{key}.filter_fqns", message, SECTIONS)
+            return
+
+
+def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """A model that computes its loss itself ends in what does so, by weights as they are."""
+    model, key = model_of(job), "loss.vocabulary_chunk"
+    if not job.loss.vocabulary_chunk or model is None:
+        return
+    if job.parallelism.disable_loss_parallel:
+        message = (
+            f"with {key} no logits are gathered; each tensor rank makes those of its part of the "
+            "vocabulary, with or without it"
+        )
+        yield Problem("parallelism.disable_loss_parallel", message, (key,), "note")
+    network = model.empty()
+    if not has_linear_loss(network):
+        message = f"{job.model.name} does not end in LinearLoss, which makes the chunks; use 0"
+        yield Problem(key, message, ("model",))
+    after = model.spec.after_blocks
+    outputs = [name for name in after if type(network.get_submodule(name)) is nn.Linear]
+    for number, converter in enumerate(job.convert):
+        for name in outputs:
+            if not any(part in name for part in converter.filter_fqns):
+                message = (
+                    f"the loss multiplies with the weight of {name} itself, so {converter.name} "
+                    f'would not act there; add "{name}" to its filter_fqns (convert.{number}), or '
+                    "use 0"
+                )
+                yield Problem(key, message, ("model", "convert"))

@@ -1,0 +1,107 @@
+"""Whether the optimizer's updates and states go together with the rest of the recipe."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtitan.checks.layout import DEGREES
+from torchtitan.checks.model import model_of
+from torchtitan.config import PlannedWorld, Problem, show
+from torchtitan.job import JobConfig
+from torchtitan.optim import group_problems, name_parameters
+
+EARLY = "optimizer.early_step_in_backward"
+NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
+    "training.max_norm": (0, "a gradient is gone before the norm of all is known to clip it by"),
+    "training.enable_cpu_offload": (False, "gradients would be waited for one by one"),
+    "compile.cuda_graphs": (False, "nobody has recorded graphs between which weights change"),
+    "parallelism.pipeline_parallel_degree": (
+        1,
+        "the backward of a microbatch would change weights that the next one uses",
+    ),
+    "fault_tolerance.enable": (False, "gradients are gone before groups can add them up"),
+    "spikes.sigma": (0, "an update is made before its spike is seen, and cannot be skipped"),
+    "spikes.max_rollbacks": (0, "no step is skipped, so no row of them is rolled back"),
+    "metrics.precision_freq": (0, "a microbatch that is only looked at would change weights"),
+    "metrics.statistics_freq": (0, "a gradient is gone before it is looked at"),
+}
+"""Of keys that updates in the backward rule out: the one value that can be, and why no other."""
+
+
+def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Gradients that are used as they are complete are there for nothing else."""
+    if not job.optimizer.early_step_in_backward:
+        return
+    values = job.flat()
+    for key, (allowed, why) in NOT_IN_BACKWARD.items():
+        if values[key] != allowed:
+            yield Problem(key, f"with {EARLY}, {why}; use {str(allowed).lower()}", (EARLY,))
+    accumulation = job.accumulation(job.degrees(world.ranks))
+    if accumulation > 1:
+        message = (
+            f"with {EARLY}, there is one microbatch in a step, and this makes {accumulation}; use "
+            f"{job.training.global_batch_size // accumulation}, or a larger "
+            "training.local_batch_size"
+        )
+        rests_on = (EARLY, "training.local_batch_size", *DEGREES)
+        yield Problem("training.global_batch_size", message, rests_on)
+
+
+def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Copies of the model agree on a gradient while it is there."""
+    replicas = job.communication.replicas
+    after_backward = job.degrees(world.ranks).dp_replicate > 1 and not replicas.in_backward
+    if job.optimizer.early_step_in_backward and after_backward:
+        message = (
+            "copies of the model agree on gradients after the backward "
+            f"(communication.replicas.name = {show(replicas.name)}), when they are gone; use "
+            'false, or "all_reduce" with overlap = true there'
+        )
+        yield Problem(EARLY, message, ("communication.replicas", *DEGREES))
+
+
+def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """States are moved to the host once, and updated there in float32."""
+    o, t = job.optimizer, job.training
+    rests_on = ("training.enable_cpu_offload", "optimizer")
+    if o.rounds_state and (t.enable_cpu_offload or o.offload_states):
+        key = "optimizer.state_dtype" if hasattr(o, "state_dtype") else "optimizer.name"
+        message = 'in host memory, states take none of the device\'s; use "parameter"'
+        yield Problem(key, message, rests_on)
+    if o.offload_states and t.enable_cpu_offload:
+        message = "training.enable_cpu_offload keeps states in host memory already; use one"
+        yield Problem("optimizer.offload_states", message, rests_on)
+    if o.offload_states and t.dtype != "float32":
+        message = (
+            "the weights that the host updates are those of the device, and float32; use "
+            'training.dtype = "float32"'
+        )
+        yield Problem("optimizer.offload_states", message, ("training.dtype",))
+
+
+def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Each group of parameters has some, whose update has what the group sets."""
+    model = model_of(job) if job.optimizer.groups else None
+    if model is None:
+        return
+    parameters = name_parameters([model.empty()], model.spec.role)
+    for problem in group_problems(job.optimizer, parameters):
+        yield problem.within("optimizer")._replace(also=("optimizer", "model"))
+
+
+def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Warm-up and decay fit into the steps there are."""
+    s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
+    if s.warmup_steps > steps:
+        message = f"the schedule has only {steps} steps; the run ends within the warm-up"
+        yield Problem("lr_scheduler.warmup_steps", message, also, "note")
+    elif s.warmup_steps + s.decay_steps(steps) > steps:
+        message = (
+            f"of {steps} steps it reaches into the {s.warmup_steps} steps of warm-up; the decay "
+            "begins after them, already under way"
+        )
+        yield Problem("lr_scheduler.decay_ratio", message, also, "note")
+    if steps < job.training.steps and s.decay_steps(steps) and not s.min_lr_factor:
+        message = (
+            f"after {steps} steps the learning rate is 0, but there are {job.training.steps} steps"
+        )
+        yield Problem("lr_scheduler.total_steps", message, also, "note")

@@ -1,0 +1,226 @@
+"""What a recipe can get wrong about its pipeline, and what would work instead."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.checks.layout import DEGREES, divisors
+from torchtitan.checks.model import model_of
+from torchtitan.config import ConfigError, PlannedWorld, Problem, allowed_names, show
+from torchtitan.job import JobConfig
+from torchtitan.models.spec import ModelSpec, build_empty
+from torchtitan.parallel import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    schedule_csv,
+)
+from torchtitan.parallel.schedules import SCHEDULES
+from torchtitan.parallel.stages import Unit, number_of_stages, units
+from torchtitan.torch_private.compiler import keeps_nodes_of_functions
+
+DEGREE = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+CSV = "parallelism.pipeline_parallel_schedule_csv"
+LAYERS = "parallelism.pipeline_parallel_layers_per_stage"
+PARTS = "parallelism.module_fqns_per_model_part"
+
+
+def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The model can be cut into stages, and a batch into microbatches, as the schedule wants."""
+    model, p, batch = model_of(job), job.parallelism, job.training.local_batch_size
+    if model is None or p.pipeline_parallel_degree == 1:
+        return
+    if batch % p.pipeline_parallel_microbatch_size:
+        message = f"it does not divide training.local_batch_size {batch}; use {divisors(batch)}"
+        rests_on = ("training.local_batch_size", *DEGREES)
+        yield Problem("parallelism.pipeline_parallel_microbatch_size", message, rests_on)
+        return
+    python = {"loss.vocabulary_chunk": job.loss.vocabulary_chunk, "[[convert]]": job.convert}
+    planned = Planned(
+        p,
+        model.spec,
+        model.args,
+        p.microbatches(batch),
+        job.activation_checkpoint,
+        job.compile,
+        [key for key, value in python.items() if value],
+    )
+    for problem in planned.problems():
+        yield problem._replace(also=("model", "training.local_batch_size", "parallelism"))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A pipeline as a recipe has it."""
+
+    config: ParallelismConfig
+    spec: ModelSpec[Any]
+    args: Any
+    microbatches: int
+    """Of one batch of a rank."""
+    recompute: ActivationCheckpointConfig
+    compile: CompileConfig
+    functions: Sequence[str]
+    """Keys that have the model compute by autograd functions written in Python."""
+
+    def problems(self) -> Iterator[Problem]:
+        """All that cannot work."""
+        name = self.config.pipeline_parallel_schedule
+        if self.args.tied:
+            message = (
+                "the output multiplies with the embedding's weights, which would stand on another "
+                "stage; use 1, or a flavor with an output of its own"
+            )
+            yield Problem(DEGREE, message)
+        if name not in SCHEDULES:
+            yield Problem(SCHEDULE, allowed_names(name, SCHEDULES))
+        elif self.config.pipeline_parallel_schedule_csv:
+            yield from self.of_file()
+        else:
+            stages = number_of_stages(self.config, self.args.n_layers)
+            yield from self.of_stages(stages)
+            yield from self.of_cut(stages)
+            yield from self.of_microbatches(stages)
+            if SCHEDULES[name].splits_backward:
+                yield from self.of_split_backward(SCHEDULE)
+
+    def of_file(self) -> Iterator[Problem]:
+        config = self.config
+        try:
+            orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
+        except ConfigError as error:
+            yield Problem(CSV, str(error))
+            return
+        found = list(
+            schedule_csv.faults(orders, config.pipeline_parallel_degree, self.microbatches)
+        )
+        yield from (Problem(CSV, fault) for fault in found)
+        if found:
+            return
+        stages = len(schedule_csv.ranks(orders))
+        if config.pipeline_parallel_layers_per_stage is not None:
+            message = f"the file {CSV} has {stages} stages already; leave one of the two out"
+            yield Problem(LAYERS, message)
+        parts = config.module_fqns_per_model_part
+        if parts and len(parts) != stages:
+            message = f"these are {len(parts)} parts, but the file {CSV} has {stages} stages"
+            yield Problem(PARTS, message)
+        yield from self.of_cut(stages)
+        if any(action.kind == "I" for actions in orders.values() for action in actions):
+            yield from self.of_split_backward(CSV)
+
+    def of_stages(self, stages: int) -> Iterator[Problem]:
+        config, layers = self.config, self.args.n_layers
+        pp, name = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
+        schedule = SCHEDULES[name]
+        by_hand = config.module_fqns_per_model_part
+        if by_hand and config.pipeline_parallel_layers_per_stage is not None:
+            message = f"{PARTS} gives the stages by hand already; leave one of the two out"
+            yield Problem(LAYERS, message)
+            return
+        if schedule.fits(stages, pp):
+            return
+        wanted = {
+            "one": f"{pp}, one a rank",
+            "two": f"{2 * pp}, two a rank",
+            "several": f"{2 * pp}, {3 * pp} or any other multiple of {pp}, two or more a rank",
+        }[schedule.stages]
+        message = f"{name} on {pp} ranks wants stages: {wanted}"
+        if config.module_fqns_per_model_part:
+            yield Problem(PARTS, f"these are {stages} stages; {message}")
+            return
+        fitting = {-(-layers // each): each for each in range(layers, 0, -1)}
+        use = [each for count, each in fitting.items() if schedule.fits(count, pp)]
+        hint = f"use {' or '.join(map(str, sorted(use)))}" if use else "leave it out"
+        yield Problem(LAYERS, f"it cuts {layers} layers into {stages} stages; {message}; {hint}")
+
+    def of_cut(self, stages: int) -> Iterator[Problem]:
+        config, spec, args = self.config, self.spec, self.args
+        if config.module_fqns_per_model_part:
+            known = units(spec, build_empty(spec.build, args, 1))
+            for fault in part_faults(config.module_fqns_per_model_part, known):
+                yield Problem(PARTS, fault)
+            return
+        most = args.n_layers + bool(spec.before_blocks) + bool(spec.after_blocks)
+        if stages > most:
+            key = CSV if config.pipeline_parallel_schedule_csv else DEGREE
+            message = (
+                f"it makes {stages} stages, but {args.n_layers} layers, with what stands before "
+                f"and after them, can be cut into {most} at most; use fewer"
+            )
+            yield Problem(key, message)
+
+    def of_microbatches(self, stages: int) -> Iterator[Problem]:
+        pp, name = self.config.pipeline_parallel_degree, self.config.pipeline_parallel_schedule
+        schedule, microbatches = SCHEDULES[name], self.microbatches
+        if schedule.runs(microbatches, stages, pp):
+            return
+        fewer, more = (
+            next((count for count in counts if schedule.runs(count, stages, pp)), None)
+            for counts in (
+                range(microbatches, 0, -1),
+                range(microbatches, microbatches + stages + 1),
+            )
+        )
+        rule = (
+            f"at least as many microbatches as stages, {stages}"
+            if schedule.needs_full
+            else f"microbatches that come out even in rounds of {pp} or a few more"
+        )
+        message = (
+            f"it wants {rule}, but there are {microbatches}, training.local_batch_size in parts of "
+            f"parallelism.pipeline_parallel_microbatch_size; {name} could run "
+            f"{' or '.join(str(count) for count in (fewer, more) if count)}"
+        )
+        yield Problem(SCHEDULE, message)
+
+    def of_split_backward(self, key: str) -> Iterator[Problem]:
+        """What torch cannot do where a backward is in two parts (seen with torch 2.11 to 2.13)."""
+        for reason in self.against_split_backward():
+            yield Problem(key, f"it runs each backward in two parts, {reason}")
+
+    def against_split_backward(self) -> Iterator[str]:
+        if self.compile.compiles("model"):
+            yield (
+                "and a compiled block can be run backward once only: one rank would fail and the "
+                'others wait; use Interleaved1F1B, or compile.components = ["loss"]'
+            )
+        if self.recompute.by_operator:
+            yield (
+                "and what selective recomputation kept is gone after the first; use "
+                'Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
+                "selective_ac_option"
+            )
+        if self.functions and not keeps_nodes_of_functions():
+            yield (
+                f"and this version of torch does not keep what {' and '.join(self.functions)} left "
+                "for the second; use Interleaved1F1B, torch 2.13, or do without"
+            )
+        if self.config.fsdp_reshard_after_forward == "always":
+            yield (
+                "and would lose the gradients of weights that are not gathered when the first "
+                "begins; use Interleaved1F1B, or parallelism.fsdp_reshard_after_forward = "
+                '"default" or "never"'
+            )
+
+
+def part_faults(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]:
+    """Why parts by hand are no cut of a model with the `known` units; the first kind of fault."""
+    names = [name for unit in known for name in unit]
+    given = [name for part in parts for name in part]
+    if unknown := [name for name in given if name not in names]:
+        yield f"{show(unknown[0])} is no module to be placed; {allowed_names(unknown[0], names)}"
+    elif missing := [name for name in names if name not in given]:
+        yield f"{', '.join(missing)} stand{'s' * (len(missing) == 1)} in no part"
+    elif twice := [name for name in names if given.count(name) > 1]:
+        yield f"{', '.join(twice)} stand{'s' * (len(twice) == 1)} in several parts"
+    elif given != names:
+        at = next(index for index, name in enumerate(names) if given[index] != name)
+        yield f"{given[at]} stands where {names[at]} should; wanted the order of the model"
+    elif () in parts:
+        yield f"part {parts.index(()) + 1} is empty; wanted at least one module in each"
+    else:
+        for unit in known:
+            if not any(set(unit) <= set(part) for part in parts):
+                yield f"{' and '.join(unit)} stand in different parts; wanted one for them all"

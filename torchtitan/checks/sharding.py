@@ -1,0 +1,77 @@
+"""Whether parameters can be sharded as the recipe says, with what it computes by."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.job import JobConfig
+
+SECTIONS = ("compile", "training", "parallelism", "sharding.name")
+
+
+def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What gathers outside of the computation leaves no graph whole."""
+    t, c, degrees = job.training, job.compile, job.degrees(world.ranks)
+    casts = t.dtype != t.mixed_precision_param
+    has_work = degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload
+    in_one = c.compiles("model") and c.granularity == "model"
+    if in_one and has_work and not job.sharding.in_graph:
+        message = (
+            f'sharding.name = "{job.sharding.name}" gathers and casts in hooks around the blocks, '
+            'which no graph can hold; use sharding.name = "simple_fsdp", or "block"'
+        )
+        yield Problem("compile.granularity", message, SECTIONS)
+
+
+def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """A way to shard sends as `[communication]` says, or as it always does."""
+    for what in ("weights", "gradients"):
+        is_plain = getattr(job.communication, what).name == "plain"
+        if not is_plain and what not in job.sharding.follows:
+            name = f'sharding.name = "{job.sharding.name}"'
+            message = f'{name} sends {what} in its own way; use "plain", or "fsdp2" there'
+            yield Problem(f"communication.{what}.name", message, ("sharding.name",))
+
+
+def in_graph(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What gathers within the computation is the compiler's to free, to merge and to move."""
+    c, p, name = job.compile, job.parallelism, f'sharding.name = "{job.sharding.name}"'
+    if not job.sharding.in_graph:
+        return
+    if job.training.enable_cpu_offload:
+        message = f'{name} gathers where parameters are; use "fsdp2" there'
+        yield Problem("training.enable_cpu_offload", message, SECTIONS)
+    if p.enable_async_tensor_parallel:
+        message = f'{name} changes the same graphs; use "fsdp2" there'
+        yield Problem("parallelism.enable_async_tensor_parallel", message, SECTIONS)
+    if not c.compiles("model"):
+        yield from _without_compiler(job)
+        return
+    if c.granularity != "model":
+        message = (
+            f"with {name} blocks that share a graph could not be freed or merged each by itself, "
+            'nor what is in none; use "model"'
+        )
+        yield Problem("compile.granularity", message, SECTIONS)
+    if c.backend != "inductor":
+        message = f"with {name} it is inductor that frees and merges; use it"
+        yield Problem("compile.backend", message, SECTIONS)
+
+
+def _without_compiler(job: JobConfig) -> Iterator[Problem]:
+    reshard, name = job.parallelism.fsdp_reshard_after_forward, job.sharding.name
+    needs = (
+        'so it needs compile.enable = true with "model" in compile.components and '
+        'compile.granularity = "model"'
+    )
+    if reshard == "always":
+        message = f'with sharding.name = "{name}" the compiler frees them, {needs}'
+        yield Problem("parallelism.fsdp_reshard_after_forward", message, SECTIONS)
+    for key, why in job.sharding.needs_graph().items():
+        yield Problem(f"sharding.{key}", f"{why}, {needs}", SECTIONS)
+    if reshard == "default":
+        message = (
+            "without compile.enable it keeps what it gathers in the forward until the backward: "
+            "the whole model, but for blocks that are recomputed; and gathers each parameter by "
+            "itself"
+        )
+        yield Problem("sharding.name", message, SECTIONS, "note")
