@@ -86,10 +86,11 @@ class CommConfig(Config):
     )
     debug_level: Literal["off", "info", "detail"] | None = Field(
         None,
-        description="What torch checks and tells of collectives (TORCH_DISTRIBUTED_DEBUG, which "
-        "holds where this is absent). info: more in its log; detail: before each, all ranks "
-        "compare operation, shapes and dtypes, and fail where they differ; each collective is then "
-        "several times as slow, and init_timeout_seconds holds after the first step too.",
+        description="How much torch checks and logs about collectives (TORCH_DISTRIBUTED_DEBUG, "
+        "whose value applies if this is absent). info: it logs more; detail: before each "
+        "collective all ranks compare operation, shapes and dtypes, and fail if they differ; each "
+        "collective is then several times slower, and init_timeout_seconds applies to the whole "
+        "run.",
     )
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:

@@ -22,8 +22,8 @@ class FaultToleranceConfig(Config):
 
     enable: bool = Field(
         False,
-        description="Train as one of several replica groups, which meet at a torchft lighthouse; "
-        f"its address is the environment variable {LIGHTHOUSE}.",
+        description="Train as one of several replica groups, coordinated by a torchft lighthouse; "
+        f"its address is in the environment variable {LIGHTHOUSE}.",
     )
     replica_id: int = Field(0, ge=0, description="Which of the groups this is, from 0.")
     group_size: int = Field(
