@@ -8,7 +8,7 @@ migrate` writes the same translation into a file.
 
 from typing import Any
 
-from torchtitan.config import KeyPath, Setting, Translation, allowed_names, show
+from torchtitan.config import ConfigError, KeyPath, Setting, Translation, allowed_names, show
 from torchtitan.legacy_recipes import converters
 from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved
 from torchtitan.legacy_recipes.table import TABLE
@@ -50,27 +50,45 @@ def translate(settings: Settings, below: Settings) -> Translation:
         below: what they go over, as it was written; for flags it is the recipe.
     """
     result = Translation({}, [], [], {})
-    converters.translate(settings, below, result)
-    for path, setting in settings.items():
-        if converters.owns(path):
-            continue
-        row, dotted, value = entry(path), ".".join(path), setting.value
-        where = f"{setting.origin}: {dotted}"
-        if isinstance(row, Moved):
-            _move(row, path, setting, settings, result)
-        elif isinstance(row, Gone) and value != {} and _asks_nothing(row, value, settings):
-            result.notices.append(f"{where}: {show(value)} is left out; {row.instead}")
-        elif isinstance(row, Gone) and value != {}:
-            result.problems.append(f"{where}: got {show(value)}; {row.instead}")
-        elif isinstance(row, Kept) and isinstance(value, str) and value in row.missing:
-            result.problems.append(f"{where}: got {show(value)}; {row.missing[value]}")
-        elif not f"{dotted}.".startswith(tuple(f"{name}." for name in OLD_SECTIONS)):
-            result.settings[path] = setting
-        elif value != {}:
-            section = ".".join(path[:-1])
-            known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
-            result.problems.append(f"{where}: unknown key; {allowed_names(path[-1], known)}")
+    numbers, keys = converters.sections(settings, below, result)
+    for path, setting in keys.items():
+        _translate_key(path, setting, settings, numbers, result)
+    if converters.NAMES in settings:
+        converters.keep_filters(numbers, settings[converters.NAMES].origin, result)
     return result
+
+
+def _translate_key(
+    path: KeyPath,
+    setting: Setting,
+    settings: Settings,
+    numbers: dict[str, int],
+    result: Translation,
+) -> None:
+    row, dotted, value, section = entry(path), ".".join(path), setting.value, ".".join(path[:-1])
+    got = f"{setting.origin}: {dotted}: got {show(value)}"
+    left_out = f"{setting.origin}: {dotted}: {show(value)} is left out"
+    is_old = f"{dotted}.".startswith(tuple(f"{name}." for name in OLD_SECTIONS))
+    if is_old and value == {}:
+        return  # the header of a section
+    if section in converters.HERE and section not in numbers:
+        result.notices.append(f"{left_out}; it only acts where model.converters names {section}")
+    elif isinstance(row, Converted):
+        _move(("convert", str(numbers[section]), row.to), row, path, setting, settings, result)
+    elif isinstance(row, Moved):
+        _move(tuple(row.to.split(".")), row, path, setting, settings, result)
+    elif isinstance(row, Gone) and _asks_nothing(row, value, settings):
+        result.notices.append(f"{left_out}; {row.instead}")
+    elif isinstance(row, Gone):
+        result.problems.append(f"{got}; {row.instead}")
+    elif isinstance(row, Kept) and isinstance(value, str) and value in row.missing:
+        result.problems.append(f"{got}; {row.missing[value]}")
+    elif is_old:
+        known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
+        unknown = f"unknown key; {allowed_names(path[-1], known)}"
+        result.problems.append(f"{setting.origin}: {dotted}: {unknown}")
+    else:
+        result.settings[path] = setting
 
 
 def _asks_nothing(row: Gone, value: Any, settings: Settings) -> bool:
@@ -80,16 +98,21 @@ def _asks_nothing(row: Gone, value: Any, settings: Settings) -> bool:
 
 
 def _move(
-    row: Moved,
+    target: KeyPath,
+    row: Moved | Converted,
     path: KeyPath,
     setting: Setting,
     settings: Settings,
     result: Translation,
 ) -> None:
-    target = tuple(row.to.split("."))
-    value = row.convert(setting.value) if row.convert else setting.value
-    where = f"{setting.origin}: {'.'.join(path)}"
-    if row.chosen_by and row.idle(value):
+    """Read a key under its new name, its value as it is written there."""
+    where, value = f"{setting.origin}: {'.'.join(path)}", setting.value
+    try:
+        value = row.convert(value) if row.convert else value
+    except ConfigError as error:
+        result.problems.append(f"{where}: got {show(value)}; {error}")
+        return
+    if isinstance(row, Moved) and row.chosen_by and row.idle(value):
         chooser, choice = row.chosen_by
         chosen = settings.get(tuple(chooser.split(".")))
         if chosen and chosen.value != choice:
@@ -97,9 +120,9 @@ def _move(
             result.notices.append(f"{where}: {show(value)} is left out; {because}")
             return
     if target != path:
-        result.notices.append(f"{where}: is now {row.to}")
+        result.notices.append(f"{where}: is now {'.'.join(target)}")
         if target in settings:
-            both = f"{row.to} of {settings[target].origin} says the same thing; keep that"
+            both = f"{'.'.join(target)} of {settings[target].origin} says the same thing; keep that"
             result.problems.append(f"{where}: got {show(setting.value)}; {both}")
             return
     elif value != setting.value:

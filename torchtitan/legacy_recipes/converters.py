@@ -10,6 +10,8 @@ from typing import Any
 from torchtitan.config import ConfigError, KeyPath, Setting, Translation, allowed_names, show
 from torchtitan.legacy_recipes.rows import Converted, Gone, always, falsy, just
 
+Settings = dict[KeyPath, Setting]
+
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
 ONLY_EXPERTS = "there are no models with experts"
@@ -71,15 +73,12 @@ TABLE: Mapping[str, Converted | Gone] = {
 }
 
 
-def owns(path: KeyPath) -> bool:
-    """Whether a key is one of those that this module translates."""
-    return path == NAMES or ".".join(path[:-1]) in HERE
+def sections(
+    settings: Settings, below: Settings, result: Translation
+) -> tuple[dict[str, int], Settings]:
+    """The converters that are asked for, with their numbers; and the keys to be translated.
 
-
-def translate(
-    settings: Mapping[KeyPath, Setting], below: Mapping[KeyPath, Setting], result: Translation
-) -> None:
-    """Add to `result` what the keys of converters in `settings` come to.
+    Their `[[convert]]` sections are added to `result`.
 
     Args:
         below: what `settings` go over, as old: flags may name a converter whose keys stand in the
@@ -87,19 +86,22 @@ def translate(
     """
     asked = _asked(settings)
     names = asked or (_asked(below) if asked is None else None) or {}
-    keys = {path: setting for path, setting in settings.items() if owns(path) and path != NAMES}
+    keys = {path: setting for path, setting in settings.items() if path != NAMES}
     if asked is not None:
         _add_sections(settings, asked, result, replaces=bool(below))
         keys = {path: s for path, s in below.items() if ".".join(path[:-1]) in names} | keys
-    for path, setting in keys.items():
-        if setting.value != {}:
-            _translate_key(path, setting, names, result)
-    if NAMES in settings:
-        for name, number in names.items():
-            _keep_filter(name, number, settings[NAMES].origin, result)
+    return names, keys
 
 
-def _asked(settings: Mapping[KeyPath, Setting]) -> dict[str, int] | None:
+def keep_filters(names: Mapping[str, int], origin: str, result: Translation) -> None:
+    """Float8 left out no linear where the recipe did not say so; here it leaves out the output."""
+    for name, number in names.items():
+        path = ("convert", str(number), "filter_fqns")
+        if HERE[name] == "float8" and path not in result.settings:
+            result.settings[path] = Setting([], origin)
+
+
+def _asked(settings: Settings) -> dict[str, int] | None:
     """The old converters that a source asks for, with their numbers; None: it does not say."""
     if NAMES in settings:
         names = [name for name in _names(settings[NAMES].value) if name in HERE]
@@ -111,7 +113,7 @@ def _asked(settings: Mapping[KeyPath, Setting]) -> dict[str, int] | None:
 
 
 def _add_sections(
-    settings: Mapping[KeyPath, Setting], names: dict[str, int], result: Translation, replaces: bool
+    settings: Settings, names: dict[str, int], result: Translation, replaces: bool
 ) -> None:
     path = NAMES if NAMES in settings else SWITCH
     value, origin = settings[path]
@@ -135,38 +137,3 @@ def _add_sections(
     for name, number in names.items():
         result.settings[("convert", str(number))] = Setting({}, origin)
         result.settings[("convert", str(number), "name")] = Setting(HERE[name], origin)
-
-
-def _translate_key(
-    path: KeyPath, setting: Setting, names: dict[str, int], result: Translation
-) -> None:
-    """One key of an old converter's section."""
-    section, row, value = ".".join(path[:-1]), TABLE.get(".".join(path)), setting.value
-    where = f"{setting.origin}: {'.'.join(path)}"
-    if section not in names:
-        idle = f"it only acts where model.converters names {section}"
-        result.notices.append(f"{where}: {show(value)} is left out; {idle}")
-    elif row is None:
-        known = [key.split(".")[-1] for key in TABLE if key.rpartition(".")[0] == section]
-        result.problems.append(f"{where}: unknown key; {allowed_names(path[-1], known)}")
-    elif isinstance(row, Converted):
-        target = ("convert", str(names[section]), row.to)
-        try:
-            value = row.convert(value) if row.convert else value
-        except ConfigError as error:
-            result.problems.append(f"{where}: got {show(value)}; {error}")
-            return
-        result.notices.append(f"{where}: is now {'.'.join(target)}")
-        result.moved[path] = target
-        result.settings[target] = Setting(value, setting.origin)
-    elif row.asks_nothing(value):
-        result.notices.append(f"{where}: {show(value)} is left out; {row.instead}")
-    else:
-        result.problems.append(f"{where}: got {show(value)}; {row.instead}")
-
-
-def _keep_filter(name: str, number: int, origin: str, result: Translation) -> None:
-    """Float8 left out no linear where the recipe did not say so; here it leaves out the output."""
-    path = ("convert", str(number), "filter_fqns")
-    if HERE[name] == "float8" and path not in result.settings:
-        result.settings[path] = Setting([], origin)

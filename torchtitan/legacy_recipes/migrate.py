@@ -1,6 +1,6 @@
 """Rewrites an old recipe in this version's form: `torchtitan migrate`.
 
-It writes into the file what `dialect.translate` reads into it, and nothing else: a renamed key
+It writes into the file what `translate` reads into it, and nothing else: a renamed key
 keeps its place, a key that moves to another section takes its comments along, all other text stays
 as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the body of a
 table: the list of its lines, where keys have a place among comments.
