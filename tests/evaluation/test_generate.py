@@ -17,7 +17,7 @@ from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli
 from torchtitan.tools.evaluate import generate as generating
 from torchtitan.tools.evaluate.cache import cached
-from torchtitan.tools.evaluate.generate import Row, go_on, read
+from torchtitan.tools.evaluate.generate import Row, generate, read
 from torchtitan.tools.evaluate.layout import Model, open_model, padded
 from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
 from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
@@ -45,9 +45,9 @@ def rows(prompts: Sequence[Sequence[int]]) -> list[Row]:
     return [Row(prompt, generator_of(0, n)) for n, prompt in enumerate(prompts)]
 
 
-def gone_on(model: Model, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY) -> list[Row]:
+def continued(model: Model, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY) -> list[Row]:
     asked = rows(prompts)
-    go_on(model, asked, 12, how)
+    generate(model, asked, 12, how)
     return asked
 
 
@@ -65,14 +65,14 @@ def without_cache(model: Model, prompt: Sequence[int], count: int) -> list[int]:
 def test_cache_changes_nothing(
     flavor: str, at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generating, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(generating, "PREFILL_CHUNK", at_a_time)
     with open_model(subject_of(checkpoint(tmp_path, flavor)), 64, torch.float32) as model:
         whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
         with cached(model.network, 64) as cache:
             torch.testing.assert_close(
                 read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
             )
-        found = gone_on(model, PROMPTS)
+        found = continued(model, PROMPTS)
         for prompt, row in zip(PROMPTS, found, strict=True):
             assert row.tokens == without_cache(model, prompt, 12)
             assert row.ended == "length"
@@ -90,7 +90,7 @@ def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
             seen.append(output[:, -1])
 
         hook = model.network.register_forward_hook(note)
-        [row] = gone_on(model, PROMPTS[:1])
+        [row] = continued(model, PROMPTS[:1])
         hook.remove()
         assert sizes == [len(PROMPTS[0]), *[1] * 11]
         whole = model.logits(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))[0]
@@ -102,20 +102,20 @@ def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
 def test_a_row_knows_nothing_of_the_others(tmp_path: Path) -> None:
     how = Sampling(temperature=0.9, top_k=40, top_p=0.9)
     with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
-        together = [row.tokens for row in gone_on(model, PROMPTS, how)]
+        together = [row.tokens for row in continued(model, PROMPTS, how)]
         for number, prompt in enumerate(PROMPTS):
             alone = Row(prompt, generator_of(0, number))
-            go_on(model, [alone], 12, how)
+            generate(model, [alone], 12, how)
             assert alone.tokens == together[number]
 
 
 def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
     subject = subject_of(checkpoint(tmp_path))
     with open_model(subject, 64, torch.float32) as model:
-        first, *others = (row.tokens for row in gone_on(model, PROMPTS))
+        first, *others = (row.tokens for row in continued(model, PROMPTS))
         end = next(token for token in first if all(token not in other for other in others))
         model.subject = subject._replace(ends=frozenset({end}))
-        ended, *rest = gone_on(model, PROMPTS)
+        ended, *rest = continued(model, PROMPTS)
     assert (ended.tokens, ended.ended) == (first[: first.index(end)], "end of text")
     assert [row.tokens for row in rest] == others
 
@@ -123,7 +123,7 @@ def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
 def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
     with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
         asked = rows(PROMPTS)
-        go_on(model, asked, 12, GREEDY, is_enough=lambda row: len(row.tokens) == len(row.prompt))
+        generate(model, asked, 12, GREEDY, is_enough=lambda row: len(row.tokens) == len(row.prompt))
     assert [len(row.tokens) for row in asked] == [12, 1, 6]
     assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
 
@@ -141,10 +141,10 @@ def test_tensor_parallelism_changes_nothing(flavor: str, tmp_path: Path) -> None
 def measured(path: Path) -> tuple[Tensor, list[list[int]], list[list[int]]]:
     """Logits, the likeliest tokens, and some that were drawn."""
     with open_model(subject_of(path), 64, torch.float32) as model:
-        drawn = gone_on(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
+        drawn = continued(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
         return (
             model.logits(padded(PROMPTS, model.device)),
-            [row.tokens for row in gone_on(model, PROMPTS)],
+            [row.tokens for row in continued(model, PROMPTS)],
             [row.tokens for row in drawn],
         )
 
@@ -160,7 +160,7 @@ def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path)
     settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
     with open_model(subject_of(path), 64, torch.float32) as model:
         model.vocabulary = 300  # they draw from all of it
-        for prompt, row in zip(PROMPTS, gone_on(model, PROMPTS), strict=True):
+        for prompt, row in zip(PROMPTS, continued(model, PROMPTS), strict=True):
             expected = theirs.generate(torch.tensor([prompt]), **settings)[0]
             assert row.tokens == expected[len(prompt) :].tolist()
 
@@ -272,7 +272,7 @@ def test_text_that_grows_is_the_text_that_is_printed_at_once(
     grown = capfd.readouterr()
     assert cli.main(["generate", *words]) == 0
     assert capfd.readouterr().out == grown.out
-    assert grown.out.startswith("=== prompt 1\na\n--- goes on\n")
+    assert grown.out.startswith("=== prompt 1\na\n--- continued\n")
     assert "tokens/s" in grown.err
 
 

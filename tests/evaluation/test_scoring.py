@@ -14,7 +14,13 @@ from torchtitan.config import ConfigError
 from torchtitan.losses import cross_entropy
 from torchtitan.models import MODELS
 from torchtitan.tools import cli
-from torchtitan.tools.evaluate.harness import CollectiveModel, Wish, as_table, before, read_wish
+from torchtitan.tools.evaluate.harness import (
+    CollectiveModel,
+    Request,
+    as_table,
+    before,
+    read_request,
+)
 from torchtitan.tools.evaluate.layout import Model, open_model
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.sampling import Sampling
@@ -126,8 +132,8 @@ def asked(path: Path) -> tuple[list[Score], list[str]] | None:
             return None
         with together.leading():
             scores = together.score([(CONTEXT, text) for text in TEXTS])
-            wishes = [Wish(CONTEXT, ("e", "a"), 8, GREEDY), Wish([256], (), 8, GREEDY)]
-            return scores, together.go_on(wishes, 0)
+            requests = [Request(CONTEXT, ("e", "a"), 8, GREEDY), Request([256], (), 8, GREEDY)]
+            return scores, together.generate(requests, 0)
 
 
 def test_all_ranks_compute_what_the_first_is_asked(tmp_path: Path) -> None:
@@ -153,14 +159,14 @@ def test_what_a_task_wants(tmp_path: Path) -> None:
     with open_model(open_subject(Place(checkpoint(tmp_path))), 30, torch.float32) as model:
         context = list(range(50))
         said = {"until": "\n", "max_gen_toks": 10, "temperature": 0.5}
-        wish = read_wish(model, context, said)
-        assert wish == Wish(context[-20:], ("\n",), 10, GREEDY)  # do_sample is not said
-        wish = read_wish(model, [1], said | {"do_sample": True, "top_k": 5})
-        assert wish.how == Sampling(0.5, 5, 1.0)
+        request = read_request(model, context, said)
+        assert request == Request(context[-20:], ("\n",), 10, GREEDY)  # do_sample is not said
+        request = read_request(model, [1], said | {"do_sample": True, "top_k": 5})
+        assert request.how == Sampling(0.5, 5, 1.0)
         with pytest.raises(ConfigError, match="a task wants 256 tokens after a text; use 512"):
-            read_wish(model, [1], {})
+            read_request(model, [1], {})
         with pytest.raises(ConfigError, match="a task wants num_beams, which is not known here"):
-            read_wish(model, [1], {"num_beams": 4})
+            read_request(model, [1], {"num_beams": 4})
 
 
 def test_results_as_a_table() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.evaluate.harness import Tasks, as_table, find_tasks, run_tasks
+from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.options import (
     BatchSize,
@@ -50,17 +50,16 @@ def evaluate(
     length = length or subject.seq_len
     if length is None:
         raise ConfigError(f"{place.path}: it does not say how long sequences are; --length does")
-    wanted = Tasks(
-        place=place,
-        names=names,
-        dtype=chosen_dtype(dtype, subject),
-        length=length,
-        limit=limit,
-        few_shot=num_fewshot,
-        rows=batch_size,
-    )
     warn_if_longer(subject, length)
-    found = on_ranks(tensor_parallel, subject, run_tasks, wanted, found_tasks)[0]
+    settings = {
+        "tasks": list(names),
+        "task_manager": found_tasks,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "log_samples": False,
+    }
+    asked = place, chosen_dtype(dtype, subject), length, batch_size, settings
+    found = on_ranks(tensor_parallel, subject, run_tasks, *asked)[0]
     if isinstance(found, ConfigError):
         raise found
     print(json.dumps(found["results"], default=str) if as_json else as_table(found))

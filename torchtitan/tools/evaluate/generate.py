@@ -1,4 +1,4 @@
-"""Goes on with texts, token by token."""
+"""Continues texts, token by token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from torchtitan.tools.evaluate.cache import Cache, cached
 from torchtitan.tools.evaluate.layout import Model, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose
 
-AT_A_TIME = 512
+PREFILL_CHUNK = 512
 """Tokens of a prompt that are read together: as many have logits in memory at once."""
 
 
 @dataclass
 class Row:
-    """A text, and what it was gone on with."""
+    """A text, and its continuation."""
 
     prompt: Sequence[int]
     random: torch.Generator
     tokens: list[int] = field(default_factory=list)
     ended: Literal["end of text", "stopped", "length"] | None = None
-    """Why it goes on no more."""
+    """Why it is not continued."""
 
 
-def go_on(
+def generate(
     model: Model,
     rows: Sequence[Row],
     most: int,
@@ -35,7 +35,7 @@ def go_on(
     is_enough: Callable[[Row], bool] = lambda row: False,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Go on with all `rows` until each has ended; a token that ends a text is left out.
+    """Continue all `rows` until each has ended; a token that ends a text is left out.
 
     Args:
         most: new tokens of a row.
@@ -66,8 +66,8 @@ def read(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor
     rows, longest = tokens.shape
     last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
     found: Tensor | None = None
-    for start in range(0, longest, AT_A_TIME):
-        end = min(start + AT_A_TIME, longest)
+    for start in range(0, longest, PREFILL_CHUNK):
+        end = min(start + PREFILL_CHUNK, longest)
         positions = torch.arange(start, end, device=model.device).expand(rows, -1)
         cache.move_to(positions, end)
         logits = model.logits(tokens[:, start:end], positions)

@@ -1,24 +1,22 @@
 """Tasks of the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
 It brings thousands of tasks, and asks a model three things: how likely a text is after another, how
-likely a whole text is, and how the model goes on. It is asked on rank 0 alone; the other ranks
-are told what to compute along. The harness is imported by what needs it, since nobody else has to
-have it.
+likely a whole text is, and how the model continues a text. It runs on rank 0 alone, which tells the
+other ranks what to compute along. It is an optional dependency, so it is imported where it is used.
 """
 
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from torchtitan.config import ConfigError
 from torchtitan.config.words import nearest
-from torchtitan.tools.evaluate.generate import Row, go_on
+from torchtitan.tools.evaluate.generate import Row, generate
 from torchtitan.tools.evaluate.layout import Model, open_model
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
@@ -29,31 +27,16 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
+T = TypeVar("T")
+
 MOST_NEW = 256
 """New tokens where a task does not say how many; as the harness has it for other models."""
 CHOICES = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-"""What a task may say of how the model is to go on."""
+"""What a task may say of how a text is continued."""
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """What is asked for."""
-
-    place: Place
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    length: int
-    """Of the longest sequence the model is given."""
-    limit: int | None = None
-    """Documents of a task; None: all."""
-    few_shot: int | None = None
-    """Examples before each question; None: as the task has it."""
-    rows: int = 8
-    """Texts that are computed together."""
-
-
-class Wish(NamedTuple):
-    """A text, and how to go on with it."""
+class Request(NamedTuple):
+    """A text, and how to continue it."""
 
     prompt: list[int]
     until: tuple[str, ...]
@@ -82,10 +65,18 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
     return tasks
 
 
-def run_tasks(wanted: Tasks, tasks: "TaskManager") -> dict[str, Any] | ConfigError | None:
-    """What the harness finds, on rank 0, or what of a task cannot be; on the others None."""
-    with open_model(open_subject(wanted.place), wanted.length, wanted.dtype) as model:
-        together = CollectiveModel(model, wanted.rows)
+def run_tasks(
+    place: Place, dtype: torch.dtype, length: int, rows: int, settings: dict[str, Any]
+) -> dict[str, Any] | ConfigError | None:
+    """What the harness finds, on rank 0, or what of a task cannot be; on the others None.
+
+    Args:
+        length: of the longest sequence the model is given.
+        rows: texts that are computed together.
+        settings: of `lm_eval.simple_evaluate`: which tasks, and how much of them.
+    """
+    with open_model(open_subject(place), length, dtype) as model:
+        together = CollectiveModel(model, rows)
         if model.world.rank:
             together.follow()
             return None
@@ -93,14 +84,7 @@ def run_tasks(wanted: Tasks, tasks: "TaskManager") -> dict[str, Any] | ConfigErr
 
         with together.leading():
             try:
-                found: dict[str, Any] = simple_evaluate(
-                    adapter(together),
-                    tasks=list(wanted.names),
-                    task_manager=tasks,
-                    limit=wanted.limit,
-                    num_fewshot=wanted.few_shot,
-                    log_samples=False,
-                )
+                found: dict[str, Any] = simple_evaluate(adapter(together), **settings)
             except ConfigError as error:
                 return error
         return found
@@ -139,36 +123,39 @@ class CollectiveModel:
 
     def follow(self) -> None:
         """Compute along with rank 0, until there is no more."""
-        while (order := self.model.world.share(None)) is not None:
-            name, *arguments = order
-            getattr(self, f"_{name}")(*arguments)
+        while (call := self.model.world.share(None)) is not None:
+            function, *arguments = call
+            function(self.model, *arguments)
 
     def score(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
         """How likely each text is after its context."""
-        self.model.world.share(("score", texts))
-        return self._score(texts)
+        return self._call(_score, texts, self.rows)
 
-    def go_on(self, wishes: Sequence[Wish], first: int) -> list[str]:
-        """What each text is gone on with; they are alike in how, and `first` has that number."""
-        self.model.world.share(("go_on", wishes, first))
-        return self._go_on(wishes, first)
+    def generate(self, requests: Sequence[Request], first: int) -> list[str]:
+        """The continuations of texts; all are sampled alike, and `first` has that number."""
+        return self._call(_generate, requests, first)
 
-    def _score(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-        with progress("texts", is_shown=not self.model.world.rank) as more:
-            return score_texts(self.model, texts, self.rows, more)
+    def _call(self, function: Callable[..., list[T]], *arguments: Any) -> list[T]:
+        self.model.world.share((function, *arguments))
+        return function(self.model, *arguments)
 
-    def _go_on(self, wishes: Sequence[Wish], first: int) -> list[str]:
-        decode = self.model.subject.tokenizer.decode
-        rows = [Row(wish.prompt, generator_of(0, first + n)) for n, wish in enumerate(wishes)]
-        until = {id(row): wish.until for row, wish in zip(rows, wishes, strict=True)}
 
-        def is_enough(row: Row) -> bool:
-            text = decode(row.tokens)
-            return any(stop in text for stop in until[id(row)])
+def _score(model: Model, texts: Sequence[tuple[list[int], list[int]]], rows: int) -> list[Score]:
+    with progress("texts", is_shown=not model.world.rank) as more:
+        return score_texts(model, texts, rows, more)
 
-        go_on(self.model, rows, wishes[0].most, wishes[0].how, is_enough=is_enough)
-        texts = [decode(row.tokens) for row in rows]
-        return [before(text, wish.until) for text, wish in zip(texts, wishes, strict=True)]
+
+def _generate(model: Model, requests: Sequence[Request], first: int) -> list[str]:
+    decode = model.subject.tokenizer.decode
+    rows = [Row(one.prompt, generator_of(0, first + n)) for n, one in enumerate(requests)]
+    until = {id(row): one.until for row, one in zip(rows, requests, strict=True)}
+
+    def is_enough(row: Row) -> bool:
+        text = decode(row.tokens)
+        return any(stop in text for stop in until[id(row)])
+
+    generate(model, rows, requests[0].most, requests[0].how, is_enough=is_enough)
+    return [before(decode(row.tokens), until[id(row)]) for row in rows]
 
 
 @contextmanager
@@ -191,7 +178,7 @@ def before(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
-def read_wish(model: Model, context: list[int], said: dict[str, Any]) -> Wish:
+def read_request(model: Model, context: list[int], said: dict[str, Any]) -> Request:
     """What a task wants, of a context that is cut to what fits before it.
 
     Raises:
@@ -206,7 +193,7 @@ def read_wish(model: Model, context: list[int], said: dict[str, Any]) -> Wish:
             f"{2 * most} or more"
         )
     temperature = said.get("temperature", 1.0) if said.get("do_sample") else 0.0
-    return Wish(
+    return Request(
         prompt=context[-(model.length - most) :],
         until=(until,) if isinstance(until, str) else tuple(until),
         most=most,
@@ -254,16 +241,16 @@ def adapter(together: CollectiveModel) -> "LM":
             self, requests: "list[Instance]", disable_tqdm: bool = False
         ) -> list[str]:
             asked = [
-                read_wish(model, self.tok_encode(context), said)
+                read_request(model, self.tok_encode(context), said)
                 for context, said in (request.args for request in requests)
             ]
             found: list[str] = []
             with progress("continuations", is_shown=True) as more:
-                for _, alike in itertools.groupby(asked, lambda wish: (wish.most, wish.how)):
-                    wishes = list(alike)
-                    for start in range(0, len(wishes), together.rows):
-                        batch = wishes[start : start + together.rows]
-                        found += together.go_on(batch, len(found))
+                for _, alike in itertools.groupby(asked, lambda one: (one.most, one.how)):
+                    group = list(alike)
+                    for start in range(0, len(group), together.rows):
+                        batch = group[start : start + together.rows]
+                        found += together.generate(batch, len(found))
                         more(len(batch), len(asked))
             return found
 

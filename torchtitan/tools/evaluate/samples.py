@@ -11,7 +11,8 @@ import torch
 
 from torchtitan.config import ConfigError
 from torchtitan.logging import on_terminal
-from torchtitan.tools.evaluate.generate import Row, go_on
+from torchtitan.tools.evaluate.generate import Row
+from torchtitan.tools.evaluate.generate import generate as generate_rows
 from torchtitan.tools.evaluate.layout import open_model
 from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
@@ -33,7 +34,7 @@ class Samples:
     how: Sampling = field(default_factory=Sampling)
     seed: int = 0
     rows: int = 8
-    """Texts that are gone on with together."""
+    """Texts that are continued together."""
     as_json: bool = False
 
     def longest(self, subject: Subject) -> int:
@@ -95,7 +96,7 @@ def generate(wanted: Samples) -> list[Result]:
             batch = asked[start : start + wanted.rows]
             printer = Printer(subject, batch, wanted) if is_first else None
             rows = [sample.row for sample in batch]
-            go_on(
+            generate_rows(
                 model,
                 rows,
                 wanted.tokens,
@@ -149,7 +150,7 @@ class Printer:
 
     def _head(self, sample: Sample) -> None:
         of = f", sample {sample.sample}" if self.wanted.samples > 1 else ""
-        print(f"=== prompt {sample.number}{of}\n{sample.prompt}\n--- goes on", flush=True)
+        print(f"=== prompt {sample.number}{of}\n{sample.prompt}\n--- continued", flush=True)
 
     def _more(self, text: str) -> None:
         print(text[self.shown :], end="", flush=True)

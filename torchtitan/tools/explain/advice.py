@@ -4,6 +4,7 @@ A rule names the keys of the recipe that would change what it found. What follow
 one, so `torchtitan profile` comes first.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
@@ -18,6 +19,7 @@ STARTUP = 0.30
 STRAGGLER, OFTEN, ROOM, TIGHT, UNEVEN = 10.0, 0.75, 60.0, 95.0, 1.10
 SKIPPED = 0.01
 LOW_MFU = 0.40
+KEY = re.compile(r"\b[a-z_]+\.[a-z_]+\b")
 MEASURING: Final = {
     "validation": "validation.freq",
     "statistics": "metrics.statistics_freq",
@@ -33,8 +35,12 @@ class Advice(NamedTuple):
     because: str
     """The numbers."""
     attempt: str
-    keys: tuple[str, ...]
-    """Of the recipe, that it is about."""
+    """Settings to change, by their keys."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The settings that it is about."""
+        return list(dict.fromkeys(KEY.findall(self.attempt)))
 
 
 Rule = Callable[[Facts], Iterator[Advice]]
@@ -52,7 +58,6 @@ def _data(facts: Facts) -> Iterator[Advice]:
             f"waiting for data takes {facts.share('data'):.0%} of a step",
             f"read further ahead: data.num_workers (now {workers}), data.prefetch_factor; or put "
             "the data on a faster disk",
-            ("data.num_workers", "data.prefetch_factor"),
         )
 
 
@@ -66,11 +71,6 @@ def _bubble(facts: Facts) -> Iterator[Advice]:
             "more microbatches in a batch: a larger training.local_batch_size, or a smaller "
             "parallelism.pipeline_parallel_microbatch_size; or a schedule with a smaller bubble "
             f"in parallelism.pipeline_parallel_schedule (now {schedule})",
-            (
-                "training.local_batch_size",
-                "parallelism.pipeline_parallel_microbatch_size",
-                "parallelism.pipeline_parallel_schedule",
-            ),
         )
 
 
@@ -92,25 +92,15 @@ def _exposed(facts: Facts) -> Iterator[Advice]:
             )
         attempt += (
             "; fewer ranks to gather from, with copies between: "
-            "parallelism.data_parallel_shard_degree, data_parallel_replicate_degree"
+            "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree"
         )
-        yield Advice(
-            because,
-            attempt,
-            (
-                "training.local_batch_size",
-                "parallelism.fsdp_reshard_after_forward",
-                "parallelism.data_parallel_shard_degree",
-                "parallelism.data_parallel_replicate_degree",
-            ),
-        )
+        yield Advice(because, attempt)
     if facts.layout.get("tp", 1) > 1:
         yield Advice(
             because,
             "fewer ranks in parallelism.tensor_parallel_degree (now "
             f"{facts.layout['tp']}), which communicates within each layer"
             + (", or parallelism.enable_async_tensor_parallel" if facts.on_cuda else ""),
-            ("parallelism.tensor_parallel_degree", "parallelism.enable_async_tensor_parallel"),
         )
 
 
@@ -123,7 +113,6 @@ def _idle(facts: Facts) -> Iterator[Advice]:
             f"in the trace, the device has nothing to do for {share:.0%} of the time",
             "larger kernels, by a larger training.local_batch_size; or fewer to start, by "
             "compile.enable, and compile.cuda_graphs where it can be",
-            ("training.local_batch_size", "compile.enable", "compile.cuda_graphs"),
         )
 
 
@@ -135,7 +124,6 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
                 f"and works {one.percent:.0f}% of a step longer there than the median rank",
                 "look at that rank's machine: other processes, heat, a slow disk; all others wait "
                 "for it",
-                (),
             )
     # On a CPU the processor time above tells more.
     compute = facts.traces.compute_s if facts.traces and facts.on_cuda else {}
@@ -146,7 +134,6 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
                 f"in the traces, rank {slow} computes {compute[slow] / fast:.2f} times as long as "
                 "the fastest rank",
                 "look at that rank's machine: clocks, heat, other processes",
-                (),
             )
 
 
@@ -157,7 +144,6 @@ def _agree(facts: Facts) -> Iterator[Advice]:
             f"ranks wait {facts.share('sync'):.0%} of a step to agree on it",
             "one of them comes late: see the slowest ranks above, and the data, which is read "
             "before (data.num_workers)",
-            ("data.num_workers",),
         )
 
 
@@ -166,15 +152,12 @@ def _optimizer(facts: Facts) -> Iterator[Advice]:
     if share <= OPTIMIZER:
         return
     ways = ["a larger training.global_batch_size has fewer updates for as many tokens"]
-    keys = ["training.global_batch_size"]
     if recipe.get("optimizer.implementation", "fused") != "fused":
         ways.insert(0, 'optimizer.implementation = "fused"')
-        keys.append("optimizer.implementation")
     for key in ("optimizer.offload_states", "training.enable_cpu_offload"):
         if recipe.get(key):
             ways.insert(0, f"{key} = false, if memory allows: the host makes the updates")
-            keys.append(key)
-    yield Advice(f"updates take {share:.0%} of a step", "; or ".join(ways), tuple(keys))
+    yield Advice(f"updates take {share:.0%} of a step", "; or ".join(ways))
 
 
 def _checkpoint(facts: Facts) -> Iterator[Advice]:
@@ -187,7 +170,7 @@ def _checkpoint(facts: Facts) -> Iterator[Advice]:
                 f'checkpoint.async_mode = "async", which writes beside the training; or {attempt}'
             )
         because = f"saving checkpoints takes {share:.0%} of the time"
-        yield Advice(because, attempt, ("checkpoint.async_mode", "checkpoint.interval"))
+        yield Advice(because, attempt)
 
 
 def _measuring(facts: Facts) -> Iterator[Advice]:
@@ -196,7 +179,6 @@ def _measuring(facts: Facts) -> Iterator[Advice]:
             yield Advice(
                 f"{pause} takes {facts.share_of_pause(pause):.0%} of the time",
                 f"a larger {key} (now {facts.recipe.get(key)})",
-                (key,),
             )
 
 
@@ -213,7 +195,6 @@ def _memory(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             f"at most {facts.memory_pct:.0f}% of the device's memory is used",
             f"{less}a larger training.local_batch_size",
-            ("activation_checkpoint.mode", "training.local_batch_size"),
         )
     elif facts.memory_pct > TIGHT:
         yield Advice(
@@ -221,7 +202,6 @@ def _memory(facts: Facts) -> Iterator[Advice]:
             "finding more",
             "a smaller training.local_batch_size, or more recomputation: "
             f'activation_checkpoint.mode (now "{mode}")',
-            ("training.local_batch_size", "activation_checkpoint.mode"),
         )
 
 
@@ -231,7 +211,6 @@ def _compile(facts: Facts) -> Iterator[Advice]:
         yield Advice(
             f"MFU is {facts.mfu:.1%}, and nothing is compiled",
             "compile.enable = true",
-            ("compile.enable",),
         )
 
 
@@ -243,7 +222,6 @@ def _startup(facts: Facts) -> Iterator[Advice]:
     yield Advice(
         f"the compiler takes {share:.0%} of the time so far",
         "compile.cache_folder on a disk that stays, so that the next start finds the graphs",
-        ("compile.cache_folder",),
     )
 
 
@@ -253,7 +231,6 @@ def _skipped(facts: Facts) -> Iterator[Advice]:
             f"{facts.skipped} of {facts.step} steps were skipped",
             "a lower optimizer.lr, a longer lr_scheduler.warmup_steps, or a larger spikes.sigma "
             "if they were harmless",
-            ("optimizer.lr", "lr_scheduler.warmup_steps", "spikes.sigma"),
         )
 
 

@@ -23,7 +23,7 @@ def explain(
     found: dict[str, Any] = dataclasses.asdict(facts) | {"folder": str(facts.folder)}
     del found["recipe"]  # it stands in recipe.toml
     found["slowest"] = [one._asdict() for one in facts.slowest]
-    found["advice"] = [one._asdict() for one in advice]
+    found["advice"] = [one._asdict() | {"keys": one.keys} for one in advice]
     text = json.dumps(found, indent=1) if as_json else page(facts, advice)
     # In one piece, so that `| head` does not close the pipe in between.
     print(f"{text}\n", end="")

@@ -1,4 +1,4 @@
-"""What there is to be told of a run, as numbers: read from its folder, whatever it left there."""
+"""What is known of a run, as numbers, from whatever it left in its folder."""
 
 import itertools
 import statistics

@@ -13,12 +13,12 @@ BAR = 30
 LABEL = 10
 # Percent of a step.
 NOTABLE = 1.0
-# Seconds of a pause that is not worth a word.
+# Seconds of a pause that is not worth mentioning.
 SHORT = 0.05
 
 
 def page(facts: Facts, advice: Sequence[Advice]) -> str:
-    """All that there is to say."""
+    """The whole page."""
     lines = [*_about(facts), "", *_phases(facts), "", *_between_ranks(facts)]
     return "\n".join([*lines, "", *_advice(advice, facts)])
 
@@ -49,8 +49,10 @@ def _about(facts: Facts) -> Iterator[str]:
     counts = {"step skipped": facts.skipped} | {
         name: facts.events.get(name, 0) for name in ("rollback", "restart", "straggler")
     }
-    told = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
-    yield _line("incidents", ", ".join(told).replace("step skippeds", "steps skipped") or "none")
+    incidents = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
+    yield _line(
+        "incidents", ", ".join(incidents).replace("step skippeds", "steps skipped") or "none"
+    )
 
 
 def _start(facts: Facts) -> str:
@@ -72,21 +74,21 @@ def _phases(facts: Facts) -> Iterator[str]:
     for name, seconds in facts.phases.items():
         bar = "#" * round(BAR * seconds / longest)
         yield f"  {name:<{LABEL}} {1000 * seconds:10.1f} ms {seconds / whole:6.1%}  {bar}".rstrip()
-    told = [
+    long = [
         f"{name} {seconds:.1f} s ({facts.share_of_pause(name):.1%} of the time)"
         for name, seconds in facts.pauses.items()
         if seconds >= SHORT
     ]
-    if told:
-        yield f"Between steps: {', '.join(told)}."
+    if long:
+        yield f"Between steps: {', '.join(long)}."
 
 
 def _between_ranks(facts: Facts) -> Iterator[str]:
     if facts.sent:
-        told = ", ".join(f"{_bytes(size)} over {axis}" for axis, size in facts.sent.items())
-        is_told = facts.on_cuda or facts.layout.get("pp", 1) == 1
-        rest = "" if is_told else ", and what gloo does not record: from stage to stage"
-        yield f"Rank 0 sends in a step: {told}{rest}."
+        sent = ", ".join(f"{_bytes(size)} over {axis}" for axis, size in facts.sent.items())
+        is_complete = facts.on_cuda or facts.layout.get("pp", 1) == 1
+        rest = "" if is_complete else ", and what gloo does not record: from stage to stage"
+        yield f"Rank 0 sends in a step: {sent}{rest}."
     if facts.traces:
         yield from describe_traces(facts.traces)
     else:
