@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.tools.history import MEASUREMENTS, Row, RunHistory
+from torchtitan.tools.history import Row, RunHistory
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -18,6 +18,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 LABEL_WIDTH = 12
 LAST_EVENTS = 5
+MEASUREMENTS = ("precision", "statistics")
+"""Events that are taken now and then: nothing happened to the run."""
 
 # A report may take this many times as long as the steps to it, and never less than these seconds:
 # time for saving, validating and compiling is not part of a step's.

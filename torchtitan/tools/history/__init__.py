@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,11 @@ from typing import Any, Final
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
-from torchtitan.timeline import PHASES
+from torchtitan.tools.history.rows import Row, parse_rows, seconds_of
+
+__all__ = ["METRICS_FILE", "Row", "RunHistory", "RunState", "seconds_of", "traces_in"]
 
 METRICS_FILE = "metrics.jsonl"
-MEASUREMENTS = ("precision", "statistics")
-"""Events that are measurements taken now and then: nothing happened to the run."""
 AXES: Final = {
     "pp": "parallelism.pipeline_parallel_degree",
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
@@ -39,16 +39,6 @@ AXES: Final = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-OLD_NAMES: Final = {
-    "agree": "sync",
-    "time/agree": "time/sync",
-    "slowest/agree": "slowest/sync",
-    "slowest/agree_pct": "slowest/sync_pct",
-    "stepped_over": "skipped_samples",
-}
-"""Keys of rows as older versions wrote them, and what they are now."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -224,48 +214,10 @@ class RunHistory:
         return RunState(True, step, ranks, f"in step {step}, which began {ago:.0f} s ago")
 
 
-def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each phase of a step, in order, and of each pause between steps.
-
-    Args:
-        reports: each with the number of steps that it is of.
-    """
-    phases: dict[str, float] = {}
-    pauses: dict[str, float] = {}
-    for row, steps in reports:
-        for key, value in row.items():
-            if key.startswith("time/"):
-                name = key.removeprefix("time/")
-                phases[name] = phases.get(name, 0.0) + value * steps
-            elif key.endswith("_s") and key != "eta_s" and isinstance(value, float):
-                name = key.removesuffix("_s")
-                pauses[name] = pauses.get(name, 0.0) + value
-    return {name: phases[name] for name in PHASES if name in phases}, pauses
-
-
 def traces_in(folder: Path) -> dict[int, Path]:
     """The traces of the profiler in a folder, by rank."""
     found = {int(p.name[4:].partition("_")[0]): p for p in folder.glob("rank*_trace.json")}
     return dict(sorted(found.items()))
-
-
-def parse_rows(text: bytes) -> Iterator[Row]:
-    """JSON objects, one a line, with today's names; a line that is not complete is left out."""
-    for line in text.split(b"\n"):
-        try:
-            row = json.loads(line) if line else None
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield renamed(row)
-
-
-def renamed(row: Row) -> Row:
-    """A row with today's names, also within it: an event has seconds by phase."""
-    return {
-        OLD_NAMES.get(key, key): renamed(value) if isinstance(value, dict) else value
-        for key, value in row.items()
-    }
 
 
 def _is_gone(trace: RankTrace) -> bool:

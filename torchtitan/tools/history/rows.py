@@ -1,0 +1,56 @@
+"""Rows of `metrics.jsonl` and of event logs: how they are read, with the names of today."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from torchtitan.timeline import PHASES
+
+Row = dict[str, Any]
+
+OLD_NAMES: Final = {
+    "agree": "sync",
+    "time/agree": "time/sync",
+    "slowest/agree": "slowest/sync",
+    "slowest/agree_pct": "slowest/sync_pct",
+    "stepped_over": "skipped_samples",
+}
+"""Keys of rows as older versions wrote them, and what they are now."""
+
+
+def parse_rows(text: bytes) -> Iterator[Row]:
+    """JSON objects, one a line, with today's names; a line that is not complete is left out."""
+    for line in text.split(b"\n"):
+        try:
+            row = json.loads(line) if line else None
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield renamed(row)
+
+
+def renamed(row: Row) -> Row:
+    """A row with today's names, also within it: an event has seconds by phase."""
+    return {
+        OLD_NAMES.get(key, key): renamed(value) if isinstance(value, dict) else value
+        for key, value in row.items()
+    }
+
+
+def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each phase of a step, in order, and of each pause between steps.
+
+    Args:
+        reports: each with the number of steps that it is of.
+    """
+    phases: dict[str, float] = {}
+    pauses: dict[str, float] = {}
+    for row, steps in reports:
+        for key, value in row.items():
+            if key.startswith("time/"):
+                name = key.removeprefix("time/")
+                phases[name] = phases.get(name, 0.0) + value * steps
+            elif key.endswith("_s") and key != "eta_s" and isinstance(value, float):
+                name = key.removesuffix("_s")
+                pauses[name] = pauses.get(name, 0.0) + value
+    return {name: phases[name] for name in PHASES if name in phases}, pauses
