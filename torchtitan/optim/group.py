@@ -43,16 +43,12 @@ class Optimizers:
         return build_all(assignments)
 
     def begin(self, factor: float) -> float:
-        """Prepare a step: set rates to `factor` times their peaks and drop the gradients.
+        """Prepare a step: set each rate to `factor` times its peak, and drop the gradients.
 
         Returns:
-            The learning rate of the step.
+            The learning rate of parameters that are in no group.
         """
         self.zero_grad()
-        return self.set_lr_factor(factor)
-
-    def set_lr_factor(self, factor: float) -> float:
-        """Set each learning rate to `factor` times its peak; return that of no group."""
         for optimizer in self.rules:
             for group in optimizer.param_groups:
                 rate = group[PEAK] * factor

@@ -33,7 +33,7 @@ def model(seed: int = 0) -> nn.Module:
 
 def train(network: nn.Module, optimizers: Optimizers, steps: range) -> None:
     """Gradients of sizes that differ by seven orders of magnitude, and zeros, whole blocks too."""
-    optimizers.set_lr_factor(1)
+    optimizers.begin(1)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in network.parameters():
@@ -128,7 +128,7 @@ def test_rows_that_a_step_does_not_use_do_not_run_away(dtype: StateDtype) -> Non
     optimizers = Optimizers(named(table), AdamW(lr=1e-3, weight_decay=0.0, state_dtype=dtype))
     for step in range(8):
         before = table.weight.detach().clone()
-        optimizers.zero_grad()
+        optimizers.begin(1)
         tokens = torch.tensor([step, step + 1, 40])
         (table(tokens) * torch.randn(3, 128) * 10.0 ** -torch.arange(3)[:, None]).sum().backward()
         optimizers.step()
@@ -161,7 +161,7 @@ for stance in ("default", "force_eager"):
     layer = nn.Linear(64, 64, bias=False)
     optimizers = Optimizers(named(layer), AdamW(lr=1e-2, state_dtype="8bit"))
     for factor in (1.0, 0.5):
-        optimizers.set_lr_factor(factor)
+        optimizers.begin(factor)
         layer.weight.grad = torch.randn(64, 64)
         optimizers.step()
     found.append(layer.weight.detach().clone())

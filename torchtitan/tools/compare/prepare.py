@@ -38,9 +38,6 @@ TRACED = 2
 OFF = {"checkpoint.enable": False, "validation.enable": False}
 """Unless a variant, or `[common]`, says otherwise: a study is not to fill a disk."""
 
-STATE_BYTES = 16
-"""Of a parameter: weight, gradient and Adam's two moments in float32 (arXiv:1910.02054)."""
-
 
 @dataclass(frozen=True)
 class Ready:
@@ -152,13 +149,14 @@ def _too_large(recipe: Recipe[JobConfig], plan: Plan, device: Device) -> Iterato
     spec, args = MODELS[job.model.name], job.model_args()
     parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
     copies = job.degrees(ranks).dp_replicate
-    needed = parameters * STATE_BYTES * copies / 1024**3
+    # In float32: the weight, its gradient, and the optimizer's state (arXiv:1910.02054).
+    needed = parameters * (8 + job.optimizer.state_bytes(4)) * copies / 1024**3
     there = device.memory_capacity() * (ranks if device.type == "cuda" else 1)
     if needed > there:
         yield Problem(
             "model.flavor",
-            f"weights, gradients and Adam's state of {parameters:,} parameters take {needed:,.0f} "
-            f"GiB on {ranks} ranks, and this machine has {there:,.0f}",
+            f"weights, gradients and optimizer state of {parameters:,} parameters take "
+            f"{needed:,.0f} GiB on {ranks} ranks, and this machine has {there:,.0f}",
         )
 
 

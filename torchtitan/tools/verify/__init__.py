@@ -17,7 +17,8 @@ from torchtitan.checks import load_job
 from torchtitan.config import Problem
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
-from torchtitan.optim import SGD, OptimizerConfig
+from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
+from torchtitan.optim.sgd import SGDGroup
 from torchtitan.tools.verify.measure import compare_steps, write_steps
 from torchtitan.tools.verify.ranks import SPARED, known, on_ranks, problems_here, run
 from torchtitan.tools.verify.recipe import Checked, as_checked
@@ -82,9 +83,11 @@ def _problems(checked: Checked) -> Iterator[Problem]:
 def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
     """By the name under which they are reported."""
     own = job.optimizer
+    shared = set(GroupConfig.model_fields)
+    groups = [SGDGroup(**group.model_dump(include=shared)) for group in own.groups]
     decay = {"weight_decay": own.weight_decay, "no_weight_decay_on": own.no_weight_decay_on}
     return {
-        "SGD with momentum": SGD(lr=0.1, momentum=0.9, **decay),
+        "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **decay),
         f"{own.name} of the recipe": own,
     }
 

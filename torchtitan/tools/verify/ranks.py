@@ -59,9 +59,10 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
     spec = MODELS[job.model.name]
     args = job.model_args()
     parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
-    # Weight, gradient and Adam's two moments of 4 bytes each.
+    # Weight, gradient and the optimizer's state, in float32.
     copies = max(2, job.parallelism.data_parallel_replicate_degree)
-    memory = parameters * 16 * copies / GIB + ranks * RANK_GIB
+    state = job.optimizer.state_bytes(4)
+    memory = parameters * (8 + state) * copies / GIB + ranks * RANK_GIB
     folder = tempfile.gettempdir()
     for needed, there, what in (
         (memory, Device("cpu").memory_capacity(), "of memory"),

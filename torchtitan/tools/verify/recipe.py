@@ -106,7 +106,7 @@ def make_ready(
 
 def rounds_states(job: JobConfig) -> bool:
     """Whether the optimizer keeps its states in fewer bits than it computes with."""
-    return getattr(job.optimizer, "state_dtype", "parameter") != "parameter"
+    return job.optimizer.rounds_state
 
 
 def _takes_all(job: JobConfig) -> bool:
