@@ -1,15 +1,18 @@
 """Groups with numbers of their own, and roles that are left to another rule: on every layout the
 run of one rank, and resumed on another layout the run never stopped."""
 
+import importlib
 import shutil
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-import tests.normalized  # noqa: F401  (an optimizer outside the tree)
 from tests import tiny
 from tests.layouts import ONE, Case, case
 from tests.parallel.test_optimizers import WITHOUT_COLUMNS, off
@@ -17,11 +20,28 @@ from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
 from tests.runs import Trace, losses, trace, train
 from torchtitan.build import build
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError, help_text
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.optim import OPTIMIZERS as REGISTRY
 from torchtitan.optim import name_parameters
+from torchtitan.optim.grouping import describe_groups
 from torchtitan.parallel import Launch, open_world
+
+OUTSIDE = "tests.normalized"
+"""An optimizer outside the tree."""
+
+
+@pytest.fixture(autouse=True)
+def known_here_only() -> Iterator[None]:
+    """Other tests do not expect its name."""
+    with patch.dict(REGISTRY):
+        importlib.import_module(OUTSIDE)
+        yield
+    del sys.modules[OUTSIDE]
+
 
 EMBEDDING = {"roles": ["embedding"], "lr_factor": 0.5, "weight_decay": 0.0}
 QUERIES = {"names": ["layers.*.wq.weight"], "lr_factor": 2.0, "weight_decay": 0.5}
@@ -130,25 +150,34 @@ def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None
     assert all(torch.equal(weights[0][n], w) for n, w in expected[0].items())
 
 
-def seen(job: JobConfig) -> dict[str, tuple[str, tuple[int, ...], list[str], float]]:
-    """Role, shape, placements and peak rate of each parameter on this rank."""
+Seen = dict[str, tuple[str, tuple[int, ...], list[str], float]]
+
+
+def seen(job: JobConfig) -> tuple[Seen, list[str]]:
+    """Role, shape, placements and peak rate of each parameter on this rank; what is logged."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)
-        run.data.close()
+        run.batches.close()
         rates = {
             parameter: group["peak_lr"]
-            for optimizer in run.optimizers.rules
+            for optimizer in run.optimizers.inner.rules
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        return {
+        found = {
             p.name: (p.role, tuple(p.shape), [str(x) for x in p.placements], rates[p.tensor])
             for p in name_parameters(run.model.parts, MODELS["tiny"].role)
         }
+        assignments, stages = run.optimizers.inner.assignments, world.groups["pp"]
+        return found, list(describe_groups(job.optimizer, assignments, stages, world.device))
 
 
 def test_what_an_optimizer_is_told_of_parameters() -> None:
-    (one,) = run_ranks(seen, 1, job(ONE, ADAM))
+    ((one, lines),) = run_ranks(seen, 1, job(ONE, ADAM))
+    assert lines[0] == (
+        "optimizer.groups.0: roles embedding: 1 tensors, 40,960 parameters, with lr_factor 0.5, "
+        "weight_decay 0"
+    )
     assert {name.rpartition(".")[0]: role for name, (role, *_) in one.items()} == {
         "tok_embeddings": "embedding",
         "norm": "norm",
@@ -162,14 +191,45 @@ def test_what_an_optimizer_is_told_of_parameters() -> None:
     assert factors["layers.1.attention.wk.weight"] == pytest.approx(1)
     assert factors["tok_embeddings.weight"] == pytest.approx(0.5)
     assert factors["output.weight"] == factors["norm.weight"] == pytest.approx(0.3)
-    for name, split in {"FSDP 2": "(Shard(dim=0),)", "TP 2": "(Shard(dim=0),)"}.items():
-        for found in run_ranks(seen, 2, job(LAYOUTS[name], ADAM)):
-            assert found.keys() == one.keys(), split
+    for name in ("FSDP 2", "TP 2"):
+        for found, same in run_ranks(seen, 2, job(LAYOUTS[name], ADAM)):
+            assert found.keys() == one.keys()
+            assert same == lines
             for parameter, (role, shape, placements, rate) in found.items():
                 assert (role, shape, rate) == (*one[parameter][:2], one[parameter][3])
                 is_whole = name == "TP 2" and role == "norm"
                 assert any(p.startswith("S") for p in placements) != is_whole, parameter
-    stages = run_ranks(seen, 2, job(LAYOUTS["PP 2"], ADAM))
+    stages, logged = zip(*run_ranks(seen, 2, job(LAYOUTS["PP 2"], ADAM)), strict=True)
+    assert logged == (lines, lines)
     assert stages[0].keys() | stages[1].keys() == one.keys()
     assert not stages[0].keys() & stages[1].keys()
     assert all(found[name][3] == one[name][3] for found in stages for name in found)
+
+
+RECIPE = """
+[job]
+imports = ["tests.normalized"]
+[optimizer]
+name = "Normalized"
+adamw = {lr = 2e-3, beta1 = 0.8}
+[[optimizer.groups]]
+roles = ["norm"]
+eps = 1e-6
+"""
+
+
+def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    flags = ["--optimizer.adamw.beta2", "0.9", "--optimizer.groups.0.lr_factor", "0.5"]
+    made: Any = load_job(recipe, flags, 1, "cpu").config.optimizer
+    assert (made.adamw.lr, made.adamw.beta1, made.adamw.beta2) == (2e-3, 0.8, 0.9)
+    assert (made.groups[0].eps, made.groups[0].lr_factor) == (1e-6, 0.5)
+    for key in ("adamw.state_dtype", "groups.0.momentum", "momentum"):
+        assert f"  --optimizer.{key}  (" in help_text(JobConfig)
+    with pytest.raises(RecipeError) as error:
+        load_job(recipe, ["--optimizer.groups.0.momentum", "0.5"], 1, "cpu")
+    assert error.value.lines == [
+        "--optimizer.groups.0.momentum: optimizer.groups.0.momentum: got 0.5; what updates "
+        "layers.0.attention_norm.weight, which is of the role norm, has no momentum"
+    ]

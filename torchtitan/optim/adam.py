@@ -83,18 +83,26 @@ class AdamWRule(AdamRule):
 
 
 class AdamGroup(GroupConfig):
-    """Parameters that Adam or AdamW updates with other numbers; the first group counts."""
+    """Settings of Adam and AdamW that differ for some parameters; the first match applies."""
 
-    beta1: float | None = Field(None, ge=0, lt=1, description="Decay of their first moment.")
-    beta2: float | None = Field(None, ge=0, lt=1, description="Decay of their second moment.")
-    eps: float | None = Field(None, gt=0, description="Added to the root of the second moment.")
+    beta1: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the first moment; absent: the optimizer's."
+    )
+    beta2: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the second moment; absent: the optimizer's."
+    )
+    eps: float | None = Field(
+        None, gt=0, description="Added to the root of the second moment; absent: the optimizer's."
+    )
 
 
 class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
     name: Literal["AdamW"] = Field("AdamW", description="Which optimizer.")
-    groups: tuple[AdamGroup, ...] = Field((), description="What differs for some parameters.")
+    groups: tuple[AdamGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
 
 
 class Adam(AdamRule, OptimizerConfig):
@@ -103,4 +111,6 @@ class Adam(AdamRule, OptimizerConfig):
     decoupled = False
 
     name: Literal["Adam"] = Field("Adam", description="Which optimizer.")
-    groups: tuple[AdamGroup, ...] = Field((), description="What differs for some parameters.")
+    groups: tuple[AdamGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )

@@ -39,7 +39,9 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
     found = []
     for parameter in parameters:
         chosen = known(config.rule_for(parameter))
-        number = next((n for n, group in enumerate(config.groups) if group.fits(parameter)), None)
+        number = next(
+            (n for n, group in enumerate(config.groups) if group.matches(parameter)), None
+        )
         changes: dict[str, Any] = {}
         if ("norms" in config.no_weight_decay_on and parameter.tensor.ndim == 1) or (
             "embeddings" in config.no_weight_decay_on and parameter.role == "embedding"
@@ -114,14 +116,14 @@ def group_problems(
             message = f"no parameter has the role {role}; {allowed_names(role, roles)}"
             yield Problem(f"{key}.roles", message)
         for name in lost_names:
-            message = f"no parameter fits {name}; {allowed_names(name, patterns)}"
+            message = f"no parameter matches {name}; {allowed_names(name, patterns)}"
             yield Problem(f"{key}.names", message)
         if not group.roles and not group.names:
-            message = "it does not say which parameters it is of; wanted roles, names or both"
-            yield Problem(key, message)
+            yield Problem(key, "it selects no parameters; wanted roles, names or both")
         elif not found and not lost_roles and not lost_names:
-            is_taken = any(group.fits(parameter) for parameter in parameters)
-            why = "all that fit are in groups before it" if is_taken else "none fits both"
+            is_taken = any(group.matches(parameter) for parameter in parameters)
+            why = "all that match are in earlier groups"
+            why = why if is_taken else "none matches both roles and names"
             yield Problem(key, f"no parameter is left for it: {why}")
         for name in group.changes():
             without = [a.parameter for a in found if name not in type(a.chosen).model_fields]

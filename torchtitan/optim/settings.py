@@ -95,28 +95,32 @@ PEAK = "peak_lr"
 
 
 class GroupConfig(Config):
-    """Parameters that are updated with other numbers; the first group that fits one counts."""
+    """Settings that differ for some parameters, each of which is in the first group it matches."""
 
     roles: tuple[str, ...] = Field(
-        (), description="Of these roles: embedding, matrix, norm, bias, head, or the model's own."
+        (),
+        description="Roles of the parameters: embedding, matrix, norm, bias, head, or others that "
+        "the model has.",
     )
     names: tuple[str, ...] = Field(
         (),
-        description="Of these names, in which * stands for anything; with roles, those that both "
-        "fit.",
+        description="Names of the parameters, where * matches anything; with roles, a parameter "
+        "has to match both.",
     )
-    lr_factor: float = Field(1.0, ge=0, description="Their learning rate, in parts of the others'.")
-    weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
+    lr_factor: float = Field(1.0, ge=0, description="Multiplies the learning rate.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay; absent: the optimizer's."
+    )
 
-    def fits(self, parameter: NamedParameter) -> bool:
-        """Whether it says this parameter."""
+    def matches(self, parameter: NamedParameter) -> bool:
+        """Whether a parameter has one of the roles and one of the names."""
         by_role = not self.roles or parameter.role in self.roles
         return by_role and (
             not self.names or any(fnmatchcase(parameter.name, name) for name in self.names)
         )
 
     def changes(self) -> dict[str, Any]:
-        """What it sets of a rule, but for the rate."""
+        """What it sets in place of the rule's settings, except for the learning rate."""
         return self.model_dump(exclude={"roles", "names", "lr_factor"}, exclude_none=True)
 
 
@@ -127,7 +131,9 @@ class OptimizerConfig(UpdateRule):
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
     )
-    groups: tuple[GroupConfig, ...] = Field((), description="What differs for some parameters.")
+    groups: tuple[GroupConfig, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
     early_step_in_backward: bool = Field(
         False,
         description="Update each parameter as soon as its gradient is complete, and free that; "

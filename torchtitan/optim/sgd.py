@@ -13,9 +13,11 @@ from torchtitan.torch_private.optimizers import without_compiler
 
 
 class SGDGroup(GroupConfig):
-    """Parameters that SGD updates with other numbers; the first group counts."""
+    """Settings of SGD that differ for some parameters; the first match applies."""
 
-    momentum: float | None = Field(None, ge=0, lt=1, description="Decay of their running gradient.")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the running gradient; absent: the optimizer's."
+    )
 
 
 class SGD(OptimizerConfig):
@@ -26,7 +28,9 @@ class SGD(OptimizerConfig):
         "foreach", description="Loop over lists of tensors, or over tensors."
     )
     name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
-    groups: tuple[SGDGroup, ...] = Field((), description="What differs for some parameters.")
+    groups: tuple[SGDGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 

@@ -1,5 +1,6 @@
 """A second decoder is one spec away: nothing but the facts of a spec is needed to train it."""
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,6 +82,28 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
         optimizer.step()
         losses.append(loss.item())
     assert all(after < before for before, after in pairwise(losses))
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "role"),
+    [
+        ("tok_embeddings.weight", 2, "embedding"),
+        ("layers.3.attention.wq.weight", 2, "matrix"),
+        ("layers.3.attention.wq.bias", 1, "bias"),
+        ("layers.3.ffn_norm.weight", 1, "norm"),
+        ("layers.3.ffn_norm.bias", 1, "norm"),
+        ("layers.3.gate", 1, "norm"),
+        ("output.weight", 2, "head"),
+        ("output.bias", 1, "bias"),
+        ("layers.3.router.weight", 2, "router"),
+    ],
+)
+def test_roles_of_parameters_follow_from_the_spec(name, ndim, role):
+    spec = dataclasses.replace(MODELS["llama3"], roles={"layers.*.router.*": "router"})
+    assert spec.role(name, ndim) == role
+    without_plan = dataclasses.replace(spec, tensor_plan={})
+    in_norm = name == "layers.3.ffn_norm.bias"  # which nothing else says
+    assert without_plan.role(name, ndim) == ("bias" if in_norm else role)
 
 
 def test_every_model_is_registered_under_its_own_name():
