@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on: imports point down, and importing is cheap."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.job import JobConfig
 from torchtitan.tools.cli import VERBS
 
 PACKAGE = Path(__file__).parent.parent / "torchtitan"
@@ -103,6 +105,24 @@ def test_no_failure_is_swallowed_and_nothing_is_global(path: Path) -> None:
             if caught == "Exception" and path.relative_to(PACKAGE).as_posix() == OUTER_CODE:
                 continue
             assert caught not in ("Exception", "BaseException"), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_part_says_what_is_wrong_with_its_own_section_alone(path: Path) -> None:
+    """What cannot work between sections is for `checks`, which knows the whole recipe."""
+    if LEVEL.get(unit(path), 0) <= LEVEL["job"]:
+        return
+    keys = re.compile(rf"\b({'|'.join(JobConfig.model_fields)})\.[a-z_]+\b")
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef) or function.returns is None:
+            continue
+        if "Problem" not in ast.unparse(function.returns):
+            assert function.name != "problems", "problems are said in one form"
+            continue
+        for node in ast.walk(function):
+            text = node.value if isinstance(node, ast.Constant) else None
+            named = keys.search(text) if isinstance(text, str) else None
+            assert not named, f"{function.name} names {named and named[0]}"
 
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
