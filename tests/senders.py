@@ -14,7 +14,10 @@ from torchtitan.comm import (
     GRADIENTS,
     REPLICAS,
     WEIGHTS,
+    Agree,
+    Gather,
     GradientsConfig,
+    Reduce,
     ReplicasConfig,
     Unit,
     WeightsConfig,
@@ -38,22 +41,24 @@ class HalfWeights(WeightsConfig):
         return 2 * elements
 
 
-class HalfGather:
+class HalfGather(Gather):
     def __init__(self, unit: Unit, group: ProcessGroup) -> None:
         self.unit, self.group = unit, group
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         USED[f"gather {self.unit.name}"] += 1
-        ranks = self.group.size()
-        split = [-(-shape[0] // ranks) * shape[1:].numel() for shape in self.unit.shapes.values()]
-        BUFFERS[self.unit.name] = sum(split), part.numel()
-        found = [torch.empty_like(part, dtype=torch.bfloat16) for _ in range(ranks)]
+        elements = sum(shape.numel() for shape in self.unit.shapes.values())
+        BUFFERS[self.unit.name] = elements, part.numel()
+        found = [torch.empty_like(part, dtype=torch.bfloat16) for _ in range(self.group.size())]
         dist.all_gather(found, part.bfloat16(), group=self.group)
         whole.copy_(torch.cat(found))
 
 
 class HalfGradients(GradientsConfig):
-    """What each rank gets is rounded once, and added up in float32."""
+    """What each rank gets is rounded once, and added up in float32.
+
+    What rounding took away is added to the next (Seide et al., 2014).
+    """
 
     name: Literal["half"] = Field("half", description="Which way to reduce.")
     bits: int = Field(16, description="Of each element.")
@@ -65,13 +70,20 @@ class HalfGradients(GradientsConfig):
         return 2 * elements
 
 
-class HalfReduce:
+class HalfReduce(Reduce):
     def __init__(self, unit: Unit, group: ProcessGroup) -> None:
         self.unit, self.group = unit, group
+        elements = group.size() * sum(shape.numel() for shape in unit.shapes.values())
+        self.error = torch.zeros(elements, device=unit.device)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"error": self.error}
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
         USED[f"reduce {self.unit.name}"] += 1
-        sent = whole.bfloat16()
+        wanted = whole + self.error
+        sent = wanted.bfloat16()
+        self.error = wanted - sent
         found = torch.empty_like(sent)
         dist.all_to_all_single(found, sent, group=self.group)
         part.copy_(found.view(self.group.size(), -1).float().sum(0))
@@ -86,7 +98,7 @@ class Counted(ReplicasConfig):
         return Flat(group)
 
 
-class Flat:
+class Flat(Agree):
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 

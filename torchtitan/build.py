@@ -283,7 +283,7 @@ def assemble(job: JobConfig, world: World, observer: Observer, stop: StopSignal)
         ranks=job.data_ranks(world.degrees),
         groups=groups.groups,
     )
-    contents = Checkpointable(model.parts, optimizers, state, data, world)
+    contents = Checkpointable(model.parts, optimizers, state, data, world, model.state)
     about = about_run(job) if world.rank == 0 else {}
     checkpoint = Checkpointer(resume_policy(job), contents, world, about)
     meter = build_meter(job, world, folder, timeline, observer.sinks)

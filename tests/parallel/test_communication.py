@@ -16,6 +16,7 @@ from tests.layouts import AFTERWARDS, LAYOUTS, SIMPLE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
 from tests.test_docs import ROOT, blocks
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
 from torchtitan.config import CannotRun, RecipeError
@@ -131,6 +132,37 @@ def both(folder: str) -> list[dict[str, torch.Tensor]]:
 def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path: Path) -> None:
     for _, resumed, loaded in run_ranks(both, 4, str(tmp_path)):
         assert all(torch.equal(loaded[name], weight) for name, weight in resumed.items())
+
+
+def stopped(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Train four steps at once; two and two; then resume on another layout, and without a state."""
+    found = []
+    for name, steps, layout in (
+        ("a", 4, case(shard=2)),
+        ("b", 2, case(shard=2)),
+        ("b", 4, case(shard=2)),
+        ("c", 2, case(shard=2)),
+        ("c", 4, case(replicate=2)),
+    ):
+        recipe = layouts.job(
+            layout,
+            "AdamW",
+            communication={"gradients": {"name": "half"}},
+            training={"steps": steps},
+            job={"dump_folder": f"{folder}/{name}"},
+            checkpoint={"enable": True, "interval": 2},
+        )
+        found.append(train(recipe))
+    return found
+
+
+def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
+    load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
+    for at_once, _, resumed, *_ in run_ranks(stopped, 2, str(tmp_path)):
+        assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
+    saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
+    names = {f"communication.{rank}.gradients.{n}.error" for rank in range(2) for n in range(3)}
+    assert {name for name in saved if name.startswith("communication.")} == names
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])

@@ -1,11 +1,12 @@
 """What a checkpoint is of: weights, optimizer state, random generators, data position, counters.
 
 Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<parameter>.<state>` and
-`rng.<rank>.<device>`. They are the live ones, to save as they are and to load in place; but states
-in few bits give what they stand for, and take it back by `take_optimizer` after loading.
+`rng.<rank>.<device>`; only `communication.<rank>.<name>`, what a way to send keeps on a rank, is of
+one layout. They are the live ones, to save as they are and to load in place; but states in few bits
+give what they stand for, and take it back by `take_optimizer` after loading.
 """
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.data import DataStream, merge_states
+from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
 from torchtitan.parallel import World
 
@@ -36,7 +38,10 @@ class Checkpointable:
         state: TrainState,
         data: DataStream,
         world: World,
+        of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        """`of_techniques` gives what techniques keep on this rank, by name."""
+        self.of_techniques = of_techniques
         self.model, self.optimizers, self.state = model, optimizers, state
         self.data, self.world = data, world
 
@@ -46,7 +51,7 @@ class Checkpointable:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a full checkpoint holds of this rank."""
-        return self.weights() | self.of_optimizer() | self._of_generators()
+        return self.weights() | self.of_optimizer() | self._of_generators() | self._of_sending()
 
     def position(self) -> dict[str, Any]:
         """The counters, and what of the data was consumed, by all ranks together."""
@@ -75,6 +80,7 @@ class Checkpointable:
         tensors = self.weights() | optimizer | rng
         self._read(path, tensors, SavedTensors(path), {"model", "optimizer"} - set(skip))
         self.take_optimizer(optimizer)
+        self._restore_sending(SavedTensors(path), manifest.ranks)
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
@@ -113,6 +119,27 @@ class Checkpointable:
         """Take over what `of_optimizer` gave, after it was loaded into; weights may be others."""
         prefix = "optimizer."
         self.optimizers.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()})
+
+    def _restore_sending(self, source: TensorSource, ranks: int) -> None:
+        """Take over what ways to send keep, if all of this layout's ranks find their own."""
+        own = self._of_sending()
+        fits = ranks == self.world.size and not differences(own, source)
+        everyones = self.world.gather((fits, bool(own)))
+        if not any(has for _, has in everyones):
+            return
+        if all(fits for fits, _ in everyones):
+            load_into(own, source)
+        else:
+            for tensor in own.values():
+                tensor.zero_()
+            logger.warning(
+                "communication: what [communication] keeps on a rank begins anew; the checkpoint "
+                "has none of this layout"
+            )
+
+    def _of_sending(self) -> dict[str, Tensor]:
+        prefix = f"communication.{self.world.rank}"
+        return {f"{prefix}.{name}": t for name, t in self.of_techniques().items()}
 
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
 from torchtitan.comm.replicas import Agree, AllReduce, ReplicasConfig
-from torchtitan.comm.unit import Unit
+from torchtitan.comm.unit import Unit, Way
 from torchtitan.comm.weights import Gather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf
 
@@ -30,6 +30,7 @@ __all__ = [
     "Reduce",
     "ReplicasConfig",
     "Unit",
+    "Way",
     "WeightsConfig",
 ]
 

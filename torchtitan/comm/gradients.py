@@ -1,20 +1,19 @@
 """How the ranks of a shard group add up gradients: the section `[communication.gradients]`."""
 
-from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Unit
+from torchtitan.comm.unit import Unit, Way
 from torchtitan.config import Config
 from torchtitan.torch_private.collectives import reduce_scatter_into
 
 
-class Reduce(Protocol):
-    """Reduces the gradients of a unit; may keep a state from one call to the next."""
+class Reduce(Way):
+    """Reduces the gradients of a unit."""
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
         """Fill `part` (p) with this rank's row of the sum over all ranks of `whole` (ranks * p).
@@ -22,6 +21,17 @@ class Reduce(Protocol):
         It is called for every microbatch. What is added up are shares of the gradient of a global
         mean: nothing is to be divided.
         """
+        raise NotImplementedError
+
+
+class PlainReduce(Reduce):
+    """By a reduce-scatter."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, part: Tensor, whole: Tensor) -> None:
+        reduce_scatter_into(part, whole, self.group)
 
 
 class GradientsConfig(Config):
@@ -44,7 +54,7 @@ class PlainGradients(GradientsConfig):
     name: Literal["plain"] = Field("plain", description="Which way to reduce.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
-        return partial(reduce_scatter_into, group=group)
+        return PlainReduce(group)
 
     def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize

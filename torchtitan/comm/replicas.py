@@ -1,8 +1,7 @@
 """How copies of the model agree on gradients: the section `[communication.replicas]`."""
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -10,11 +9,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchtitan.comm.unit import Way
 from torchtitan.config import Config
 
 
-class Agree(Protocol):
-    """Lets copies agree; may keep a state from one step to the next."""
+class Agree(Way):
+    """Lets copies of the model agree."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> None:
         """Change the gradients to what the copies agree on, in place.
@@ -22,6 +22,18 @@ class Agree(Protocol):
         It is called once a step, after the last backward and before the norm is taken, with what
         this rank has of the gradient of each parameter, by name; all copies have the same parts.
         """
+        raise NotImplementedError
+
+
+class AddUp(Agree):
+    """By an all-reduce of each."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=self.group)
 
 
 class ReplicasConfig(Config):
@@ -61,12 +73,7 @@ class AllReduce(ReplicasConfig):
         return self.overlap
 
     def open(self, group: ProcessGroup) -> Agree:
-        return partial(_add_up, group=group)
+        return AddUp(group)
 
     def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize
-
-
-def _add_up(gradients: Mapping[str, Tensor], group: ProcessGroup) -> None:
-    for gradient in gradients.values():
-        dist.all_reduce(gradient, group=group)

@@ -1,9 +1,10 @@
-"""What is gathered and reduced together."""
+"""What is gathered and reduced together, and what a way to send is while it is at work."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Unit(NamedTuple):
@@ -12,5 +13,18 @@ class Unit(NamedTuple):
     name: str
     """That of a block; "" for all that is in no block."""
     shapes: Mapping[str, torch.Size]
-    """Of each parameter by name, in the order in which they lie in a buffer; under tensor
-    parallelism, of this rank's part. In a buffer each is filled up so that it splits evenly."""
+    """Of one rank's part of each parameter, filled up to what the first rank has; in a buffer they
+    lie one after the other, in this order."""
+    device: torch.device
+
+
+class Way:
+    """A way to send at work; it may keep a state from one call to the next."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """What of the state a checkpoint has to keep, by name: the live tensors.
+
+        They belong to this rank alone, and are zero at first: that is what they become where a
+        checkpoint of another layout is loaded.
+        """
+        return {}

@@ -1,20 +1,19 @@
 """How the ranks of a shard group gather parameters: the section `[communication.weights]`."""
 
-from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Unit
+from torchtitan.comm.unit import Unit, Way
 from torchtitan.config import Config
 from torchtitan.torch_private.collectives import all_gather_into
 
 
-class Gather(Protocol):
-    """Gathers a unit; may keep a state from one call to the next."""
+class Gather(Way):
+    """Gathers a unit."""
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         """Fill `whole` (ranks * p) with `part` (p) of every rank, in rank order.
@@ -22,6 +21,17 @@ class Gather(Protocol):
         `part` may be a view into `whole`. Where a parameter says in what form it is gathered, as
         those in Float8 do, both hold its bytes (uint8).
         """
+        raise NotImplementedError
+
+
+class PlainGather(Gather):
+    """By an all-gather."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, whole: Tensor, part: Tensor) -> None:
+        all_gather_into(whole, part, self.group)
 
 
 class WeightsConfig(Config):
@@ -44,7 +54,7 @@ class PlainWeights(WeightsConfig):
     name: Literal["plain"] = Field("plain", description="Which way to gather.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
-        return partial(all_gather_into, group=group)
+        return PlainGather(group)
 
     def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize

@@ -95,6 +95,10 @@ class ParallelModel:
             technique.after_evaluate()
         return total
 
+    def state(self) -> dict[str, Tensor]:
+        """What of the techniques a checkpoint has to keep, by name; it is this rank's alone."""
+        return {name: t for technique in self.techniques for name, t in technique.state().items()}
+
     def confirm(self) -> None:
         """After the first step: log what became of what was asked for, or fail if nothing did."""
         for technique in self.techniques:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan import convert
 from torchtitan.comm import Agree
@@ -30,6 +30,10 @@ class Technique:
             RuntimeError: if nothing did.
         """
 
+    def state(self) -> dict[str, Tensor]:
+        """What of its own a checkpoint has to keep, by name; see `torchtitan.comm.Way.state`."""
+        return {}
+
     def after_step(self, step: int, is_last: bool) -> None:
         """After each step."""
 
@@ -47,6 +51,10 @@ class Replicas(Technique):
             return
         named = (pair for part in self.parts for pair in part.named_parameters())
         self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
+
+    def state(self) -> dict[str, Tensor]:
+        found = self.agree.state() if self.agree else {}
+        return {f"replicas.{name}": tensor for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Gather, Reduce, Unit
+from torchtitan.comm import Gather, Reduce, Unit, Way
 from torchtitan.optim.norm import local
 from torchtitan.parallel import stages
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
@@ -73,6 +73,10 @@ class FullyShard(Sharding):
     def __init__(self, target: Target) -> None:
         self.target = target
         self.modules: list[FSDPModule] = []
+        self.ways: dict[str, Way] = {}
+        """By what each is for, and the number of its module."""
+        self.taken: set[str] = set()
+        """The parameters that are sharded already."""
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Each block is gathered on its own, just before it is used."""
@@ -94,7 +98,7 @@ class FullyShard(Sharding):
 
         target, precision = self.target, self.target.precision
         pin_memory = target.device_type == "cuda"
-        unit = _unit(name, module)
+        unit = self._unit(name, module)
         sharded = fully_shard(
             module,
             mesh=target.mesh,
@@ -108,15 +112,38 @@ class FullyShard(Sharding):
             shard_placement_fn=partial(placement, parts=target.mesh.size(-1)),
         )
         group = target.mesh.get_group(target.mesh.ndim - 1)
-        # They are what torch asks for, but for its base classes, which are private.
-        gather: Any = _Gather(target.communication.weights.open(unit, group))
-        reduce: Any = _ReduceScatter(target.communication.gradients.open(unit, group))
-        sharded.set_custom_all_gather(gather)
-        sharded.set_custom_reduce_scatter(reduce)
+        gather = target.communication.weights.open(unit, group)
+        reduce = target.communication.gradients.open(unit, group)
+        # These are what torch asks for, but for its base classes, which are private.
+        as_gather: Any = _Gather(gather)
+        as_reduce: Any = _ReduceScatter(reduce)
+        sharded.set_custom_all_gather(as_gather)
+        sharded.set_custom_reduce_scatter(as_reduce)
+        number = len(self.modules)
+        self.ways |= {f"weights.{number}": gather, f"gradients.{number}": reduce}
         sharded.set_gradient_divide_factor(1.0)
         # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
         sharded.set_force_sum_reduction_for_comms(True)
         self.modules.append(sharded)
+
+    def _unit(self, name: str, module: nn.Module) -> Unit:
+        """The parameters of a module, but for those that are sharded already."""
+        parts, shapes = self.target.mesh.size(-1), {}
+        for key, parameter in module.named_parameters(name):
+            if key not in self.taken:
+                sizes, split = list(local(parameter).shape), placement(parameter, parts)
+                dim = split.dim if split else 0
+                sizes[dim] = -(-sizes[dim] // parts)
+                shapes[key] = torch.Size(sizes)
+        self.taken |= shapes.keys()
+        return Unit(name, shapes, torch.device(self.target.device_type))
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{what}.{name}": tensor
+            for what, way in self.ways.items()
+            for name, tensor in way.state().items()
+        }
 
     def before_backward(self, is_last: bool) -> None:
         """Sharded gradients are reduced for every microbatch, since keeping them whole would cost
@@ -162,25 +189,6 @@ class _ReduceScatter(_Sending):
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
         self.reduce(output_tensor, input_tensor)
-
-
-def _unit(name: str, module: nn.Module) -> Unit:
-    """The parameters of a module that is about to be sharded, but for those that are already."""
-    from torch.distributed.fsdp import FSDPModule
-
-    taken = {
-        p
-        for m in module.modules()
-        if isinstance(m, FSDPModule) and m is not module
-        for p in m.parameters()
-    }
-    prefix = f"{name}." if name else ""
-    shapes = {
-        prefix + key: local(parameter).shape
-        for key, parameter in module.named_parameters()
-        if parameter not in taken
-    }
-    return Unit(name, shapes)
 
 
 def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":

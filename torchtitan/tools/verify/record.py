@@ -168,7 +168,7 @@ class Notes:
         """This rank's tensors; random numbers only where as many ranks draw them."""
         has_rng = read_manifest(saved.checkpoint).ranks == self.world.size
         for name, tensor in self.run.checkpoint.contents.tensors().items():
-            if has_rng or not name.startswith("rng."):
+            if has_rng or not name.startswith(("rng.", "communication.")):
                 yield name, tensor
 
 
