@@ -60,10 +60,10 @@ MANY_MISTAKES = [
     "many.toml:10: optimizer.name: got",
     "many.toml:13: checkpoint.async_mode: got",
     "--compile.enable: compile.enable: got",
+    "many.toml:14: checkpoint.load_step: got 3",
     "many.toml:18: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
     "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
     "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
-    "many.toml:14: checkpoint.load_step: got 3",
 ]
 
 
