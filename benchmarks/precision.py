@@ -368,7 +368,7 @@ class Table:
         peak, spec = self.device.peak_flops(torch.bfloat16), MODELS["llama3"]
         if peak is None:
             return None
-        flops = spec.flops_per_token(spec.flavors[self.model], self.size.seq_len)
+        flops = spec.flops_per_unit(spec.flavors[self.model], self.size.seq_len)
         return flops * self.tokens / statistics.median(seconds) / (peak * self.ranks)
 
     def _show(self, found: Mapping[str, Measured | str]) -> str:

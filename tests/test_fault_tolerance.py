@@ -23,10 +23,11 @@ from torch import Tensor
 from tests.layouts import OPTIMIZERS
 from tests.ranks import run_ranks
 from tests.runs import rows, trace
+from tests.streams import build_stream
 from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.data import build_stream, load_tokenizer
+from torchtitan.data import load_tokenizer
 from torchtitan.resilience.replicas.transport import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')

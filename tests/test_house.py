@@ -32,6 +32,7 @@ LAYERS = [
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
     ["flight_recorder", "step"],
     ["parallel"],
+    ["tasks"],
     ["models", "data", "optim", "convert", "comm", "losses", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],

@@ -22,16 +22,7 @@ from torchtitan.checkpoint import (
     ResumePolicy,
     TrainState,
 )
-from torchtitan.data import (
-    Batch,
-    DataConfig,
-    DataStream,
-    Tokenizer,
-    build_stream,
-    check_vocabulary,
-    load_tokenizer,
-    previewed,
-)
+from torchtitan.data import Batch, DataConfig, DataStream
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -86,6 +77,8 @@ from torchtitan.step import (
     StepStatus,
     UpdateGuard,
 )
+from torchtitan.tasks import TASKS, Task
+from torchtitan.tasks.task import previewed
 from torchtitan.timeline import Timeline
 from torchtitan.validate import Validator
 
@@ -94,7 +87,7 @@ SAME_RECIPE = (
     *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
 )
 
-Task = Callable[[TrainState], object]
+AfterStep = Callable[[TrainState], object]
 """What is done after a step; True: the step is undone, and nothing else is to follow it."""
 
 
@@ -137,7 +130,7 @@ class Parts:
     job: JobConfig
     world: World
     observer: Observer
-    tokenizer: Tokenizer
+    task: Task
     timeline: Timeline
     model: ParallelModel
     optimizers: Optimizers
@@ -178,7 +171,7 @@ def build(
     """Make every object of the run that `job` describes, for this rank of `world`.
 
     Raises:
-        ConfigError: where the tokenizer or the data turn out not to fit the recipe.
+        ConfigError: where what the task needs, or the data, turn out not to fit the recipe.
     """
     return around_step(assemble(job, world, observer or Observer(), stop or StopSignal()))
 
@@ -189,7 +182,7 @@ def around_step(parts: Parts) -> Run:
     state, optimizers = parts.state, parts.optimizers
     microbatches: Iterator[Batch] = map(parts.observer.on_microbatch, parts.data)
     if world.rank == 0:
-        microbatches = previewed(microbatches, parts.tokenizer)
+        microbatches = previewed(microbatches, parts.task)
     batches: Batches = RankBatches(
         microbatches,
         job.accumulation(world.degrees),
@@ -210,7 +203,7 @@ def around_step(parts: Parts) -> Run:
         Flag(parts.profiler.request, parts.profiler.agree),
     ]
     # In the order in which they follow a step.
-    tasks: list[Task] = []
+    tasks: list[AfterStep] = []
     session: list[AbstractContextManager[object]] = [parts.meter, parts.profiler, parts.stop]
 
     if job.fault_tolerance.enable:
@@ -268,7 +261,7 @@ def assemble(job: JobConfig, world: World, observer: Observer, stop: StopSignal)
     """Every object of a run, in the order in which they need each other."""
     set_determinism(job)
     folder = Path(job.job.dump_folder).expanduser()
-    tokenizer, timeline = open_tokenizer(job), Timeline(world.device)
+    task, timeline = open_task(job), Timeline(world.device)
     model = build_model(job, world, timeline)
     parameters = name_parameters(model.parts, MODELS[job.model.name].role)
     optimizers = open_optimizers(
@@ -276,8 +269,8 @@ def assemble(job: JobConfig, world: World, observer: Observer, stop: StopSignal)
     )
     groups, state = job.fault_tolerance, TrainState()
     data = open_stream(
-        job=job,
-        tokenizer=tokenizer,
+        job,
+        task,
         accumulation=job.accumulation(world.degrees),
         rank=groups.group * world.degrees.data + world.data_rank,
         ranks=job.data_ranks(world.degrees),
@@ -286,13 +279,13 @@ def assemble(job: JobConfig, world: World, observer: Observer, stop: StopSignal)
     contents = Checkpointable(model.parts, optimizers, state, data, world, model.state)
     about = about_run(job) if world.rank == 0 else {}
     checkpoint = Checkpointer(resume_policy(job), contents, world, about)
-    meter = build_meter(job, world, folder, timeline, observer.sinks)
+    meter = build_meter(job, task, world, folder, timeline, observer.sinks)
     evidence = Evidence(world.device, timeline, optimizers, job.flat())
     return Parts(
         job=job,
         world=world,
         observer=observer,
-        tokenizer=tokenizer,
+        task=task,
         timeline=timeline,
         model=model,
         optimizers=optimizers,
@@ -333,14 +326,14 @@ def open_session(
     parts.divergence.raise_if_diverged()
 
 
-def in_order(tasks: Sequence[Task], state: TrainState) -> None:
+def in_order(tasks: Sequence[AfterStep], state: TrainState) -> None:
     """Do each task, unless one says that nothing else is to follow."""
     for task in tasks:
         if task(state) is True:
             return
 
 
-def once(action: Callable[[], None]) -> Task:
+def once(action: Callable[[], None]) -> AfterStep:
     """A task for the first step alone."""
     left = [action]
 
@@ -384,7 +377,7 @@ def open_validator(parts: Parts) -> Validator:
         name: partial(
             open_stream,
             job,
-            parts.tokenizer,
+            parts.task,
             config=config,
             accumulation=alone,
             rank=world.data_rank,
@@ -392,10 +385,10 @@ def open_validator(parts: Parts) -> Validator:
         )
         for name, config in job.validation.data(job.data).items()
     }
-    return Validator(job.validation, streams, alone, parts.tokenizer, parts.model, world)
+    return Validator(job.validation, streams, alone, parts.task, parts.model, world)
 
 
-def validation(parts: Parts) -> Task:
+def validation(parts: Parts) -> AfterStep:
     """Validates when due."""
     validator, job = open_validator(parts), parts.job
 
@@ -449,7 +442,7 @@ class StatisticsProbe:
 
 def open_stream(
     job: JobConfig,
-    tokenizer: Tokenizer,
+    task: Task,
     *,
     accumulation: int,
     rank: int,
@@ -458,9 +451,8 @@ def open_stream(
     config: DataConfig | None = None,
 ) -> DataStream:
     """The data of this rank; `config` in place of the recipe's [data]."""
-    return build_stream(
+    return task.open_stream(
         config or job.data,
-        tokenizer=tokenizer,
         seed=job.debug.seed,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
@@ -508,11 +500,9 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
     return ResumePolicy(job.checkpoint, folder, job.in_effect(), job.same_run())
 
 
-def open_tokenizer(job: JobConfig) -> Tokenizer:
-    """The recipe's tokenizer, known to fit the model's vocabulary."""
-    tokenizer = load_tokenizer(job.model.tokenizer_path)
-    check_vocabulary(tokenizer, job.model_args().vocab_size)
-    return tokenizer
+def open_task(job: JobConfig) -> Task:
+    """What the model is trained to do, with what that needs beside the data: a tokenizer, say."""
+    return TASKS[MODELS[job.model.name].task](job.model, job.model_args())
 
 
 def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
@@ -562,7 +552,6 @@ def layout_of(job: JobConfig) -> Layout:
         loss=job.loss,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
-        document_mask=job.model.attn_mask_type == "block_causal",
         convert=job.convert,
         sharding=job.sharding,
         communication=job.communication,
@@ -581,7 +570,12 @@ def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
 
 
 def build_meter(
-    job: JobConfig, world: World, folder: Path, timeline: Timeline, sinks: Sequence[Sink] | None
+    job: JobConfig,
+    task: Task,
+    world: World,
+    folder: Path,
+    timeline: Timeline,
+    sinks: Sequence[Sink] | None,
 ) -> Meter:
     """The meter with `sinks`, or else those that the recipe enables."""
     spec = MODELS[job.model.name]
@@ -595,13 +589,15 @@ def build_meter(
         tags=job.metrics.tags,
         recipe=job.in_effect(),
     )
-    flops = spec.flops_per_token(job.model_args(), job.training.seq_len)
+    flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
     return Meter(
         build_sinks(job.metrics, context) if sinks is None else sinks,
         log_freq=job.metrics.log_freq,
         total_steps=job.training.steps,
-        tokens_per_step=job.global_batch(world.degrees) * job.training.seq_len,
-        flops_per_token=flops,
+        unit=task.unit,
+        rate=task.rate,
+        units_per_step=job.global_batch(world.degrees) * task.units(job.training.seq_len),
+        flops_per_unit=flops,
         peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
         devices=world.size * job.fault_tolerance.groups,
         device=world.device,

@@ -15,7 +15,7 @@ from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
 from torchtitan.models.llama3.settings import Llama3Config
-from torchtitan.models.settings import TextConfig
+from torchtitan.models.settings import ModelConfig
 from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
 from torchtitan.parallel import (
     FSDP2,
@@ -136,7 +136,7 @@ class JobConfig(Config):
     """A recipe."""
 
     job: JobSection = JobSection()
-    model: Annotated[TextConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()
+    model: Annotated[ModelConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()
     convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
     data: DataConfig = DataConfig()
     training: TrainingSection = TrainingSection()

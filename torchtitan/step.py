@@ -85,7 +85,7 @@ class RankBatches:
         with self.timeline.phase("data"):
             read = [next(self.stream) for _ in range(self.accumulation)]
         batches = [batch.to(self.world.device.torch_device) for batch in read]
-        counts = torch.stack([batch.target_count() for batch in batches])
+        counts = torch.stack([batch.count() for batch in batches])
         with self.timeline.phase("sync"):
             count = self.world.sum(counts.sum(), over="data")
         return StepBatch(batches, count)
@@ -112,9 +112,10 @@ class GlobalLosses:
 
     def forward_backward(self, batch: StepBatch) -> Losses:
         """Forward and backward of a step; gradients accumulate."""
-        share = self.model.forward_backward(batch.microbatches, batch.count)
+        shares = self.model.forward_backward(batch.microbatches, batch.count)
         with self.timeline.phase("sync"):
-            return {"loss": self.world.sum(share, over="loss")}
+            means = self.world.sum(torch.stack(list(shares.values())), over="loss")
+        return dict(zip(shares, means, strict=True))
 
 
 class ProbedModel:

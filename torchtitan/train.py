@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from torchtitan.build import Observer, build, open_tokenizer, resume_policy
+from torchtitan.build import Observer, build, open_task, resume_policy
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
-from torchtitan.data import open_source, unigram_loss
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
+from torchtitan.models import MODELS
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml, write_beside
 from torchtitan.resilience.divergence import TrainingDiverged
@@ -27,6 +27,7 @@ from torchtitan.resilience.stop import (
     status_of_stop,
     stop_without_launcher,
 )
+from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
 USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
@@ -81,7 +82,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             with closing(made.batches):
                 if world.rank == 0:
                     write_beside(folder, job, world.size, device)
-                    report_unigram_loss(job)
+                    report_reference(job)
                 Trainer(made).train(start)
     except ConfigError as error:
         return refuse(error)
@@ -119,16 +120,16 @@ def read(
     """
     path, flags = split_recipe(words)
     recipe = load_job(path, flags, ranks, device_type, is_here=True, may_restart=may_restart)
-    recipe.refuse(problems_of_tokenizer(recipe.config))
+    recipe.refuse(problems_of_task(recipe.config))
     return recipe
 
 
-def problems_of_tokenizer(job: JobConfig) -> Iterator[Problem]:
-    """What only reading the tokenizer tells."""
+def problems_of_task(job: JobConfig) -> Iterator[Problem]:
+    """What only reading a task's files tells: the tokenizer, say."""
     try:
-        open_tokenizer(job)
+        open_task(job)
     except ConfigError as error:
-        yield Problem("model.tokenizer_path", str(error))
+        yield Problem(TASKS[MODELS[job.model.name].task].key, str(error))
 
 
 def choose(job: JobConfig) -> ResumePoint:
@@ -171,12 +172,12 @@ def log_recipe(recipe: Recipe[JobConfig]) -> None:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 
 
-def report_unigram_loss(job: JobConfig) -> None:
+def report_reference(job: JobConfig) -> None:
     """Log the loss that needs no model, once, for the eye to compare with."""
-    if job.data.report_unigram_loss:
-        tokenizer = open_tokenizer(job)
-        loss = unigram_loss(open_source(job.data, tokenizer, seed=job.debug.seed), tokenizer)
-        logger.info("reference: a unigram model of this text has loss %.3f", loss)
+    if job.data.report_unigram_loss and (
+        words := open_task(job).reference(job.data, job.debug.seed)
+    ):
+        logger.info("reference: %s", words)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,5 @@
-"""Loss on held-out data, at a set pace, through the same forward as training.
+"""Loss on held-out data, at a set pace, through the same forward as training."""
 
-Loss in nats a target says little across tokenizers: longer tokens are fewer and harder. So the
-same sum is also told by the bytes of text B that the targets stand for:
-
-    bits per byte = nats / (B ln 2)        perplexity per byte = exp(nats / B)
-
-Special tokens stand for no bytes, but their loss counts: a model has to know where a text ends.
-"""
-
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,12 +8,10 @@ from pydantic import Field
 from torch import Tensor
 
 from torchtitan.config import Config, PlannedWorld, Problem
-from torchtitan.data import DATASETS, Batch, DataConfig, DataStream, Tokenizer
-from torchtitan.data.batch import IGNORED
+from torchtitan.data import DATASETS, DataConfig, DataStream
 from torchtitan.data.settings import NEEDS_PATH
-from torchtitan.data.token_bytes import BytesUnknown
-from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
+from torchtitan.tasks import Task
 
 
 class ValidationConfig(Config):
@@ -89,31 +78,22 @@ Values = dict[str, float | None]
 class Sums(NamedTuple):
     """What was measured of one data set, or of all."""
 
-    nats: float
-    targets: int
-    text: int | None
-    """Bytes of text that the targets stand for; None where that is not known."""
+    loss: float
+    units: int
+    """How many it is the sum over."""
+    measured: tuple[int, ...]
+    """What the task counts besides."""
 
-    def values(self) -> Values:
-        """The loss in nats a target, and for each byte of text."""
-        loss: Values = {"validation_loss": self.nats / self.targets}
-        if not self.text:
-            return loss | {"validation_bits_per_byte": None, "validation_perplexity_per_byte": None}
-        nats = torch.tensor(self.nats / self.text, dtype=torch.float64)
-        return loss | {
-            "validation_bits_per_byte": float(nats / math.log(2)),
-            "validation_perplexity_per_byte": float(nats.exp()),
-        }
+    def values(self, task: Task) -> Values:
+        """The mean loss, and what the task derives from these."""
+        derived = {f"validation_{key}": value for key, value in task.derived(*self).items()}
+        return {"validation_loss": self.loss / self.units} | derived
 
 
 def together(sums: Collection[Sums]) -> Sums:
     """Of several data sets as if they were one."""
-    texts = [each.text for each in sums if each.text is not None]
-    return Sums(
-        nats=sum(each.nats for each in sums),
-        targets=sum(each.targets for each in sums),
-        text=sum(texts) if len(texts) == len(sums) else None,
-    )
+    losses, counts, measured = zip(*sums, strict=True)
+    return Sums(sum(losses), sum(counts), tuple(map(sum, zip(*measured, strict=True))))
 
 
 class Validator:
@@ -124,28 +104,16 @@ class Validator:
         config: ValidationConfig,
         open_streams: Mapping[str, Callable[[], DataStream]],
         accumulation: int,
-        tokenizer: Tokenizer,
+        task: Task,
         model: ParallelModel,
         world: World,
     ) -> None:
         """`open_streams` has the held-out data sets by name."""
         self.config, self.open_streams, self.accumulation = config, open_streams, accumulation
-        self.model, self.world = model, world
+        self.task, self.model, self.world = task, model, world
         self.streams: dict[str, DataStream] = {}
-        self.byte_counts = self._byte_counts(tokenizer) if config.enable else None
-
-    def _byte_counts(self, tokenizer: Tokenizer) -> Tensor | None:
-        try:
-            counts = tokenizer.byte_counts()
-        except BytesUnknown as reason:
-            if self.world.rank == 0:
-                logger.warning(
-                    "validation: bits and perplexity per byte are null: the tokenizer (%s) does "
-                    "not tell how many bytes its tokens stand for: %s",
-                    *(tokenizer.fingerprint, reason),
-                )
-            return None
-        return torch.tensor(counts, device=self.world.device.torch_device)
+        if config.enable:
+            task.prepare_validation(world.device.torch_device, is_first=world.rank == 0)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether there is a validation after `step`."""
@@ -157,10 +125,10 @@ class Validator:
         Each is over all targets of the held-out batches; the same on every rank.
         """
         sums = {name: self._measure(name) for name in self.open_streams}
-        row = together(sums.values()).values()
+        row = together(sums.values()).values(self.task)
         if len(sums) > 1:
             for name, each in sums.items():
-                row |= {f"{key}/{name}": value for key, value in each.values().items()}
+                row |= {f"{key}/{name}": value for key, value in each.values(self.task).items()}
         return row
 
     def _measure(self, name: str) -> Sums:
@@ -169,20 +137,14 @@ class Validator:
         stream = self.streams[name]
         stream.rewind()
         device = self.world.device.torch_device
-        nats = torch.zeros((), dtype=torch.float64, device=device)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        counts: list[Tensor] = []
         for _ in range(self.config.steps):
             batches = [next(stream).to(device) for _ in range(self.accumulation)]
-            nats += self.model.evaluate(batches)
-            counts += torch.stack([self._count(batch) for batch in batches]).sum(0)
-        self.world.sum(nats, over="loss")
-        targets, text = self.world.sum(counts, over="data").tolist()
-        return Sums(float(nats), targets, None if self.byte_counts is None else text)
-
-    def _count(self, batch: Batch) -> Tensor:
-        """Targets, and the bytes of text that they stand for: (2,) int64."""
-        targets = batch.targets[batch.targets != IGNORED]
-        text = (
-            targets.new_zeros(()) if self.byte_counts is None else self.byte_counts[targets].sum()
-        )
-        return torch.stack([batch.target_count(), text])
+            total += self.model.evaluate(batches)
+            counts += [
+                torch.cat([batch.count()[None], self.task.measure(batch)]) for batch in batches
+            ]
+        self.world.sum(total, over="loss")
+        count, *measured = self.world.sum(torch.stack(counts).sum(0), over="data").tolist()
+        return Sums(float(total), count, tuple(measured))

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import (
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.data import Batch
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.models.llama3.model import Llama3
 from torchtitan.parallel import context, context_rotation
 from torchtitan.parallel.context import Cut, context_attention, shard
 from torchtitan.parallel.settings import Balancing
+from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.attention import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, reduce_scatter
 
@@ -83,7 +83,7 @@ def split(
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_position_is_on_one_rank_once(size: int, balancing: Balancing) -> None:
     positions = torch.arange(24).repeat(2, 1)
-    batch = Batch(positions + 100, positions + 101, positions, positions // 5)
+    batch = TokenBatch(positions + 100, positions + 101, positions, positions // 5)
     parts = [shard(batch, rank, size, balancing) for rank in range(size)]
     for part in parts:
         assert part.tokens.shape == (2, 24 // size)
@@ -96,7 +96,7 @@ def test_each_position_is_on_one_rank_once(size: int, balancing: Balancing) -> N
 
 def test_headtail_is_a_piece_and_its_mirror() -> None:
     positions = torch.arange(12).repeat(1, 1)
-    batch = Batch(positions, positions, positions, positions)
+    batch = TokenBatch(positions, positions, positions, positions)
     found = [shard(batch, rank, 3, "headtail").positions[0].tolist() for rank in range(3)]
     assert found == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert shard(batch, 1, 3, "none").positions[0].tolist() == [4, 5, 6, 7]
@@ -107,7 +107,7 @@ def test_a_sequence_must_divide() -> None:
     assert [Cut(size, "none").chunks for size in (1, 2, 4)] == [1, 2, 4]
     odd = torch.zeros(1, 6, dtype=torch.int64)
     with pytest.raises(AssertionError, match="6 not in 4 chunks"):
-        shard(Batch(odd, odd, odd, odd), 0, 2, "headtail")
+        shard(TokenBatch(odd, odd, odd, odd), 0, 2, "headtail")
 
 
 @pytest.mark.parametrize("balancing", BALANCINGS)
@@ -272,7 +272,7 @@ def spread_model() -> None:
         whole = model(tokens, positions, together)
         for rotation, balancing in itertools.product(ROTATIONS, BALANCINGS):
             assert context.apply(model, group, rotation, balancing) == tiny.ARGS.n_layers
-            batch = Batch(tokens, tokens, positions, documents())
+            batch = TokenBatch(tokens, tokens, positions, documents())
             part = shard(batch, group.rank(), group.size(), balancing)
             found = model(part.tokens, part.positions, None if together is None else part.documents)
             expected = Cut(group.size(), balancing).part(whole, group.rank())

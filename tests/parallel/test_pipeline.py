@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import whole
-from torchtitan.data import Batch
+from torchtitan.comm import CommunicationConfig
 from torchtitan.device import Device
 from torchtitan.losses import cross_entropy
 from torchtitan.models.initialize import initialize
@@ -23,11 +23,15 @@ from torchtitan.parallel import (
     ActivationCheckpointConfig,
     ParallelismConfig,
     activation_checkpoint,
-    fsdp,
     stages,
 )
-from torchtitan.parallel.pipeline import Pipeline, Shapes, join
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.schedules import SCHEDULES, order
+from torchtitan.parallel.settings import ReshardPolicy
+from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, Target
+from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.pipeline import pipeline_order
 
@@ -46,7 +50,7 @@ class Case:
     replicate: int = 1
     shard: int = 1
     document_mask: bool = False
-    reshard: fsdp.ReshardPolicy = "never"
+    reshard: ReshardPolicy = "never"
     compute: torch.dtype = torch.float32
     recompute: Literal["none", "full"] = "none"
     tolerance: float = 1e-5
@@ -79,7 +83,7 @@ def draw(part: nn.Module) -> nn.Module:
     return part
 
 
-def read(rank: int, step: int) -> list[Batch]:
+def read(rank: int, step: int) -> list[TokenBatch]:
     """The batches of a data-parallel rank; the targets that count differ in number."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     batches = []
@@ -89,7 +93,7 @@ def read(rank: int, step: int) -> list[Batch]:
         at = torch.arange(SEQ_LEN).expand(BATCH, -1)
         start = torch.randint(1, SEQ_LEN, (BATCH, 1), generator=generator)
         batches.append(
-            Batch(
+            TokenBatch(
                 tokens=ids[:, :-1],
                 targets=ids[:, 1:].masked_fill(at >= length, -100),
                 positions=torch.where(at < start, at, at - start),
@@ -99,11 +103,19 @@ def read(rank: int, step: int) -> list[Batch]:
     return batches
 
 
+def seen(case: Case, data_rank: int, step: int) -> list[TokenBatch]:
+    """The same, without documents where attention does not ask for them."""
+    batches = read(data_rank, step)
+    if case.document_mask:
+        return batches
+    return [dataclasses.replace(batch, documents=None) for batch in batches]
+
+
 def one_rank(case: Case, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, number of targets and gradients of the global batch on one rank."""
     model = draw(build_empty(LLAMA3.build, ARGS, SEQ_LEN))
     batches = [batch for rank in range(case.data) for batch in read(rank, step)]
-    tokens = sum(batch.target_count() for batch in batches)
+    tokens = sum(batch.count() for batch in batches)
     total = torch.zeros(())
     for batch in batches:
         documents = batch.documents if case.document_mask else None
@@ -114,30 +126,34 @@ def one_rank(case: Case, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return total, tokens, {name: p.grad for name, p in model.named_parameters()}
 
 
-def pipeline(case: Case, mesh: Any) -> Pipeline:
+def pipeline(case: Case, mesh: Any) -> tuple[Pipeline, Sharding]:
     model = build_empty(LLAMA3.build, ARGS, SEQ_LEN)
     group = mesh["pp"].get_group()
     plan = stages.plan(case.config, LLAMA3, ARGS, model, SEQ_LEN)
     parts = [stages.build(model, plan, stage) for stage in plan.of(dist.get_rank(group))]
+    sharding = FSDP2().open(
+        Target(
+            mesh=mesh["dp_replicate", "dp_shard"],
+            tensor_mesh=mesh["dp_shard"],
+            precision=Precision(compute=case.compute),
+            reshard=case.reshard,
+            last_block=list(LLAMA3.blocks(model))[-1],
+            compile=CompileConfig(),
+            communication=CommunicationConfig(),
+            cpu_offload=False,
+            device_type="cpu",
+        )
+    )
     for part in parts:
         named = LLAMA3.blocks(part)
-        blocks = list(named.values())
         recompute = ActivationCheckpointConfig(mode=case.recompute)
         activation_checkpoint.apply(named, list(LLAMA3.blocks(model)), recompute)
         if case.data > 1 or case.compute != torch.float32:
-            fsdp.apply(
-                part,
-                blocks,
-                mesh["dp_replicate", "dp_shard"],
-                precision=fsdp.Precision(compute=case.compute),
-                reshard=case.reshard,
-                cpu_offload=False,
-                pin_memory=False,
-            )
+            sharding.apply(part, named)
     for part in parts:
         draw(part)
     size = case.config.pipeline_parallel_microbatch_size
-    return Pipeline(
+    run = Pipeline(
         parts,
         plan,
         group,
@@ -145,15 +161,17 @@ def pipeline(case: Case, mesh: Any) -> Pipeline:
         timeline=Timeline(Device("cpu")),
         microbatches=MICROBATCHES // size,
         shapes=Shapes(
-            tokens=(size, SEQ_LEN),
+            inputs=(size, SEQ_LEN),
+            input_dtype=torch.int64,
             hidden=(size, SEQ_LEN, ARGS.dim),
-            logits=(size, SEQ_LEN, ARGS.vocab_size),
+            outputs=(size, SEQ_LEN, ARGS.vocab_size),
             dtype=case.compute,
         ),
         loss=cross_entropy,
         device=torch.device("cpu"),
-        document_mask=case.document_mask,
+        auxiliary=AuxiliaryLosses([], parts),
     )
+    return run, sharding
 
 
 def compare(cases: Sequence[Case]) -> list[list[int]]:
@@ -162,12 +180,14 @@ def compare(cases: Sequence[Case]) -> list[list[int]]:
     for case in cases:
         degrees = (case.pp, case.replicate, case.shard)
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
-        run = pipeline(case, mesh)
+        run, sharding = pipeline(case, mesh)
         data_rank = dist.get_rank() % case.data
         try:
             for step in (0, 1):
                 loss, tokens, gradients = one_rank(case, step)
-                share = run.forward_backward([join(read(data_rank, step))], tokens)
+                share = run.forward_backward(
+                    [TokenBatch.join(seen(case, data_rank, step))], tokens
+                )["loss"]
                 assert not share.requires_grad
                 assert (share != 0) == (run.last in run.parts)
                 close(summed(share), loss, case.tolerance)
@@ -180,7 +200,8 @@ def compare(cases: Sequence[Case]) -> list[list[int]]:
                 everywhere: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everywhere, names)
                 assert set().union(*everywhere) == gradients.keys()
-                share = run.evaluate(read(data_rank, step))
+                share = run.evaluate(seen(case, data_rank, step))
+                sharding.after_evaluate()
                 assert not share.requires_grad
                 close(summed(share) / tokens, loss, case.tolerance)
         except AssertionError as error:

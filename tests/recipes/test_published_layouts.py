@@ -18,12 +18,12 @@ from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, RANKS
 from torchtitan.build import allocate, lay_out
 from torchtitan.checks import load_job
-from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
+from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
 
 # A rank of each kind: the first, and in a pipeline the last too.
@@ -68,8 +68,8 @@ def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
         parameters = name_parameters(model.parts, MODELS[job.model.name].role)
         optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
         shape = job.training.local_batch_size, job.training.seq_len
-        batch = Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
-        loss = model.forward_backward([batch, batch], torch.tensor(1.0))
+        batch = TokenBatch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(4)))
+        loss = model.forward_backward([batch, batch], torch.tensor(1.0))["loss"]
         gradients = sum(p.grad is not None for p in optimizers.names)
         norm = optimizers.clip(job.training.max_norm)
         optimizers.step()

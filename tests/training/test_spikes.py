@@ -22,9 +22,9 @@ from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.data import Batch
-from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.losses import IGNORED
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import StopSignal

@@ -12,12 +12,14 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.build import Observer, assemble, open_validator
-from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
+from torchtitan.losses import IGNORED
+from torchtitan.models.settings import TextConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.stop import StopSignal
+from torchtitan.tasks.next_token import NextToken
 from torchtitan.validate import Sums, ValidationConfig, together
 
 NAMES = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
@@ -167,12 +169,15 @@ def test_bytes_that_are_not_known_are_null_and_said_so(
 
 
 def test_sums_over_data_sets_weigh_their_targets() -> None:
-    found = together([Sums(30.0, 10, 40), Sums(10.0, 30, 20)])
-    assert found == Sums(40.0, 40, 60)
-    assert found.values()["validation_loss"] == 1.0
-    assert together([Sums(1.0, 1, 1), Sums(1.0, 1, None)]).text is None
-    assert Sums(1.0, 1, 0).values()["validation_bits_per_byte"] is None  # special tokens alone
-    assert Sums(1e6, 1, 1).values()["validation_perplexity_per_byte"] == math.inf
+    task = NextToken(TextConfig(), tiny.ARGS)
+    found = together([Sums(30.0, 10, (40,)), Sums(10.0, 30, (20,))])
+    assert found == Sums(40.0, 40, (60,))
+    assert found.values(task)["validation_loss"] == 1.0
+    unknown = together([Sums(1.0, 1, ()), Sums(1.0, 1, ())]).values(task)
+    assert unknown["validation_bits_per_byte"] is None
+    special = Sums(1.0, 1, (0,)).values(task)  # special tokens alone
+    assert special["validation_bits_per_byte"] is None
+    assert Sums(1e6, 1, (1,)).values(task)["validation_perplexity_per_byte"] == math.inf
 
 
 def test_names_are_one_or_several() -> None:

@@ -35,6 +35,8 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     model.sizes,
     model.tensor_parallelism,
     model.context_parallelism,
+    model.auxiliary,
+    model.content,
     pipelining.pipeline,
     compiling.async_tensor_parallelism,
     compiling.recomputation,

@@ -7,10 +7,13 @@ from torch import nn
 
 from torchtitan.checks.layout import DEGREES, SHARD, divisors
 from torchtitan.config import PlannedWorld, Problem, allowed_names
+from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
+from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import ModelSpec, build_empty
+from torchtitan.tasks import TASKS
 
 TENSOR = "parallelism.tensor_parallel_degree"
 
@@ -51,17 +54,19 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
     if model is None or tp == 1:
         return
     args = model.args
+    if not model.spec.tensor_plan:
+        message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
+        yield Problem(TENSOR, message, ("model",))
+        return
     for count, what in ((args.n_heads, "heads"), (args.n_kv_heads, "key/value heads")):
         if count % tp:
             use = f"use {divisors(count)}"
             message = f"it does not divide the {count} {what} of {model.title}; {use}"
             yield Problem(TENSOR, message, ("model",))
-    if not model.spec.tensor_plan:
-        message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
-        yield Problem(TENSOR, message, ("model",))
-    if -(-args.vocab_size // tp) * (tp - 1) >= args.vocab_size:
-        tokens = f"the {args.vocab_size} tokens of {model.title}"
-        yield Problem(TENSOR, f"{tokens} leave a rank without any; use fewer", ("model",))
+    outputs = model.spec.shapes(args, 1).outputs[-1]
+    if -(-outputs // tp) * (tp - 1) >= outputs:
+        what = f"the {outputs} {TASKS[model.spec.task].outputs} of {model.title}"
+        yield Problem(TENSOR, f"{what} leave a rank without any; use fewer", ("model",))
     fsdp = job.degrees(world.ranks).fsdp
     if fsdp > 0 and args.dim % fsdp:
         message = (
@@ -73,8 +78,36 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
 
 
 def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The model's attention can span ranks."""
-    model = model_of(job)
-    if model and job.parallelism.context_parallel_degree > 1 and not attends(model.empty()):
+    """The model's attention can span ranks, and batches can be split over a sequence."""
+    model, key = model_of(job), "parallelism.context_parallel_degree"
+    if model is None or job.parallelism.context_parallel_degree == 1:
+        return
+    if not attends(model.empty()):
         message = f"{job.model.name} does not attend by SelfAttention, which spans ranks; use 1"
-        yield Problem("parallelism.context_parallel_degree", message, ("model",))
+        yield Problem(key, message, ("model",))
+    if not TASKS[model.spec.task].splits_sequences:
+        message = f"batches of the task {model.spec.task} cannot be split over a sequence; use 1"
+        yield Problem(key, message, ("model",))
+
+
+def auxiliary(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What the auxiliary losses of a model cannot work with."""
+    model, tp = model_of(job), job.parallelism.tensor_parallel_degree > 1
+    compiled = job.compile.compiles("model")
+    if model is None or not (tp or compiled) or not auxiliary_losses(model.empty()):
+        return
+    message = f"the auxiliary losses of {job.model.name} are not supported with it; use "
+    if tp:
+        yield Problem(TENSOR, f"{message}1", ("model",))
+    if compiled:
+        yield Problem("compile.enable", f"{message}false", ("model", "compile"))
+
+
+def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The data set holds what the model is trained on."""
+    reads = TASKS[MODELS[job.model.name].task].content
+    dataset = DATASETS.get(job.data.dataset)
+    holds = dataset.content if dataset else "text"
+    if holds != reads:
+        message = f"it holds {holds}, and {job.model.name} is trained on {reads}"
+        yield Problem("data.dataset", message, ("model",))

@@ -8,6 +8,7 @@ from torchtitan.checks.layout import DEGREES, divisors
 from torchtitan.checks.model import model_of
 from torchtitan.config import ConfigError, PlannedWorld, Problem, allowed_names, show
 from torchtitan.job import JobConfig
+from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -45,6 +46,7 @@ def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         job.activation_checkpoint,
         job.compile,
         [key for key, value in python.items() if value],
+        bool(auxiliary_losses(model.empty())),
     )
     for problem in planned.problems():
         yield problem._replace(also=("model", "training.local_batch_size", "parallelism"))
@@ -63,11 +65,13 @@ class Planned:
     compile: CompileConfig
     functions: Sequence[str]
     """Keys that have the model compute by autograd functions written in Python."""
+    has_auxiliary: bool
+    """Whether the model has auxiliary losses."""
 
     def problems(self) -> Iterator[Problem]:
         """All that cannot work."""
         name = self.config.pipeline_parallel_schedule
-        if self.args.tied:
+        if getattr(self.args, "tied", False):
             message = (
                 "the output multiplies with the embedding's weights, which would stand on another "
                 "stage; use 1, or a flavor with an output of its own"
@@ -192,6 +196,8 @@ class Planned:
                 'Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
                 "selective_ac_option"
             )
+        if self.has_auxiliary:
+            yield "and auxiliary losses are part of the first only; use Interleaved1F1B"
         if self.functions and not keeps_nodes_of_functions():
             yield (
                 f"and this version of torch does not keep what {' and '.join(self.functions)} left "

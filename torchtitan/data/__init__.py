@@ -2,14 +2,14 @@
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer
-from torchtitan.data.inspect import preview, previewed, unigram_loss
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
-from torchtitan.data.sources import open_source
+from torchtitan.data.sources import SOURCES, open_source
 from torchtitan.data.stream import DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
     "DATASETS",
+    "SOURCES",
     "Batch",
     "DataConfig",
     "DataStream",
@@ -20,9 +20,6 @@ __all__ = [
     "load_tokenizer",
     "merge_states",
     "open_source",
-    "preview",
-    "previewed",
     "train_bpe",
     "train_tokenizer",
-    "unigram_loss",
 ]

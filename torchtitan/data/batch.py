@@ -1,33 +1,64 @@
-"""A microbatch: token ids, the ids to predict, and where each token stands."""
+"""What every microbatch has, whatever it is of; each task has a dataclass of its own."""
 
-import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
-
-IGNORED = -100
-"""The target that the loss leaves out, as in `torch.nn.functional.cross_entropy`."""
+from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True)
 class Batch:
-    """A microbatch of one rank; each field is (B, S) int64."""
+    """A microbatch of one rank: a frozen dataclass of tensors, samples in their first dim.
 
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    """The token after each; -100 where there is nothing to predict."""
-    positions: torch.Tensor
-    """Where in its sequence each token stands."""
-    documents: torch.Tensor
-    """Which document of its sequence each token belongs to: 0, 1, ..."""
+    A tensor that is None is not needed, and goes nowhere.
+    """
 
-    def target_count(self) -> torch.Tensor:
-        """Number of targets that count, as a 0-d int64 tensor where the targets are."""
-        return (self.targets != IGNORED).sum()
+    targets: Tensor
+    """What the loss is given beside what the model makes of the inputs."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """What the model, or its first stage, is given."""
+        raise NotImplementedError
+
+    def context(self) -> dict[str, Tensor]:
+        """What every stage of the model is given besides, by keyword."""
+        return {}
+
+    def count(self) -> Tensor:
+        """How many units the loss is a mean over (0-d int64, where the tensors are)."""
+        raise NotImplementedError
+
+    def shard(self, part: Callable[[Tensor], Tensor]) -> Self:
+        """A rank's part of the sequences; `part` takes it from a tensor (B, sequence)."""
+        raise NotImplementedError
+
+    def uneven(self) -> Self:
+        """With fewer units, as many as the content says: ranks then count differently.
+
+        With equal counts a mean of means is the mean, and an average that is wrong cannot be seen.
+        """
+        return self
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-        }
-        return dataclasses.replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def split(self, size: int) -> list[Self]:
+        """Batches of `size` samples each."""
+        starts = range(0, len(self.inputs), size)
+        return [self._map(lambda t, first=first: t[first : first + size]) for first in starts]  # type: ignore[misc]
+
+    @classmethod
+    def join(cls, batches: Sequence[Self]) -> Self:
+        """One batch of the samples of several."""
+        rest = [vars(batch) for batch in batches]
+        return type(batches[0])(
+            **{
+                name: None if first is None else torch.cat([each[name] for each in rest])
+                for name, first in rest[0].items()
+            }
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        changed = {name: None if t is None else function(t) for name, t in vars(self).items()}
+        return type(self)(**changed)

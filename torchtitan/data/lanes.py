@@ -1,7 +1,8 @@
-"""One lane of a stream: documents joined into an endless row of tokens, cut into samples."""
+"""One lane of a stream: documents joined into a row of tokens and cut, or each a sample."""
 
+import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,27 @@ def tokenized(
             empty += 1
             if empty == MOST_EMPTY_DOCUMENTS:
                 raise ConfigError(f"the data set gave {empty} empty documents in a row")
+
+
+class WholeSample(NamedTuple):
+    """A sample that is one document."""
+
+    content: Any
+    lane: int
+    after: Record
+
+
+class WholeLane:
+    """A lane whose samples are its documents, one each: images, say."""
+
+    def __init__(self, number: int, documents: Iterator[Document], start: Record | None) -> None:
+        self._number = number
+        # A record names the document that was consumed last.
+        self._documents = itertools.islice(documents, 0 if start is None else 1, None)
+
+    def next_sample(self) -> WholeSample:
+        position, content = next(self._documents)
+        return WholeSample(content, self._number, Record(*position, 1))
 
 
 class Lane:

@@ -8,7 +8,7 @@ or threads has a say in what a lane reads.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,8 @@ class Position(NamedTuple):
 
 class Document(NamedTuple):
     position: Position
-    content: str | npt.NDArray[np.int32]
-    """Text, or the tokens themselves where there is no text."""
+    content: Any
+    """What `Dataset.content` says; of text, a string, or tokens where there is no text."""
 
 
 class Source(Protocol):

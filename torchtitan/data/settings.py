@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -14,13 +14,16 @@ from torchtitan.config import Config, PlannedWorld, Problem, allowed_names
 class Dataset:
     """Where the documents of a named data set come from."""
 
-    kind: Literal["python_stdlib", "local", "text", "jsonl", "parquet", "hub", "synthetic"]
+    kind: str
+    """A key of `torchtitan.data.SOURCES`."""
     about: str
     path: str = ""
     """Repository on the Hugging Face hub."""
     name: str | None = None
     """Subset of that repository."""
     split: str = "train"
+    content: str = "text"
+    """What its documents hold; a model's task reads one kind."""
 
 
 DATASETS: dict[str, Dataset] = {

@@ -1,7 +1,7 @@
 """Opens the documents that a recipe names, as a source that lanes can read."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,27 +102,44 @@ class SyntheticDocuments:
             index += lanes
 
 
-def open_source(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Source:
-    """The documents that the section names; ConfigError where they cannot be had."""
+def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -> Source:
+    """The documents that the section names; ConfigError where they cannot be had.
+
+    Args:
+        tokenizer: of the model, if it reads text.
+    """
     if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
-    kind = description.kind
-    if kind == "synthetic":
-        return SyntheticDocuments(tokenizer.vocab_size, seed=seed)
-    if path is not None:
+    if path is not None and description.kind != "synthetic":
         return _open_local(Path(path).expanduser(), description, config, seed)
-    if kind == "python_stdlib":
-        return _shuffled(
-            kind, python_stdlib(description.split, config.document_bytes), config, seed
-        )
-    dataset = load_hub(description, streaming=config.streaming)
+    return SOURCES[description.kind](description, config, tokenizer, seed)
+
+
+def _open_synthetic(
+    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
+) -> Source:
+    assert tokenizer is not None, "the tokens are of some vocabulary"
+    return SyntheticDocuments(tokenizer.vocab_size, seed=seed)
+
+
+def _open_stdlib(
+    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
+) -> Source:
+    documents = python_stdlib(dataset.split, config.document_bytes)
+    return _shuffled(dataset.kind, documents, config, seed)
+
+
+def _open_hub(
+    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
+) -> Source:
+    name, found = config.dataset, load_hub(dataset, streaming=config.streaming)
     if config.streaming:
-        return _streamed(name, name, dataset, config, seed)
-    return _shuffled(name, DownloadedDocuments(name, dataset, config.text_key), config, seed)
+        return _streamed(name, name, found, config, seed)
+    return _shuffled(name, DownloadedDocuments(name, found, config.text_key), config, seed)
 
 
 def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
@@ -147,3 +164,14 @@ def _streamed(
     return StreamedDocuments(
         name, fingerprint, dataset, config.text_key, seed=seed, shuffle=config.shuffle
     )
+
+
+OpenSource = Callable[[Dataset, DataConfig, Tokenizer | None, int], Source]
+"""(data set, section, the model's tokenizer if it has one, seed) to the documents."""
+
+SOURCES: dict[str, OpenSource] = {
+    "python_stdlib": _open_stdlib,
+    "hub": _open_hub,
+    "synthetic": _open_synthetic,
+}
+"""How a data set is opened, by its kind; `data.dataset_path` opens files whatever it is."""

@@ -13,33 +13,50 @@ number of ranks, and names what was consumed, however far the threads have run a
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import Lane, Record, Sample, tokenized
-from torchtitan.data.order import Identity, Position, Source
+from torchtitan.data.lanes import Record
+from torchtitan.data.order import Document, Identity, Position, Source
 from torchtitan.data.settings import DataConfig
-from torchtitan.data.sources import open_source
-from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.logging import logger
 
 State = dict[str, Any]
 
 
-class Worker(BaseNode[Sample | ConfigError]):  # type: ignore[misc]
+class Samples(Protocol):
+    """One lane: an endless row of samples, each with the number and the state of its lane."""
+
+    def next_sample(self) -> Any: ...
+
+
+class Packing(Protocol):
+    """How documents become samples, and samples a batch."""
+
+    @property
+    def identity(self) -> Identity:
+        """What a run resumes only on equal, beside its documents."""
+
+    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Samples:
+        """The samples of lane `number`, of documents from the one on that `start` stands in."""
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """The batch of some samples."""
+
+
+class Worker(BaseNode[Any]):  # type: ignore[misc]
     """Serves the samples of some of a rank's lanes, in turn; run ahead by a thread if wanted.
 
     Its state is never asked for: each sample carries the record of its lane.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Samples]) -> None:
         super().__init__()
         self._lanes = lanes
         self._turn = 0
@@ -47,7 +64,7 @@ class Worker(BaseNode[Sample | ConfigError]):  # type: ignore[misc]
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
 
-    def next(self) -> Sample | ConfigError:
+    def next(self) -> Any:
         lane = self._lanes[self._turn % len(self._lanes)]
         self._turn += 1
         try:
@@ -67,9 +84,8 @@ class DataStream:
         self,
         config: DataConfig,
         source: Source,
-        tokenizer: Tokenizer,
+        packing: Packing,
         *,
-        seq_len: int,
         local_batch_size: int,
         accumulation: int,
         rank: int,
@@ -79,8 +95,7 @@ class DataStream:
         """The ranks may be those of several replica groups, one group after the other."""
         self._config = config
         self._source = source
-        self._tokenizer = tokenizer
-        self._seq_len = seq_len
+        self._packing = packing
         self._local_batch_size = local_batch_size
         self._per_step = local_batch_size * accumulation
         self._global_batch = self._per_step * ranks
@@ -115,31 +130,19 @@ class DataStream:
         count = max(1, self._config.num_workers)
         ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
         for number in range(count):
-            worker: BaseNode[Sample | ConfigError] = Worker(
-                self._open_lanes(self._turns[number::count])
-            )
+            worker: BaseNode[Any] = Worker(self._open_lanes(self._turns[number::count]))
             if self._config.num_workers:
                 worker = Prefetcher(worker, ahead, snapshot_frequency=0)
             self._workers.append(worker)
 
-    def _open_lanes(self, numbers: Sequence[int]) -> list[Lane]:
+    def _open_lanes(self, numbers: Sequence[int]) -> list[Samples]:
         records = {number: self._records[number] for number in numbers}
         starts = {
             number: Position(record.round, record.document) if record else None
             for number, record in records.items()
         }
         return [
-            Lane(
-                number,
-                tokenized(
-                    documents,
-                    self._tokenizer,
-                    add_bos=self._config.add_bos,
-                    add_eos=self._config.add_eos,
-                ),
-                self._seq_len,
-                records[number],
-            )
+            self._packing.lane(number, documents, records[number])
             for number, documents in self._source.read(starts, self._lanes).items()
         ]
 
@@ -150,17 +153,10 @@ class DataStream:
         if not self._workers:
             self._start_workers()
         samples = [self._next_sample() for _ in range(self._local_batch_size)]
-        tokens = torch.from_numpy(np.stack([s.tokens for s in samples]).astype(np.int64))
-        documents = torch.from_numpy(np.stack([s.documents for s in samples]).astype(np.int64))
-        return Batch(
-            tokens=tokens[:, :-1].contiguous(),
-            targets=tokens[:, 1:].contiguous(),
-            positions=torch.arange(self._seq_len).repeat(self._local_batch_size, 1),
-            documents=documents[:, :-1].contiguous(),
-        )
+        return self._packing.collate(samples)
 
-    def _next_sample(self) -> Sample:
-        sample: Sample | ConfigError = next(self._workers[self._served % len(self._workers)])
+    def _next_sample(self) -> Any:
+        sample = next(self._workers[self._served % len(self._workers)])
         if isinstance(sample, ConfigError):
             self.close()
             raise sample
@@ -181,7 +177,6 @@ class DataStream:
         assert not rest, "the state of a data stream is taken between steps"
         return {
             "samples": self._samples_before + steps * self._global_batch,
-            "seq_len": self._seq_len,
             "lanes": {str(lane): record and list(record) for lane, record in self._records.items()},
             "identity": self._identity(),
         }
@@ -189,8 +184,8 @@ class DataStream:
     def load_state_dict(self, merged: State) -> None:
         """Goes on where the run stood whose states were merged, on any number of ranks.
 
-        Another sequence length is fine, as records point at tokens. ConfigError if the documents,
-        the tokenizer or the lanes are not those of that run.
+        Another sequence length is fine, as records point into documents. ConfigError if these, what
+        is made of them, or the lanes are not those of that run.
         """
         saved, own = merged["identity"], self._identity()
         changed = [
@@ -249,12 +244,7 @@ class DataStream:
                 self._records[lane] = Record(*(number - 1 for number in row))
 
     def _identity(self) -> Identity:
-        return {
-            **self._source.identity,
-            "tokenizer": self._tokenizer.fingerprint,
-            "add_bos": self._config.add_bos,
-            "add_eos": self._config.add_eos,
-        }
+        return {**self._source.identity, **self._packing.identity}
 
     def rewind(self) -> None:
         """Goes back to the first sample of all."""
@@ -263,7 +253,7 @@ class DataStream:
     def close(self) -> None:
         """Stops the threads. The stream may go on; it then reads again from what was consumed."""
         # The last reference to a prefetcher stops and joins its thread.
-        self._workers: list[BaseNode[Sample | ConfigError]] = []
+        self._workers: list[BaseNode[Any]] = []
 
 
 def merge_states(states: Sequence[State]) -> State:
@@ -283,10 +273,9 @@ def merge_states(states: Sequence[State]) -> State:
 
 def build_stream(
     config: DataConfig,
-    tokenizer: Tokenizer,
+    source: Source,
+    packing: Packing,
     *,
-    seed: int,
-    seq_len: int,
     local_batch_size: int,
     accumulation: int,
     rank: int,
@@ -299,9 +288,8 @@ def build_stream(
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     return DataStream(
         config,
-        open_source(config, tokenizer, seed=seed),
-        tokenizer,
-        seq_len=seq_len,
+        source,
+        packing,
         local_batch_size=local_batch_size,
         accumulation=accumulation,
         rank=rank,

@@ -10,9 +10,9 @@ What a row holds, besides every value that was recorded under a name of its own:
 |---|---|
 | loss, grad_norm, lr | of this step, not a mean since the last row |
 | skipped | optimizer steps skipped since the last row |
-| tokens | trained so far, over all ranks, from the first step of the whole run |
+| tokens | trained so far, over all ranks, from the first step of the run; or images, say |
 | step_time | seconds a step, mean over the steps since the last row, pauses excluded |
-| tps | tokens / second / device since the last row, pauses excluded |
+| tps | tokens / second / device since the last row, pauses excluded; or images_per_second |
 | mfu | model FLOPs utilization, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); null: peak unknown |
 | memory_gib, memory_pct | peak since the last row (CPU: of the process's life), and its share |
 | data_pct | percent of the time, pauses excluded, that the device waited for data |
@@ -48,7 +48,7 @@ from torchtitan.timeline import PHASES, Spent, Timeline
 Number = Tensor | float | int
 
 # Added up between rows; of every other value a row holds that of its step.
-COUNTED = ("tokens", "skipped")
+COUNTED = ("units", "skipped")
 
 # Weight of the newest row in the smoothed time a step that the ETA is made from.
 SMOOTHING = 0.3
@@ -57,8 +57,9 @@ SMOOTHING = 0.3
 class Meter:
     """Use as a context manager around training; it opens and closes the sinks.
 
-    `tokens_per_step` is for information; tokens are counted from what `record` is given.
-    `flops_per_token` is of forward and backward together, `peak_flops` one device's dense peak.
+    `unit` is what the task counts and `rate` the key of its speed; `units_per_step` is for
+    information, as units are counted from what `record` is given.
+    `flops_per_unit` is of forward and backward together, `peak_flops` one device's dense peak.
     `gather` makes of a float64 vector (n,) on the device one row of each rank's, (ranks, n); it is
     called on due steps only, and by every rank. None: there is one rank.
     """
@@ -69,30 +70,32 @@ class Meter:
         *,
         log_freq: int,
         total_steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
+        units_per_step: int,
+        flops_per_unit: float,
         peak_flops: float | None,
         devices: int,
         device: Device,
+        unit: str = "tokens",
+        rate: str = "tps",
         rank: int = 0,
         start_step: int = 0,
-        start_tokens: int = 0,
+        start_units: int = 0,
         gather: Callable[[Tensor], Tensor] | None = None,
         timeline: Timeline | None = None,
         events: EventLog | None = None,
         stragglers: StragglerWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.sinks = sinks
+        self.sinks, self.unit, self.rate = sinks, unit, rate
         self.log_freq, self.total_steps = log_freq, total_steps
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
         self.peak_flops, self.devices, self.device = peak_flops, devices, device
         self.rank, self.gather, self.clock = rank, gather, clock
         self.timeline = timeline or Timeline(device, clock)
         self.events = events or EventLog(None, rank)
         self.stragglers = stragglers or StragglerWatch(0)
         self._late: list[Straggler] = []
-        self.resume(start_step, start_tokens)
+        self.resume(start_step, start_units)
 
         self._values: dict[str, Number] = {}
         self._counts: dict[str, Number] = dict.fromkeys(COUNTED, 0)
@@ -109,10 +112,10 @@ class Meter:
         self._failed: dict[int, str] = {}
         self._open = ExitStack()
 
-    def resume(self, step: int, tokens: int) -> None:
-        """Go on after `step`, with `tokens` trained so far; before the meter is entered."""
+    def resume(self, step: int, units: int) -> None:
+        """Go on after `step`, with `units` trained so far; before the meter is entered."""
         self.start_step = self._step = self._row_step = step
-        self.start_tokens = self._tokens = tokens
+        self.start_units = self._units = units
 
     def __enter__(self) -> Self:
         if self.rank == 0:
@@ -172,7 +175,7 @@ class Meter:
         if status.is_void:
             return
         losses = status.losses
-        counted = {"tokens": status.count, "skipped": status.is_skipped}
+        counted = {"units": status.count, "skipped": status.is_skipped}
         self.record(**losses, grad_norm=status.grad_norm, lr=lr, **counted)
         self.flush(self._step + 1, **status.notes)
 
@@ -193,29 +196,29 @@ class Meter:
         """Write what was measured of all ranks together, as a row of its own; no rank's event."""
         self._write(step, {"event": kind, **values})
 
-    def rewind_to(self, step: int, tokens: int) -> None:
+    def rewind_to(self, step: int, units: int) -> None:
         """Continue after another `step` than the last; the summary counts what this process did."""
         if self._step > self._row_step:
             self._write_row()
         self.start_step -= self._step - step
-        self.start_tokens -= self._tokens - tokens
+        self.start_units -= self._units - units
         self._step = self._row_step = step
-        self._tokens = tokens
+        self._units = units
         for sink in self.sinks:
             self._ask(sink, "open", step)
 
     def summary(self) -> Metrics:
         """The run of this process as a whole, as far as it was logged."""
-        trained = self._tokens - self.start_tokens
+        trained = self._units - self.start_units
         busy = self._training_seconds
         return {
             "step": self._step,
             "total_steps": self.total_steps,
             "steps": self._step - self.start_step,
             "skipped": self._skipped,
-            "tokens": self._tokens,
+            self.unit: self._units,
             "seconds": self.clock() - self._begin,
-            "tps": trained / busy / self.devices if busy else None,
+            self.rate: trained / busy / self.devices if busy else None,
             "loss": self._last.get("loss"),
             "best_validation_loss": _finite(self._best_validation),
             "memory_gib": max(self._peak_memory, self.device.memory_peak()),
@@ -233,17 +236,17 @@ class Meter:
         worst, own = self._over_ranks((wall - sum(pauses.values())) / steps, spent, steps)
         seconds = worst["step_time"] or 0.0
 
-        tokens, skipped = int(values.pop("tokens")), int(values.pop("skipped"))
-        self._tokens += tokens
-        tps = tokens / (seconds * steps) / self.devices if seconds else None
+        units, skipped = int(values.pop("units")), int(values.pop("skipped"))
+        self._units += units
+        rate = units / (seconds * steps) / self.devices if seconds else None
         row: dict[str, Value] = {
             "loss": None,
             "grad_norm": None,
             "lr": None,
             **values,
-            "tokens": self._tokens,
-            "tps": tps,
-            "mfu": self._mfu(tps),
+            self.unit: self._units,
+            self.rate: rate,
+            "mfu": self._mfu(rate),
             **worst,
             "skipped": skipped,
             "eta_s": self._eta(wall / steps),
@@ -356,10 +359,10 @@ class Meter:
             worst |= {f"slowest/{one.phase}": one.rank, f"slowest/{one.phase}_pct": one.percent}
         return worst, {f"rank_{name}": value for name, value in own.items()}
 
-    def _mfu(self, tps: float | None) -> float | None:
-        if tps is None or self.peak_flops is None:
+    def _mfu(self, rate: float | None) -> float | None:
+        if rate is None or self.peak_flops is None:
             return None
-        return tps * self.flops_per_token / self.peak_flops
+        return rate * self.flops_per_unit / self.peak_flops
 
     def _eta(self, step_seconds: float) -> float:
         # The first step warms up and compiles; from the second row on it is forgotten.
@@ -368,8 +371,9 @@ class Meter:
         return self._step_seconds * max(self.total_steps - self._step, 0)
 
     def _describe(self) -> str:
-        formula = f"tokens/s/device x {self.flops_per_token:.4g} FLOPs/token / dense peak"
-        what = f"{self.tokens_per_step:,} tokens a step on {self.devices} x {self.device.name}"
+        one = self.unit.removesuffix("s")
+        formula = f"{self.unit}/s/device x {self.flops_per_unit:.4g} FLOPs/{one} / dense peak"
+        what = f"{self.units_per_step:,} {self.unit} a step on {self.devices} x {self.device.name}"
         if self.peak_flops is None:
             return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"

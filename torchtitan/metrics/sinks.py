@@ -282,10 +282,21 @@ class WandB:
         return self.id_file.read_text(encoding="utf-8").strip() or None
 
 
+def rate_key(metrics: Metrics) -> str | None:
+    """The key of the speed in a row, if it has one: each task counts something else."""
+    return next((key for key in metrics if key == "tps" or key.endswith("_per_second")), None)
+
+
+def unit_of(rate: str) -> str:
+    """What a speed counts, which is a key too."""
+    return "tokens" if rate == "tps" else rate.removesuffix("_per_second")
+
+
 def row_line(step: int, total: int, metrics: Metrics) -> str:
     """A row for people; aligned, so that a column of them can be read downwards."""
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    if "tps" not in metrics:
+    rate = rate_key(metrics)
+    if rate is None:
         parts += [f"{name.replace('_', ' ')} {_show(v, '.4f')}" for name, v in metrics.items()]
         return "  ".join(parts)
     mfu = metrics["mfu"]
@@ -293,7 +304,7 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
         f"loss {_show(metrics['loss'], '.4f'):>7}",
         f"grad norm {_show(metrics['grad_norm'], '.4f'):>8}",
         f"lr {_show(metrics['lr'], '.2e'):>8}",
-        f"{_show(metrics['tps'], ',.0f'):>7} tokens/s/device",
+        f"{_show(metrics[rate], ',.0f'):>7} {unit_of(rate)}/s/device",
         f"mfu {f'{mfu:.1%}' if isinstance(mfu, float) else 'n/a':>5}",
         f"{_show(metrics['memory_gib'], '.2f'):>6} GiB ({_show(metrics['memory_pct'], '.0f')}%)",
         f"data {_show(metrics['data_pct'], '.1f'):>4}%",
@@ -309,12 +320,14 @@ def summary_text(summary: Metrics) -> str:
     how = f"stopped by {summary['stopped_by']} " if summary["stopped_by"] else ""
     if not how and summary["step"] != summary["total_steps"]:
         how = "stopped "
+    rate = rate_key(summary) or "tps"
+    unit = unit_of(rate)
     lines = [
         f"{how or 'finished '}at step {summary['step']} of {summary['total_steps']}",
         f"  steps done            {summary['steps']}, {summary['skipped']} of them skipped",
-        f"  tokens                {_show(summary['tokens'], ',d')}",
+        f"  {unit:<20}  {_show(summary[unit], ',d')}",
         f"  time                  {_duration(summary['seconds'])}",
-        f"  mean tokens/s/device  {_show(summary['tps'], ',.0f')}",
+        f"  {f'mean {unit}/s/device':<20}  {_show(summary[rate], ',.0f')}",
         f"  final loss            {_show(summary['loss'], '.4f')}",
         f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}",
         f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB",

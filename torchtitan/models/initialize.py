@@ -40,8 +40,8 @@ def initialize(
             local, (_, offset) = parameter.to_local(), local_extent(parameter)
         else:
             local, offset = parameter, (0,) * parameter.ndim
-        if initial == "ones":
-            local.fill_(1.0)
+        if isinstance(initial, str):
+            local.fill_({"ones": 1.0, "zeros": 0.0}[initial])
         else:
             fill_normal(local, offset, parameter.shape, initial, f"{seed}/{name}")
 

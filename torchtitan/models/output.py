@@ -1,7 +1,7 @@
-"""The end of a model where its loss is computed without ever having its logits.
+"""Places in a model where losses are made: at its end without ever having logits, or beside it.
 
-It is a module with a `core` to be set from outside, because only the model knows its last hidden
-states and the weight of its output, and only what lays it out how the loss is computed from them.
+Each is a module with a `core` to be set from outside, because only the model knows what the loss is
+made of, and only what lays it out how it is computed, and what it is divided by.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,33 @@ class LinearLoss(nn.Module):
         """
         assert self.core is not None, "targets are given where `core` is set"
         return self.core(x, weight, targets)
+
+
+class AuxiliaryLoss(nn.Module):
+    """A loss beside the main one, of whatever a block knows: the balance of a router, say.
+
+    It is in the metrics as `loss/<name>`, and times `weight` in what is trained on; with weight 0
+    the run is the same, to the bit. Without a `core` it does nothing.
+    """
+
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__()
+        self.name, self.weight = name, weight
+        self.core: Callable[[AuxiliaryLoss, Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        """`x`, through which the loss gets its gradient.
+
+        Args:
+            x: what the block hands on.
+            total: 0-d, the sum of the loss over the units (tokens, images) of the microbatch.
+        """
+        return x if self.core is None else self.core(self, x, total)
+
+
+def auxiliary_losses(model: nn.Module) -> list[AuxiliaryLoss]:
+    """Those of a model, or of a stage of it."""
+    return [module for module in model.modules() if isinstance(module, AuxiliaryLoss)]
 
 
 def has_linear_loss(model: nn.Module) -> bool:

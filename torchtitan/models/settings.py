@@ -28,6 +28,11 @@ class ModelConfig(Config):
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
     flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
 
+    @property
+    def tokenizer(self) -> str | None:
+        """Where its tokenizer is, if it has one that is in a file."""
+        return None
+
     @classmethod
     def sizes(cls) -> list[str]:
         """The keys that are sizes of the network."""
@@ -79,3 +84,7 @@ class TextConfig(ModelConfig):
                 f"tokenizer.json --local-dir {path})"
             )
             yield Problem("tokenizer_path", message)
+
+    @property
+    def tokenizer(self) -> str | None:
+        return self.tokenizer_path

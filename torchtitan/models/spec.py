@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchtitan.models.settings import ModelConfig, TextConfig
 
-InitialWeight = float | Literal["ones"]
-"""How a parameter starts: normal with this standard deviation, or all ones."""
+InitialWeight = float | Literal["ones", "zeros"]
+"""How a parameter starts: normal with this standard deviation, or all ones, or zeros."""
 
 TensorRole = Literal["embedding", "norm", "input_gather", "colwise", "rowwise", "logits"]
 """What a module is to tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
@@ -32,20 +32,30 @@ TensorRole = Literal["embedding", "norm", "input_gather", "colwise", "rowwise", 
 
 
 class ModelArgs(Protocol):
-    """What every model's arguments have."""
+    """What every model's arguments have.
 
-    @property
-    def vocab_size(self) -> int: ...
+    With a `tensor_plan` they also have `n_heads` and `n_kv_heads`, and of text `vocab_size`.
+    """
+
     @property
     def n_layers(self) -> int: ...
     @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
     def dim(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
+
+
+class SampleShapes(NamedTuple):
+    """Shapes of one sample in a network; of a sequence, its positions are in the first dim."""
+
+    inputs: tuple[int, ...]
+    hidden: tuple[int, ...]
+    """Between two blocks."""
+    outputs: tuple[int, ...]
+    input_dtype: torch.dtype = torch.int64
+
+
+def shapes_of_tokens(args: Any, seq_len: int) -> SampleShapes:
+    """Of a network that maps token ids to logits."""
+    return SampleShapes((seq_len,), (seq_len, args.dim), (seq_len, args.vocab_size))
 
 
 class MinShape(NamedTuple):
@@ -91,8 +101,9 @@ class ModelSpec(Generic[Args]):
     flavors: Mapping[str, Args]
     """Arguments of each size, by the name a recipe calls it."""
     build: Callable[[Args, int], nn.Module]
-    """(arguments, longest sequence) to a network that maps tokens, their positions in the sequence
-    and, if asked to keep documents apart, the document of each, all (B, S), to logits (B, S, V);
+    """(arguments, longest sequence) to a network that maps the inputs of its task's batches, with
+    their context by keyword, to what the task's loss takes. Of text it maps tokens, `positions` in
+    the sequence and, if asked to keep them apart, `documents`, all (B, S), to logits (B, S, V);
     with `targets` as well, by its `LinearLoss`, to the sum of their losses."""
     blocks: Callable[[nn.Module], dict[str, nn.Module]]
     """The repeating blocks a network, or a pipeline stage cut from it, has: in order, by name."""
@@ -102,8 +113,9 @@ class ModelSpec(Generic[Args]):
     """Modules with parameters that work before the blocks, in order: a pipeline's first stage."""
     after_blocks: tuple[str, ...]
     """Modules with parameters that work after the blocks, in order: a pipeline's last stage."""
-    flops_per_token: Callable[[Args, int], int]
-    """(arguments, sequence length) to floating-point operations, forward and backward."""
+    flops_per_unit: Callable[[Args, int], int]
+    """(arguments, sequence length) to floating-point operations, forward and backward, of what the
+    task counts: a token, an image."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +124,10 @@ class ModelSpec(Generic[Args]):
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)
     """Other formats of its weights: "hf" for Hugging Face, "meta" for Meta's own."""
+    task: str = "next_token"
+    """What it is trained to do: a key of `torchtitan.tasks.TASKS`."""
+    shapes: Callable[[Args, int], SampleShapes] = shapes_of_tokens
+    """(arguments, sequence length) to the shapes of a sample, for a pipeline's messages."""
     settings: type[ModelConfig] = TextConfig
     """Of the section `[model]` where a recipe names this family."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan import convert
-from torchtitan.data import Batch
+from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import Args, ModelSpec
 from torchtitan.parallel import (
     activation_checkpoint,
@@ -22,14 +22,16 @@ from torchtitan.parallel import (
     tensor,
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.executor import Executor, SingleStage
+from torchtitan.parallel.executor import Executor, Losses, SingleStage
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, Sharding, ShardingConfig
 from torchtitan.parallel.technique import Converters, Replicas, Technique
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
+from torchtitan.tasks import Batch
 from torchtitan.timeline import Timeline
 
 __all__ = [
@@ -62,29 +64,28 @@ class ParallelModel:
     techniques: Sequence[Technique]
     """Those that are on, in the order in which they do what they do around a pass."""
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
         """Forward and backward of the microbatches of one step; gradients accumulate.
 
         Args:
             batches: this rank's microbatches, of whole sequences.
-            tokens: 0-d, the targets that count in the global batch.
+            count: 0-d, the units in the global batch.
 
         Returns:
-            This rank's share of the global mean loss (0-d, detached): over the ranks of `loss`
-            the shares add up to it.
+            This rank's shares of the global means of the losses.
         """
         for technique in self.techniques:
             technique.before_pass()
-        share = self.executor.forward_backward(
-            [self.shard_batch(batch) for batch in batches], tokens
+        shares = self.executor.forward_backward(
+            [self.shard_batch(batch) for batch in batches], count
         )
         for technique in self.techniques:
             technique.after_backward()
-        return share
+        return shares
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """This rank's share of the sum of the loss over the targets of `batches` (0-d).
+        """This rank's share of the sum of the main loss over the units of `batches` (0-d).
 
         There are as many batches as in a training step, each of the same size.
         """
@@ -133,6 +134,7 @@ def parallelize(
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
     order = list(spec.blocks(model))
+    names = sorted({each.name for each in auxiliary_losses(model)})
     sharding = layout.open_sharding(world, order[-1])
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
@@ -150,7 +152,7 @@ def parallelize(
             loss.apply(
                 part,
                 layout.loss,
-                args.vocab_size,
+                layout.sample(spec, args).outputs[-1],
                 tensor_mesh,
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 compile_config=layout.compile,
@@ -165,7 +167,7 @@ def parallelize(
     number = sum(len(spec.blocks(part)) for part in parts)
     return ParallelModel(
         parts,
-        _executor(parts, plan, args, layout, world, sharding, timeline),
+        _executor(parts, plan, names, spec, args, layout, world, sharding, timeline),
         partial(
             context.shard,
             rank=dist.get_rank(world.groups["cp"]),
@@ -187,24 +189,27 @@ def parallelize(
 def _executor(
     parts: list[nn.Module],
     plan: stages.Stages,
+    auxiliary: list[str],
+    spec: ModelSpec[Args],
     args: Args,
     layout: Layout,
     world: World,
     sharding: Sharding,
     timeline: Timeline,
 ) -> Executor:
-    loss_of_logits = layout.loss_of_logits(world, args.vocab_size)
+    loss_of_outputs = layout.loss_of_outputs(world, spec, args)
+    losses = AuxiliaryLosses(auxiliary, parts)
     if world.degrees.pp == 1:
-        return SingleStage(parts[0], loss_of_logits, sharding, layout.document_mask, timeline)
+        return SingleStage(parts[0], loss_of_outputs, sharding, losses, timeline)
     return Pipeline(
         parts,
         plan,
         world.groups["pp"],
         layout.parallelism,
         microbatches=layout.parallelism.microbatches(layout.local_batch_size),
-        shapes=layout.shapes(world, args),
-        loss=loss_of_logits,
+        shapes=layout.shapes(world, spec, args),
+        loss=loss_of_outputs,
         device=world.device.torch_device,
-        document_mask=layout.document_mask,
+        auxiliary=losses,
         timeline=timeline,
     )

@@ -16,16 +16,17 @@ Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value 
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.data import Batch
 from torchtitan.models.attention import SelfAttention
 from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
+from torchtitan.tasks import Batch
 from torchtitan.torch_private.attention import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import process_group
 
@@ -47,16 +48,8 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
 
 
 def shard(batch: Batch, rank: int, size: int, balancing: Balancing) -> Batch:
-    """One rank's part of the sequences; `documents` stays whole, so that any mask can be made."""
-    if size == 1:
-        return batch
-    cut = Cut(size, balancing)
-    return dataclasses.replace(
-        batch,
-        tokens=cut.part(batch.tokens, rank),
-        targets=cut.part(batch.targets, rank),
-        positions=cut.part(batch.positions, rank),
-    )
+    """One rank's part of the sequences."""
+    return batch if size == 1 else batch.shard(partial(Cut(size, balancing).part, rank=rank))
 
 
 class Tile(NamedTuple):

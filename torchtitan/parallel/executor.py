@@ -7,16 +7,22 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan.data import Batch
-from torchtitan.parallel.loss import LossFunction
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.sharding import Sharding
+from torchtitan.tasks import Batch
+from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
+
+Losses = dict[str, Tensor]
+"""Shares of this rank in global means, by name (0-d, detached): the ranks of `loss` add them up.
+
+"loss" is what is trained on, and `loss/<name>` an auxiliary one."""
 
 
 class Executor(Protocol):
     """Computes with the parts of a model."""
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor: ...
+    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses: ...
     def evaluate(self, batches: Sequence[Batch]) -> Tensor: ...
 
 
@@ -28,26 +34,26 @@ class SingleStage:
     loss: LossFunction | None
     """None: the model gives it."""
     sharding: Sharding
-    document_mask: bool
+    auxiliary: AuxiliaryLosses
     timeline: Timeline
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        share = torch.zeros((), device=tokens.device)
-        for batch in batches:
-            self.sharding.before_backward(is_last=batch is batches[-1])
-            with self.timeline.phase("forward"):
-                loss = self._loss(batch) / tokens
-            with self.timeline.phase("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-            share += loss.detach()
-        return share
+    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
+        share = torch.zeros((), device=count.device)
+        with self.auxiliary.recording(count) as shares:
+            for batch in batches:
+                self.sharding.before_backward(is_last=batch is batches[-1])
+                with self.timeline.phase("forward"):
+                    loss = self._loss(batch) / count
+                with self.timeline.phase("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                share += loss.detach()
+        return shares | {"loss": share + shares["loss"]}
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         return torch.stack([self._loss(batch) for batch in batches]).sum()
 
     def _loss(self, batch: Batch) -> Tensor:
-        documents = batch.documents if self.document_mask else None
-        known = (batch.tokens, batch.positions, documents)
+        known = batch.context()
         if self.loss is None:
-            return cast(Tensor, self.model(*known, batch.targets))
-        return self.loss(self.model(*known), batch.targets)
+            return cast(Tensor, self.model(batch.inputs, **known, targets=batch.targets))
+        return self.loss(self.model(batch.inputs, **known), batch.targets)

@@ -7,15 +7,16 @@ import torch.distributed as dist
 from torchtitan.comm import Agree, CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
-from torchtitan.models.spec import ModelArgs
+from torchtitan.models.spec import Args, ModelSpec, SampleShapes
 from torchtitan.parallel import loss
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.loss import LossFunction
 from torchtitan.parallel.pipeline import Shapes
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingConfig, Target
 from torchtitan.parallel.world import Degrees, World
+from torchtitan.tasks import TASKS
+from torchtitan.tasks.task import LossFunction
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,6 @@ class Layout:
     loss: LossConfig
     seq_len: int
     local_batch_size: int
-    document_mask: bool
-    """Whether attention stays within a document."""
     convert: tuple[ConverterConfig, ...] = ()
     sharding: ShardingConfig = field(default_factory=FSDP2)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
@@ -74,27 +73,40 @@ class Layout:
             return None
         return self.communication.replicas.open(world.groups["dp_replicate"])
 
-    def loss_of_logits(self, world: World, vocabulary: int) -> LossFunction | None:
+    def sample(self, spec: ModelSpec[Args], args: Args) -> SampleShapes:
+        """The shapes of a whole sample."""
+        return spec.shapes(args, self.seq_len)
+
+    def loss_of_outputs(
+        self, world: World, spec: ModelSpec[Args], args: Args
+    ) -> LossFunction | None:
         """None: the model gives the loss."""
         if self.loss.vocabulary_chunk:
             return None
         is_split = world.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
         mesh = world.parameter_mesh["tp"] if is_split else None
-        return loss.of_logits(mesh, vocabulary, self.compile)
+        size = self.sample(spec, args).outputs[-1]
+        return loss.of_outputs(TASKS[spec.task], mesh, size, self.compile)
 
-    def shapes(self, world: World, args: ModelArgs) -> Shapes:
+    def shapes(self, world: World, spec: ModelSpec[Args], args: Args) -> Shapes:
         """What this rank has of a pipeline's microbatch."""
-        chosen, tp = self.parallelism, world.degrees.tp
-        size, length = chosen.pipeline_parallel_microbatch_size, self.seq_len // world.degrees.cp
-        stream = length if chosen.disable_sequence_parallel else length // tp
-        vocabulary = args.vocab_size
+        chosen, tp, cp = self.parallelism, world.degrees.tp, world.degrees.cp
+        size, sample = chosen.pipeline_parallel_microbatch_size, self.sample(spec, args)
+        stream = cp if chosen.disable_sequence_parallel else cp * tp
+        *outputs, last = sample.outputs
         if tp > 1 and not chosen.disable_loss_parallel:
-            part = -(-vocabulary // tp)  # all have as many, but the last
+            part = -(-last // tp)  # all have as many, but the last
             first = part * dist.get_rank(world.groups["tp"])
-            vocabulary = min(first + part, vocabulary) - first
+            last = min(first + part, last) - first
         return Shapes(
-            tokens=(size, length),
-            hidden=(size, stream, args.dim),
-            logits=None if self.loss.vocabulary_chunk else (size, length, vocabulary),
+            inputs=(size, *_part(sample.inputs, cp)),
+            input_dtype=sample.input_dtype,
+            hidden=(size, *_part(sample.hidden, stream)),
+            outputs=None if self.loss.vocabulary_chunk else (size, *_part((*outputs, last), cp)),
             dtype=self.precision.compute,
         )
+
+
+def _part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape of a sample whose positions, its first dim, are split over `ranks`."""
+    return (shape[0] // ranks, *shape[1:])

@@ -4,32 +4,22 @@ FSDP gathers the weight of the output for the forward of the model, so a loss th
 logits has to be computed inside of it: there `apply` sets what the model's `LinearLoss` does.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.losses import (
-    LossConfig,
-    cross_entropy,
-    linear_cross_entropy,
-    vocabulary_parallel_cross_entropy,
-)
+from torchtitan.losses import LossConfig, linear_cross_entropy
 from torchtitan.models.output import LinearLoss
 from torchtitan.parallel import compile
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.tasks import Task
+from torchtitan.tasks.task import LossFunction
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Logits and targets to the sum over targets."""
 
-
-def of_logits(mesh: DeviceMesh | None, vocabulary: int, config: CompileConfig) -> LossFunction:
-    """The loss of logits that are split on the vocabulary over `mesh` (tp), or whole."""
-    loss: LossFunction = cross_entropy
-    if mesh is not None:
-        group = mesh.get_group()
-        loss = partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=vocabulary)
+def of_outputs(
+    task: type[Task], mesh: DeviceMesh | None, size: int, config: CompileConfig
+) -> LossFunction:
+    """The task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of `size`."""
+    loss: LossFunction = task.loss if mesh is None else task.split_loss(mesh.get_group(), size)
     return compile.compiled(loss, config) if config.compiles("loss") else loss
 
 

@@ -4,7 +4,6 @@ Torch runs the schedules; `schedules` tells them apart and `stages` cuts the mod
 fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,24 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.data import Batch
-from torchtitan.parallel.loss import LossFunction
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
+from torchtitan.parallel.executor import Losses
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
+from torchtitan.tasks import Batch
+from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.pipeline import leave_out_greeting, schedule_from_csv, time_stage
 
 
 class Shapes(NamedTuple):
-    """What a rank has of one microbatch: ids, and what leaves the stages."""
+    """What a rank has of one microbatch: what goes in, and what leaves the stages."""
 
-    tokens: tuple[int, int]
-    hidden: tuple[int, int, int]
-    logits: tuple[int, int, int] | None
+    inputs: tuple[int, ...]
+    input_dtype: torch.dtype
+    hidden: tuple[int, ...]
+    outputs: tuple[int, ...] | None
     """None: the last stage gives the loss, one number."""
     dtype: torch.dtype
-    """Of the hidden states and the logits."""
+    """Of the hidden states and the outputs."""
 
 
 class Pipeline:
@@ -47,7 +49,7 @@ class Pipeline:
         shapes: Shapes,
         loss: LossFunction | None,
         device: torch.device,
-        document_mask: bool,
+        auxiliary: AuxiliaryLosses,
         timeline: Timeline,
     ) -> None:
         """
@@ -66,9 +68,9 @@ class Pipeline:
         self.shapes = shapes
         self.loss = loss
         self.device = device
-        self.document_mask = document_mask
+        self.auxiliary = auxiliary
         self.timeline = timeline
-        self.tokens = torch.ones((), device=device)  # in the global batch of the step under way
+        self.count = torch.ones((), device=device)  # in the global batch of the step under way
         self.schedule = self._make_schedule(config)
         # NCCL makes a group's communicator with its first collective, which all ranks must join;
         # the messages of a schedule are between two.
@@ -78,9 +80,9 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        tokens = torch.empty(self.shapes.tokens, dtype=torch.int64, device="meta")
         shapes, dtype = self.shapes, self.shapes.dtype
-        last = ((), torch.float32) if shapes.logits is None else (shapes.logits, dtype)
+        inputs = torch.empty(shapes.inputs, dtype=shapes.input_dtype, device="meta")
+        last = ((), torch.float32) if shapes.outputs is None else (shapes.outputs, dtype)
         hidden, end = (
             torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
             for shape, kind in ((shapes.hidden, dtype), last)
@@ -88,7 +90,7 @@ class Pipeline:
         stages = []
         for stage, part in self.parts.items():
             # Given the shapes, torch need not find them by running the model before the first step.
-            given = hidden if stage else tokens
+            given = hidden if stage else inputs
             left = end if stage == self.last else hidden
             stages.append(
                 PipelineStage(
@@ -126,22 +128,28 @@ class Pipeline:
         return end if self.loss is None else self.loss(end, targets)
 
     def _share(self, end: Tensor, targets: Tensor) -> Tensor:
-        return self._loss(end, targets) / self.tokens
+        return self._loss(end, targets) / self.count
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        """Forward and backward of a step's batches; this rank's share of the global mean loss.
+    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
+        """Forward and backward of a step's batches; this rank's shares of the global mean losses.
 
-        The ranks with the last stage have all of it, the others zero. Gradients accumulate.
+        The ranks with the last stage have all of the main one, and each stage has the auxiliary
+        ones of its blocks. Gradients accumulate.
         """
-        self.tokens = tokens
+        with self.auxiliary.recording(count) as shares:
+            share = self._train(batches, count)
+        return shares | {"loss": share + shares["loss"]}
+
+    def _train(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
+        self.count = count
         share = torch.zeros((), device=self.device)
         for batch in batches:
-            size = self.microbatches * self.shapes.tokens[0]
-            assert len(batch.tokens) == size, f"{len(batch.tokens)} sequences, not {size}"
+            size = self.microbatches * self.shapes.inputs[0]
+            assert len(batch.inputs) == size, f"{len(batch.inputs)} samples, not {size}"
             losses: list[Tensor] = []
             with self.timeline.phase("pipeline"):
                 self.schedule.step(
-                    batch.tokens,
+                    batch.inputs,
                     target=batch.targets,
                     losses=losses,
                     return_outputs=False,
@@ -158,7 +166,7 @@ class Pipeline:
         In steps of our own: torch's schedules cannot leave out the backward where neighbouring
         stages share a rank, and would keep the logits of all microbatches.
         """
-        cut = split(join(batches), self.shapes.tokens[0])
+        cut = Batch.join(batches).split(self.shapes.inputs[0])
         total = torch.zeros((), device=self.device)
         arrived: dict[tuple[int, int], Tensor] = {}
         for step in forward_steps(self.stages.ranks, len(cut)):
@@ -167,7 +175,7 @@ class Pipeline:
                 after = self.stages.ranks[stage + 1] if stage < self.last else None
                 if rank == self.rank:
                     batch = cut[number]
-                    x = arrived.pop((stage, number)) if stage else batch.tokens
+                    x = arrived.pop((stage, number)) if stage else batch.inputs
                     x = self.parts[stage](x, **self._context(batch))
                     if after is None:
                         total += self._loss(x, batch.targets)
@@ -187,29 +195,10 @@ class Pipeline:
 
     def _context(self, batch: Batch) -> dict[str, Tensor]:
         """What every stage is told of a batch."""
-        known = {"positions": batch.positions}
-        if self.document_mask:
-            known["documents"] = batch.documents
-        if self.loss is None:
-            known["targets"] = batch.targets
-        return known
+        given = {"targets": batch.targets} if self.loss is None else {}
+        return batch.context() | given
 
 
 def _exchange(messages: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()
-
-
-def join(batches: Sequence[Batch]) -> Batch:
-    """One batch of the sequences of several."""
-    return Batch(*(torch.cat(tensors) for tensors in zip(*map(_fields, batches), strict=True)))
-
-
-def split(batch: Batch, size: int) -> list[Batch]:
-    """Batches of `size` sequences each."""
-    parts = zip(*(torch.split(tensor, size) for tensor in _fields(batch)), strict=True)
-    return [Batch(*tensors) for tensors in parts]
-
-
-def _fields(batch: Batch) -> list[Tensor]:
-    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]

@@ -58,7 +58,7 @@ def costs(
         found = [float(sum(count.total for count in part)) for part in counts]
     else:
         found = [6.0 * sum(count.total - count.embedding for count in part) for part in counts]
-        attention = spec.flops_per_token(args, seq_len) - sum(found)
+        attention = spec.flops_per_unit(args, seq_len) - sum(found)
         for block in blocks:
             found[block] += attention / len(blocks)
     mean = sum(found[block] for block in blocks) / len(blocks)

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.spec import Args, ModelArgs, ModelSpec, TensorRole
+from torchtitan.models.spec import Args, ModelSpec, TensorRole
 from torchtitan.parallel import Layout, stages
 from torchtitan.parallel import traffic_formulas as formulas
 from torchtitan.parallel.traffic_formulas import Traffic
@@ -78,7 +79,7 @@ class Work:
 
     layout: Layout
     degrees: Degrees
-    args: ModelArgs
+    args: Any
     layers: int
     """Blocks of the whole model."""
     passes: int
@@ -109,7 +110,7 @@ class Work:
     @property
     def hidden(self) -> int:
         """Bytes of the hidden states of those tokens."""
-        return self.tokens * self.args.dim * self.layout.precision.compute.itemsize
+        return self.tokens * int(self.args.dim) * self.layout.precision.compute.itemsize
 
     @property
     def splits_stream(self) -> bool:

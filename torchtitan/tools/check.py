@@ -15,7 +15,7 @@ from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
 from torchtitan.provenance import to_toml
 from torchtitan.tools.options import Choice, Count, Recipe, RecipeVerb, verb
-from torchtitan.train import problems_of_tokenizer, split_recipe
+from torchtitan.train import problems_of_task, split_recipe
 
 app = verb()
 
@@ -35,7 +35,7 @@ def check(
         return
     path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
     found = load_job(path, flags, world_size, device or pick().type)
-    found.refuse(problems_of_tokenizer(found.config))
+    found.refuse(problems_of_task(found.config))
     job = found.config
     lines = [*found.notices, *summary(job, world_size)]
     # In one piece, so that `| head` does not close the pipe in between.
@@ -64,5 +64,5 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     parameters = count_parameters(build_empty(spec.build, args, t.seq_len)).total
     yield (
         f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, "
-        f"{spec.flops_per_token(args, t.seq_len):.3g} floating-point operations a token"
+        f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations a token"
     )

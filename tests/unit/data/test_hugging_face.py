@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.streams import stream_of
 from torchtitan.config import ConfigError
 from torchtitan.data import (
     DATASETS,
@@ -109,7 +110,7 @@ def test_resume_at_any_document(tmp_path: Path, shards: int) -> None:
 
 
 def stream(source: Source, rank: int, ranks: int, workers: int = 0) -> DataStream:
-    return DataStream(
+    return stream_of(
         DataConfig(num_workers=workers),
         source,
         load_tokenizer(None),

@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.streams import build_stream
 from torchtitan.config import ConfigError
 from torchtitan.data import (
-    Batch,
     DataConfig,
     DataStream,
-    build_stream,
     load_tokenizer,
     merge_states,
     open_source,
-    preview,
-    unigram_loss,
 )
 from torchtitan.data import lanes as lanes_module
 from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.tasks.next_token import TokenBatch, preview, unigram_loss
 
 SEQ_LEN = 16
 BOS, EOS = 256, 257
@@ -76,7 +74,7 @@ def steps(of: list[DataStream], count: int, accumulation: int = 1) -> list[list[
     return result
 
 
-def rows(batch: Batch) -> list[list[int]]:
+def rows(batch: TokenBatch) -> list[list[int]]:
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     return torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()
 
@@ -92,9 +90,9 @@ def test_a_batch_is_ids_and_the_ids_after_them(texts: Path) -> None:
     assert batch.tokens.shape == batch.targets.shape == (4, SEQ_LEN)
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert batch.tokens[:, 0].tolist() == [BOS] * 4
-    assert int(batch.target_count()) == 4 * SEQ_LEN
+    assert int(batch.count()) == 4 * SEQ_LEN
     ignored = dataclasses.replace(batch, targets=torch.full_like(batch.targets, -100)).to("cpu")
-    assert int(ignored.target_count()) == 0
+    assert int(ignored.count()) == 0
     assert iter(stream) is stream
 
 
@@ -338,7 +336,8 @@ def test_close_ends_the_threads_and_reading_can_go_on(texts: Path) -> None:
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "stream.load_state_dict({})"])
 def test_the_interpreter_exits_cleanly_with_threads_running(texts: Path, ending: str) -> None:
     program = f"""
-from torchtitan.data import DataConfig, build_stream, load_tokenizer
+from tests.streams import build_stream
+from torchtitan.data import DataConfig, load_tokenizer
 stream = build_stream(
     DataConfig(dataset={str(texts)!r}, num_workers=2, prefetch_factor=9), load_tokenizer(None),
     seed=0, seq_len=64, local_batch_size=4, accumulation=1, rank=0, ranks=1,

@@ -42,8 +42,8 @@ def make(**changes):
     arguments = {
         "log_freq": 10,
         "total_steps": 100,
-        "tokens_per_step": 1000,
-        "flops_per_token": 6e6,
+        "units_per_step": 1000,
+        "flops_per_unit": 6e6,
         "peak_flops": 1e9,
         "devices": 2,
         "device": Device("cpu"),
@@ -55,7 +55,7 @@ def make(**changes):
 def run(meter, clock, steps, seconds=1.0, tokens=1000):
     for step in steps:
         clock.now += seconds
-        meter.record(loss=torch.tensor(10.0 / step), grad_norm=0.5, lr=1e-3, tokens=tokens)
+        meter.record(loss=torch.tensor(10.0 / step), grad_norm=0.5, lr=1e-3, units=tokens)
         meter.flush(step)
 
 
@@ -68,7 +68,7 @@ def test_rows_are_due_on_the_first_step_every_log_freq_and_the_last():
 
 
 def test_the_first_step_of_a_resumed_process_is_due():
-    meter, kept, clock = make(start_step=12, start_tokens=12_000)
+    meter, kept, clock = make(start_step=12, start_units=12_000)
     with meter:
         run(meter, clock, range(13, 21))
     assert kept.started == 12
@@ -118,7 +118,7 @@ def test_tokens_and_skipped_add_up_between_rows():
         for step in range(1, 11):
             clock.now += 1
             skipped = torch.tensor(step in (1, 3, 7))
-            meter.record(loss=1.0, tokens=torch.tensor(2**24 + 1), skipped=skipped)
+            meter.record(loss=1.0, units=torch.tensor(2**24 + 1), skipped=skipped)
             meter.flush(step)
     (_, first), (_, second) = kept.rows
     assert (first["skipped"], second["skipped"]) == (1, 2)
@@ -209,7 +209,7 @@ def test_no_tensor_is_read_on_a_step_that_is_not_due(monkeypatch):
             with meter.timeline.phase("data"):
                 tokens = torch.tensor(1000)
             skipped = torch.tensor(False)
-            meter.record(loss=torch.tensor(1.0), tokens=tokens, skipped=skipped)
+            meter.record(loss=torch.tensor(1.0), units=tokens, skipped=skipped)
             meter.flush(step)
             # One transfer each for the rows of steps 1 and 10.
             assert reads == ["tolist"] * (1 if step < 10 else 2)
@@ -260,7 +260,7 @@ def test_log_writes_a_row_of_its_own_at_once():
 
 
 def test_the_summary_of_a_finished_run():
-    meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
+    meter, kept, clock = make(total_steps=20, start_step=10, start_units=500)
     with meter:
         run(meter, clock, range(11, 21), seconds=2.0)
         with meter.timeline.pause("checkpoint"):
@@ -286,7 +286,7 @@ def test_notes_make_a_row_due_and_are_in_it():
     meter, kept, clock = make()
     with meter:
         run(meter, clock, [1, 2])
-        meter.record(loss=torch.tensor(9.0), tokens=1000, skipped=1)
+        meter.record(loss=torch.tensor(9.0), units=1000, skipped=1)
         meter.flush(3, skipped_because="loss", loss_mean=2.0)
         run(meter, clock, range(4, 11))
     assert [step for step, _ in kept.rows] == [1, 3, 10]
@@ -303,7 +303,7 @@ def test_an_event_is_a_row_of_its_own():
 
 
 def test_after_a_rollback_steps_count_on_from_there_and_what_was_undone_is_summed_up():
-    meter, kept, clock = make(total_steps=20, start_step=10, start_tokens=500)
+    meter, kept, clock = make(total_steps=20, start_step=10, start_units=500)
     with meter:
         run(meter, clock, range(11, 15))
         meter.rewind_to(8, 300)

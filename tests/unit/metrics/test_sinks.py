@@ -130,8 +130,8 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
         [sink],
         log_freq=1,
         total_steps=2,
-        tokens_per_step=4096,
-        flops_per_token=1e9,
+        units_per_step=4096,
+        flops_per_unit=1e9,
         peak_flops=None,
         devices=1,
         device=Device("cpu"),
@@ -141,7 +141,7 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
     def fail():
         with meter:
             times.append(2.0)
-            meter.record(loss=4.25, grad_norm=1.0, lr=1e-3, tokens=4096)
+            meter.record(loss=4.25, grad_norm=1.0, lr=1e-3, units=4096)
             meter.flush(1)
             raise KeyError
 

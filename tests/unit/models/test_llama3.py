@@ -65,8 +65,8 @@ def test_parameter_counts(flavor, total, embedding):
         ("1B", 4096, 6 * 1_235_814_400 + 12 * 16 * 32 * 64 * 4096),
     ],
 )
-def test_flops_per_token(flavor, seq_len, flops):
-    assert SPEC.flops_per_token(SPEC.flavors[flavor], seq_len) == flops
+def test_flops_per_unit(flavor, seq_len, flops):
+    assert SPEC.flops_per_unit(SPEC.flavors[flavor], seq_len) == flops
 
 
 def test_every_flavor_is_named_and_frozen():

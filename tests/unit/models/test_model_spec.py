@@ -47,7 +47,7 @@ TOY = ModelSpec(
     before_blocks=("embed",),
     after_blocks=("head",),
     tensor_plan={},
-    flops_per_token=lambda args, _seq_len: 6 * (args.depth * 16 * 17 + 16 * 32),
+    flops_per_unit=lambda args, _seq_len: 6 * (args.depth * 16 * 17 + 16 * 32),
     shrink=lambda args, needed: ToyArgs(needed.vocab_size, args.width, needed.n_layers),
 )
 
@@ -66,7 +66,7 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
 
     assert 0 < counts.embedding < counts.total
     assert sum(p.numel() for b in blocks.values() for p in b.parameters()) < counts.total
-    assert 2 * counts.total < spec.flops_per_token(args, seq_len) < 12 * counts.total
+    assert 2 * counts.total < spec.flops_per_unit(args, seq_len) < 12 * counts.total
 
     tokens = torch.randint(
         args.vocab_size, (2, seq_len), generator=torch.Generator().manual_seed(0)

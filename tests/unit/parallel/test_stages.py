@@ -71,7 +71,7 @@ def test_balance_of_many_stages() -> None:
 def test_costs_add_up_to_the_whole_model() -> None:
     network = model()
     flops = costs(config(), LLAMA3, ARGS, network, SEQ_LEN)
-    assert sum(flops) == LLAMA3.flops_per_token(ARGS, SEQ_LEN)
+    assert sum(flops) == LLAMA3.flops_per_unit(ARGS, SEQ_LEN)
     assert flops[0] == 0
     head = 6 * (ARGS.dim + ARGS.dim * ARGS.vocab_size)
     assert flops[-1] == head

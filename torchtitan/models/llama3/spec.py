@@ -97,7 +97,7 @@ def init_std(args: Llama3Args, name: str) -> InitialWeight:
     return 0.02
 
 
-def flops_per_token(args: Llama3Args, seq_len: int) -> int:
+def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
     """Floating-point operations of one token's forward and backward.
 
     A weight costs 2 in the forward and 4 in the backward (https://arxiv.org/abs/2001.08361,
@@ -154,7 +154,7 @@ LLAMA3 = ModelSpec(
     before_blocks=("tok_embeddings",),
     after_blocks=("norm", "output"),
     tensor_plan=TENSOR_PLAN,
-    flops_per_token=flops_per_token,
+    flops_per_unit=flops_per_unit,
     shrink=shrink,
     formats={"hf": HUGGING_FACE, "meta": META},
     settings=Llama3Config,

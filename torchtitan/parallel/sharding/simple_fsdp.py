@@ -70,7 +70,7 @@ class SimpleFSDP(ShardingConfig):
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
-            reads = work.times * (2 if work.args.tied and is_table else 1)
+            reads = work.times * (2 if getattr(work.args, "tied", False) and is_table else 1)
             yield from part.of_unit(
                 part.elements(name, parameter.shape),
                 gathers=reads * (2 if part.is_again(name) else 1),

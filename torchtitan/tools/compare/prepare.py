@@ -30,7 +30,7 @@ from torchtitan.tools.compare.study import (
     setting_of,
     slug,
 )
-from torchtitan.train import problems_of_tokenizer
+from torchtitan.train import problems_of_task
 
 TRACED = 2
 """Steps at the end of a run for a trace: one while the profiler warms up, one that is kept."""
@@ -128,7 +128,7 @@ def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
     over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
     try:
         recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, is_here=not own, over=over)
-        recipe.refuse(problems_of_tokenizer(recipe.config))
+        recipe.refuse(problems_of_task(recipe.config))
         if not own:
             recipe.refuse(_too_large(recipe, plan, Device(pick().type)))
     except CannotRun as error:

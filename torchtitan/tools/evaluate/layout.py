@@ -91,7 +91,6 @@ def layout_of(tensor_ranks: int, length: int, dtype: torch.dtype) -> Layout:
         loss=LossConfig(),
         seq_len=length,
         local_batch_size=1,
-        document_mask=False,
     )
 
 

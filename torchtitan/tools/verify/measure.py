@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from torchtitan.build import Observer, Run, build
-from torchtitan.data import Batch
-from torchtitan.data.batch import IGNORED
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
@@ -50,16 +48,6 @@ class Recorder:
         self.rows.append({"step": step, **metrics})
 
 
-def hide_targets(batch: Batch) -> Batch:
-    """Hide targets, as many as the content of each sequence says: ranks get unequal counts.
-
-    With equal counts a mean of means is the mean, and an average that is wrong cannot be seen.
-    """
-    keep = batch.tokens.sum(1, keepdim=True) % batch.tokens.shape[1] + 1
-    hidden = torch.arange(batch.tokens.shape[1]) >= keep
-    return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, IGNORED))
-
-
 def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[Run, Row]]:
     """Train on this rank's share of the world; after each step, the run and its row of metrics.
 
@@ -69,7 +57,7 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
     recorder = Recorder()
     observer = Observer(sinks=[recorder])
     if uneven:
-        observer = dataclasses.replace(observer, on_microbatch=hide_targets)
+        observer = dataclasses.replace(observer, on_microbatch=lambda batch: batch.uneven())
     with open_world(job.degrees(launch.size), job.comm, device) as world:
         run = build(job, world, observer)
         trainer = Trainer(run)

@@ -18,7 +18,7 @@ from torchtitan.local_ranks import RanksFailed, run_ranks
 from torchtitan.logging import on_terminal
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
-from torchtitan.train import problems_of_tokenizer
+from torchtitan.train import problems_of_task
 
 Result = TypeVar("Result")
 
@@ -55,7 +55,7 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
     """
     found = problems(job, PlannedWorld(ranks, "cpu", is_here=True))
     yield from (problem for problem in found if problem.severity == "error")
-    yield from problems_of_tokenizer(job)
+    yield from problems_of_task(job)
     spec = MODELS[job.model.name]
     args = job.model_args()
     parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total

@@ -181,7 +181,7 @@ def _make_model_small(
     draft.set("model.flavor", name, f"--shrink: {shape}")
     draft.tree["model"] |= dict.fromkeys(job.model.sizes())  # the new flavor has them
     draft.lower("loss.vocabulary_chunk", needed.vocab_size // 3, "--shrink: fewer tokens")
-    tokenizer = job.model.tokenizer_path
+    tokenizer = job.model.tokenizer
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
         draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
     sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
@@ -192,7 +192,7 @@ def _make_model_small(
 
 def _find_data(draft: Draft) -> None:
     """Put what every machine has in the place of what this one lacks."""
-    tokenizer, data = draft.job.model.tokenizer_path, draft.job.data
+    tokenizer, data = draft.job.model.tokenizer, draft.job.data
     if tokenizer is not None and not _is_there(tokenizer):
         draft.set("model.tokenizer_path", None, "it is not there; bytes are")
     why = ""
@@ -238,7 +238,8 @@ def _microbatches(chosen: ParallelismConfig) -> int:
 def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
     """The run of `job` on one rank: in as few microbatches as fit, nothing applied to the model."""
     batch = job.global_batch(job.degrees(ranks))
-    sequence = 4 * job.training.seq_len * spec.args(job.model).vocab_size
+    outputs = spec.shapes(spec.args(job.model), job.training.seq_len).outputs
+    sequence = 4 * math.prod(outputs)
     fits = [n for n in range(1, batch + 1) if batch % n == 0 and n * sequence <= LOGITS]
     training = {
         "global_batch_size": batch,

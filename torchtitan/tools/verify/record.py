@@ -122,8 +122,8 @@ class Notes:
         self.at_step(step)
 
     def on_microbatch(self, batch: Batch) -> Batch:
-        for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
-            self.hashes.append(xxhash.xxh3_64_intdigest(tokens.tobytes() + targets.tobytes()))
+        for inputs, targets in zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True):
+            self.hashes.append(xxhash.xxh3_64_intdigest(inputs.tobytes() + targets.tobytes()))
         return batch
 
     def after_step(self, state: TrainState) -> None:

@@ -1,0 +1,125 @@
+"""The image model of docs/extending.md: another task, from outside the tree, on every layout."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runs import rows, train
+from tests.test_docs import ROOT, blocks
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError
+from torchtitan.data import DATASETS, SOURCES
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.output import AuxiliaryLoss
+from torchtitan.tasks import TASKS
+
+LAYOUTS = {
+    "FSDP 2": ["--parallelism.data_parallel_shard_degree=2"],
+    "PP 2": ["--parallelism.pipeline_parallel_degree=2"],
+    "DDP 2": ["--parallelism.data_parallel_replicate_degree=2"],
+}
+KEYS = ("loss", "grad_norm", "loss/activity", "images")
+
+
+@pytest.fixture(autouse=True)
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files of the page, in the current folder; what they register is gone afterwards."""
+    for block in blocks(ROOT / "docs/extending.md"):
+        if block.marks.get("file", "").startswith(("images", "my_images")):
+            (tmp_path / block.marks["file"]).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    registries: list[dict[str, Any]] = [DATASETS, SOURCES, MODELS, TASKS]
+    before = [dict(registry) for registry in registries]
+    yield
+    sys.modules.pop("my_images", None)
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def read(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> JobConfig:
+    always = [
+        "--activation_checkpoint.mode=full",
+        "--training.global_batch_size=16",
+        "--training.seq_len=32",
+        f"--model.activity_weight={weight}",
+        f"--job.dump_folder={folder}",
+    ]
+    return load_job("images.toml", [*always, *flags], ranks, "cpu").config
+
+
+def trained(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> list[dict[str, Any]]:
+    """The rows of the steps of a run, and those of its validations."""
+    run_ranks(train, ranks, read(folder, ranks, *flags, weight=weight))
+    return rows(Path(folder))
+
+
+def numbers(found: list[dict[str, Any]], *keys: str) -> list[float]:
+    return [row[key] for row in found for key in keys if key in row]
+
+
+def test_every_layout_trains_as_one_rank() -> None:
+    one = trained("one", 1)
+    assert [row["images"] for row in one if "images" in row] == [16, 32, 48, 64]
+    assert all(row["images_per_second"] > 0 for row in one if "images" in row)
+    expected = numbers(one, *KEYS, "validation_loss", "validation_psnr")
+    assert len(expected) == 4 * 4 + 2 * 2
+    for name, flags in LAYOUTS.items():
+        found = numbers(trained(name, 2, *flags), *KEYS, "validation_loss", "validation_psnr")
+        assert found == pytest.approx(expected, rel=1e-4), name
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, LAYOUTS["PP 2"])])
+def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(
+    ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("loss", "grad_norm", "validation_loss")
+    weighted = numbers(trained("weighted", ranks, *layout, weight=1.0), *keys)
+    zero = trained("zero", ranks, *layout, weight=0.0)
+    assert all(row["loss/activity"] > 0 for row in zero if "loss" in row)
+    monkeypatch.setattr(AuxiliaryLoss, "forward", lambda self, x, total: x)
+    without = trained("without", ranks, *layout, weight=0.0)
+    assert numbers(zero, *keys) == numbers(without, *keys) != weighted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_is_resumed_is_the_run_never_stopped(layout: str) -> None:
+    flags = [*LAYOUTS[layout], "--lr_scheduler.total_steps=4"]
+    whole = trained("whole", 2, *flags)
+    trained("parts", 2, *flags, "--training.steps=2")
+    resumed = trained("parts", 2, *flags)
+    keys = ("step", *KEYS, "validation_loss")
+    assert numbers(resumed, *keys) == numbers(whole, *keys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data.dataset=python_stdlib"], "it holds text, and restorer is trained on images"),
+        (["--compile.enable"], "the auxiliary losses of restorer are not supported with it"),
+        (["--model.tokenizer_path=x"], "unknown key of restorer"),
+        (["--model.dim=0"], "wanted an integer > 0"),
+        (["--parallelism.tensor_parallel_degree=2"], "does not say how its matrices are split"),
+        (
+            [*LAYOUTS["PP 2"], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+            "and auxiliary losses are part of the first only",
+        ),
+        (["--parallelism.context_parallel_degree=2"], "cannot be split over a sequence"),
+    ],
+)
+def test_what_images_cannot_do_is_refused_by_name(flags: list[str], message: str) -> None:
+    ranks = 2 if any("parallelism" in flag for flag in flags) else 1
+    with pytest.raises(RecipeError, match=message):
+        read("unused", ranks, *flags)
+
+
+def test_text_is_not_trained_on_images() -> None:
+    message = "it holds images, and llama3 is trained on text"
+    with pytest.raises(RecipeError, match=message):
+        load_job(None, ["--job.imports=my_images", "--data.dataset=squares"], 1, "cpu")

@@ -1,0 +1,202 @@
+"""Predicting the next token of text: batches of token ids, cross entropy, and a tokenizer.
+
+Loss in nats a token says little across tokenizers: longer tokens are fewer and harder. So that of
+held-out text is also told by the bytes B that the targets stand for:
+
+    bits per byte = nats / (B ln 2)        perplexity per byte = exp(nats / B)
+
+Special tokens stand for no bytes, but their loss counts: a model has to know where a text ends.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.data import DataConfig, Tokenizer, check_vocabulary, load_tokenizer, open_source
+from torchtitan.data.batch import Batch
+from torchtitan.data.lanes import Lane, Record, Sample, tokenized
+from torchtitan.data.order import Document, Identity, Source
+from torchtitan.data.token_bytes import BytesUnknown
+from torchtitan.logging import logger
+from torchtitan.losses import IGNORED, cross_entropy, vocabulary_parallel_cross_entropy
+from torchtitan.models.settings import ModelConfig, TextConfig
+from torchtitan.tasks.task import LossFunction, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBatch(Batch):
+    """A microbatch of text; each field is (B, S) int64."""
+
+    tokens: Tensor
+    targets: Tensor
+    """The token after each; -100 where there is nothing to predict."""
+    positions: Tensor
+    """Where in its sequence each token stands."""
+    documents: Tensor | None = None
+    """Which document of its sequence each token belongs to: 0, 1, ...; None: attention does not
+    ask."""
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.tokens
+
+    def context(self) -> dict[str, Tensor]:
+        known = {"positions": self.positions}
+        return known if self.documents is None else known | {"documents": self.documents}
+
+    def count(self) -> Tensor:
+        """Targets."""
+        return (self.targets != IGNORED).sum()
+
+    def shard(self, part: Callable[[Tensor], Tensor]) -> Self:
+        """`documents` stays whole, so that any mask can be made."""
+        own = {name: part(getattr(self, name)) for name in ("tokens", "targets", "positions")}
+        return dataclasses.replace(self, **own)
+
+    def uneven(self) -> Self:
+        """Some targets hidden."""
+        keep = self.tokens.sum(1, keepdim=True) % self.tokens.shape[1] + 1
+        hidden = torch.arange(self.tokens.shape[1]) >= keep
+        return dataclasses.replace(self, targets=self.targets.masked_fill(hidden, IGNORED))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTokens:
+    """Documents joined into rows of tokens, cut into samples of `seq_len` + 1."""
+
+    tokenizer: Tokenizer
+    seq_len: int
+    add_bos: bool
+    add_eos: bool
+    has_documents: bool
+    """Whether a batch tells which document a token is of."""
+
+    @property
+    def identity(self) -> Identity:
+        """What a run resumes only on equal."""
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            "add_bos": self.add_bos,
+            "add_eos": self.add_eos,
+        }
+
+    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Lane:
+        """The samples of a lane, from where it stood."""
+        rows = tokenized(documents, self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
+        return Lane(number, rows, self.seq_len, start)
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """A batch of the samples."""
+        tokens = _stacked([sample.tokens for sample in samples])
+        documents = _stacked([sample.documents for sample in samples])
+        return TokenBatch(
+            tokens=tokens[:, :-1].contiguous(),
+            targets=tokens[:, 1:].contiguous(),
+            positions=torch.arange(self.seq_len).repeat(len(samples), 1),
+            documents=documents[:, :-1].contiguous() if self.has_documents else None,
+        )
+
+
+def _stacked(rows: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+class NextToken(Task):
+    """Text models: each token is predicted from those before it."""
+
+    unit, rate, key = "tokens", "tps", "model.tokenizer_path"
+    outputs = "tokens"
+    splits_sequences = True
+
+    def __init__(self, model: ModelConfig, args: Any) -> None:
+        assert isinstance(model, TextConfig), "the settings of a text model are a TextConfig"
+        self.tokenizer = load_tokenizer(model.tokenizer_path)
+        check_vocabulary(self.tokenizer, args.vocab_size)
+        self.has_documents = model.attn_mask_type == "block_causal"
+        self._bytes: Tensor | None = None
+
+    def units(self, seq_len: int) -> int:
+        return seq_len
+
+    def packing(self, config: DataConfig, seq_len: int) -> PackedTokens:
+        return PackedTokens(
+            self.tokenizer, seq_len, config.add_bos, config.add_eos, self.has_documents
+        )
+
+    def open_source(self, config: DataConfig, seed: int) -> Source:
+        return open_source(config, self.tokenizer, seed=seed)
+
+    def preview(self, batch: Batch) -> str:
+        assert isinstance(batch, TokenBatch)
+        return preview(batch, self.tokenizer)
+
+    def reference(self, config: DataConfig, seed: int) -> str | None:
+        if not config.report_unigram_loss:
+            return None
+        loss = unigram_loss(self.open_source(config, seed), self.tokenizer)
+        return f"a unigram model of this text has loss {loss:.3f}"
+
+    @classmethod
+    def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets)
+
+    @classmethod
+    def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
+        return partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=size)
+
+    def prepare_validation(self, device: torch.device, is_first: bool) -> None:
+        try:
+            self._bytes = torch.tensor(self.tokenizer.byte_counts(), device=device)
+        except BytesUnknown as reason:
+            if is_first:
+                logger.warning(
+                    "validation: bits and perplexity per byte are null: the tokenizer (%s) does "
+                    "not tell how many bytes its tokens stand for: %s",
+                    *(self.tokenizer.fingerprint, reason),
+                )
+
+    def measure(self, batch: Batch) -> Tensor:
+        """The bytes of text that the targets stand for, where that is known."""
+        if self._bytes is None:
+            return super().measure(batch)
+        return self._bytes[batch.targets[batch.targets != IGNORED]].sum()[None]
+
+    def derived(self, loss: float, count: int, measured: Sequence[int]) -> dict[str, float | None]:
+        if not sum(measured):
+            return {"bits_per_byte": None, "perplexity_per_byte": None}
+        nats = torch.tensor(loss / sum(measured), dtype=torch.float64)
+        return {
+            "bits_per_byte": float(nats / math.log(2)),
+            "perplexity_per_byte": float(nats.exp()),
+        }
+
+
+def preview(batch: TokenBatch, tokenizer: Tokenizer, chars: int = 400) -> str:
+    """The beginning of the first row of `batch` as text, on one line."""
+    # No token is shorter than a byte, and no character longer than four.
+    tokens = batch.tokens[0, : 4 * chars].tolist()
+    text = tokenizer.decode(tokens)
+    return repr(text[:chars]) + ("..." if len(text) > chars else "")
+
+
+def unigram_loss(source: Source, tokenizer: Tokenizer, max_tokens: int = 2**20) -> float:
+    """Nats per token of a model that knows only how frequent each token is.
+
+    It is the entropy of the tokens of the first documents, about `max_tokens` of them, BOS and EOS
+    included: H = -sum p log p.
+    """
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    documents = source.read({0: None}, 1)[0]
+    for _, tokens in tokenized(documents, tokenizer, add_bos=True, add_eos=True):
+        counts += np.bincount(tokens, minlength=len(counts))
+        if counts.sum() >= max_tokens:
+            break
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

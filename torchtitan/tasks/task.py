@@ -1,0 +1,102 @@
+"""What a task says of itself: its batches and where they come from, its loss, unit and metrics."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.data import DataConfig, DataStream, build_stream, open_source
+from torchtitan.data.batch import Batch
+from torchtitan.data.order import Source
+from torchtitan.data.stream import Packing
+from torchtitan.logging import logger
+from torchtitan.models.settings import ModelConfig
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""What a model gave, and the targets, to the sum of the loss."""
+
+
+class Task:
+    """What a family of models is trained to do.
+
+    The loss of a step is a sum over all units of the global batch, divided by their number: so it
+    is the same on every layout, however the units are spread.
+    """
+
+    unit: ClassVar[str]
+    """What is counted: a key of the metrics, and a word of the log."""
+    rate: ClassVar[str]
+    """The key of units per second and device."""
+    content: ClassVar[str] = "text"
+    """What documents have to hold: see `torchtitan.data.Dataset.content`."""
+    outputs: ClassVar[str] = "outputs"
+    """What the last dim of what a model gives counts: tokens of a vocabulary, say."""
+    key: ClassVar[str] = "model"
+    """The setting that is wrong where the task cannot be opened."""
+    splits_sequences: ClassVar[bool] = False
+    """Whether its batches can be split over the ranks of context parallelism."""
+
+    def __init__(self, model: ModelConfig, args: Any) -> None:
+        """Read what the task needs beside the data.
+
+        Raises:
+            ConfigError: where it is not there, or does not fit the model.
+        """
+
+    def units(self, seq_len: int) -> int:
+        """How many units a sample has at most."""
+        return 1
+
+    def packing(self, config: DataConfig, seq_len: int) -> Packing:
+        """How documents become samples, and samples a batch."""
+        raise NotImplementedError
+
+    def open_source(self, config: DataConfig, seed: int) -> Source:
+        """The documents that a data section names."""
+        return open_source(config, None, seed=seed)
+
+    def open_stream(
+        self, config: DataConfig, *, seed: int, seq_len: int, **part: int
+    ) -> DataStream:
+        """The stream of one data-parallel rank; `part` is what `build_stream` is told of it."""
+        source, packing = self.open_source(config, seed), self.packing(config, seq_len)
+        return build_stream(config, source, packing, **part)
+
+    def preview(self, batch: Batch) -> str:
+        """What a person sees of the first sample of a batch, on one line."""
+        raise NotImplementedError
+
+    def reference(self, config: DataConfig, seed: int) -> str | None:
+        """A loss to compare with that needs no model, in words, where the recipe asks for it."""
+        return None
+
+    @classmethod
+    def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the loss over the units of a microbatch, in float32 (0-d)."""
+        raise NotImplementedError
+
+    @classmethod
+    def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
+        """`loss` of outputs whose last dim, of `size`, is split over tensor-parallel ranks."""
+        raise NotImplementedError
+
+    def prepare_validation(self, device: torch.device, is_first: bool) -> None:
+        """Make ready for `measure` on a device; the first rank may log something."""
+
+    def measure(self, batch: Batch) -> Tensor:
+        """Further counts of a batch of held-out data, for `derived`: (n,) int64."""
+        return torch.zeros(0, dtype=torch.int64, device=batch.targets.device)
+
+    def derived(self, loss: float, count: int, measured: Sequence[int]) -> dict[str, float | None]:
+        """What else a validation tells, from sums over all of a data set: loss, units, measures."""
+        return {}
+
+
+def previewed(batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
+    """The batches; of the first, the log shows the first sample."""
+    first = next(batches)
+    logger.info("first sequence: %s", task.preview(first))
+    yield first
+    yield from batches
