@@ -19,9 +19,9 @@ from torchtitan.data.lanes import Lane, Record
 from torchtitan.device import Device
 from torchtitan.parallel import ParallelModel
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify import ranks, record
-from torchtitan.tools.verify.record import Note, Off
-from torchtitan.tools.verify.resume_report import Resumption
+from torchtitan.tools.verify import measure, ranks
+from torchtitan.tools.verify.measure import Difference, Step
+from torchtitan.tools.verify.report import Resumption
 
 TINY = """
 [model]
@@ -154,7 +154,7 @@ def test_random_numbers_that_are_not_restored_are_named(
 def test_a_run_that_survives_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "die", lambda: None)
+    monkeypatch.setattr(measure, "die", lambda: None)
     assert alone() == 1
     assert capsys.readouterr().err == "no comparison: the run that is killed: it was not\n"
 
@@ -170,14 +170,15 @@ def test_what_cannot_be_resumed_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert alone("--then", "3", "--then-layout", "tp=2") == 2
 
 
-def note(step: int, loss: float | None = 2.0, **rest: Any) -> Note:
+def note(step: int, loss: float | None = 2.0, **rest: Any) -> Step:
     samples = {} if loss is None else {2 * step: 20 * step, 2 * step + 1: 20 * step + 1}
     defaults = {"counters": {"data.samples": 2 * step}, "samples": samples, "names": ("a",)}
-    return Note(step, **defaults | {"loss": loss, "grad_norm": 1.0} | rest)
+    return Step(step, **defaults | {"loss": loss, "grad_norm": 1.0} | rest)
 
 
 def off(name: str, by: float) -> dict[str, Any]:
-    return {"names": ("a", name), "offs": (Off(name, (3,), 1 + by, 1.0, by),)}
+    kind = name.partition(".")[0].replace("model", "weight")
+    return {"names": ("a", name), "differences": (Difference(kind, name, (3,), 1 + by, 1.0, by),)}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
         said == "step 1, as it was loaded: model.a[3] is 1, never stopped 1; 1 of 2 tensors differ"
     )
     said = Resumption(whole, [[note(0, None), note(1), note(2)]], 1, is_exact).fault()
-    assert said == "it goes on from step 0, and step 1 was saved"
+    assert said == "it resumes from step 0, and step 1 was saved"
 
 
 def test_samples_of_all_ranks_are_joined() -> None:

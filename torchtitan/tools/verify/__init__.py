@@ -20,7 +20,7 @@ from torchtitan.local_ranks import RanksFailed
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
 from torchtitan.tools.verify.measure import compare_steps, write_steps
-from torchtitan.tools.verify.ranks import SPARED, known, on_ranks, problems_here, run
+from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
 from torchtitan.tools.verify.recipe import Checked, as_checked
 from torchtitan.tools.verify.report import Comparison
 
@@ -52,23 +52,22 @@ def verify(
     job, ranks = checked.job, checked.ranks
     width = None if sys.stdout.isatty() else 120
     console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
-    with known(checked.spec):
-        replace(recipe, config=job).refuse(_problems(checked))
-        layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
-        console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
-        console.print("for this check:", *(f"  {line}" for line in checked.changes), sep="\n")
-        off = 0.0
-        for name, optimizer in _optimizers(job).items():
-            try:
-                found = _compare(checked, optimizer, name)
-            except RanksFailed as error:
-                print(f"no comparison: {error}", file=sys.stderr)
-                return False
-            console.print(found.table(f"\n{name}"))
-            if fault := found.fault():
-                console.print(f"\nanother run: {name}, {fault}", style="bold red")
-                return False
-            off = max(off, found.largest().off)
+    replace(recipe, config=job).refuse(_problems(checked))
+    layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
+    console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
+    console.print("for this check:", *(f"  {line}" for line in checked.changes), sep="\n")
+    off = 0.0
+    for name, optimizer in _optimizers(job).items():
+        try:
+            found = _compare(checked, optimizer, name)
+        except RanksFailed as error:
+            print(f"no comparison: {error}", file=sys.stderr)
+            return False
+        console.print(found.table(f"\n{name}"))
+        if fault := found.fault():
+            console.print(f"\nanother run: {name}, {fault}", style="bold red")
+            return False
+        off = max(off, found.largest())
     said = f"{job.training.steps} steps on one rank and on {ranks}; weights are off by {off:.0e}"
     console.print(f"\nthe same run: {said} at most", style="bold green")
     return True

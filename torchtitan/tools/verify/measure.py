@@ -1,37 +1,46 @@
-"""Trains a recipe and looks at every step: loss, gradient norm, each gradient and each weight.
+"""Trains a recipe and looks at every step: loss, gradient norm, samples, each gradient and weight.
 
-One rank writes what it has to a folder; the ranks of a layout then compare what each of them holds
+One run leaves what it has in a folder; the ranks of another then compare what each of them holds
 with its place in that. So an error is found on the rank that made it, no weight is sent, and copies
-of a weight that should be the same are compared one by one.
+of a weight that should be the same are compared one by one. One rank writes weights and gradients;
+a run that is never stopped saves a checkpoint of every step. Samples are told apart by a hash of
+their content.
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from torchtitan.build import Observer, Run, build
+from torchtitan.checkpoint import TrainState, saved_steps
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.optim.group import local
-from torchtitan.parallel import Launch, open_world
+from torchtitan.parallel import Launch, World, open_world
 from torchtitan.torch_private.dtensor import local_extent
+from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
 Row = dict[str, Any]
-Kind = Literal["gradient", "weight"]
+AtStep = Callable[[int], None]
 
 WEIGHT = 1e-5
-"""How far a weight may be off."""
-GRADIENT = 1e-3
-"""How far a gradient may be off, in parts of the largest of its parameter."""
+ALLOWED = {"weight": WEIGHT, "gradient": 1e-3, "optimizer": 1e-3}
+"""How far off a tensor may be, by its kind, where layouts differ; any other must be equal."""
 
 
 class Recorder:
@@ -69,66 +78,186 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class Difference:
-    """The element in which a weight or a gradient is farthest off."""
+    """The element in which a tensor is farthest off."""
 
-    kind: Kind
+    kind: str
+    """A key of `ALLOWED`, or another part of a checkpoint."""
     name: str
     index: tuple[int, ...]
     found: float
     expected: float
     off: float
-    """Absolute, or for a gradient in parts of the largest of its parameter."""
+    """Absolute for weights, else in parts of the tensor's largest element."""
 
     @property
     def is_allowed(self) -> bool:
-        return self.off <= (WEIGHT if self.kind == "weight" else GRADIENT)
+        """Whether it may be rounding."""
+        return self.off <= ALLOWED.get(self.kind, 0.0)
+
+    def __str__(self) -> str:
+        what = "gradient of " if self.kind == "gradient" else ""
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{what}{self.name}{where} is {self.found:.6g}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank found in one step."""
+    """What a rank has after a step; the first of a resumed run is what it starts from."""
 
-    loss: float
-    grad_norm: float
-    names: tuple[str, ...]
-    """The parameters it has a part of, in the order of the model."""
+    number: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    names: tuple[str, ...] = ()
+    """Of the tensors that it has a part of, in order."""
     differences: tuple[Difference, ...] = ()
-    """In its part of each gradient and each weight."""
+    """Those that are not the same to the bit."""
+    samples: Mapping[int, int] = field(default_factory=dict)
+    """The hash of each sample that this rank read in the step, by its number in the run."""
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the run, and where its data stands."""
 
 
-def write_steps(job: JobConfig, folder: Path, at_step: Callable[[int], None]) -> list[Step]:
+Look = Callable[[Run, Row | None], Iterable[tuple[str, Difference | None]]]
+"""(the run, the metrics of its step; None before the first) to what each tensor differs in."""
+
+
+def write_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
     """Train on one rank, and write what it has after each step to `folder`."""
-    steps = []
-    for run, row in _steps(job):
-        tensors = {key: local(tensor).detach().clone() for key, tensor in _tensors(run, row)}
-        torch.save(tensors, folder / f"{row['step']}.pt")
-        steps.append(Step(row["loss"], row["grad_norm"], _names(run)))
-        at_step(row["step"])
-    return steps
+
+    def look(run: Run, row: Row | None) -> Iterator[tuple[str, None]]:
+        if row is not None:
+            tensors = dict(_weights(run, row))
+            mine = {key: local(tensor).detach().clone() for key, tensor in tensors.items()}
+            torch.save(mine, folder / f"{row['step']}.pt")
+            yield from ((name, None) for _, name in tensors)
+
+    return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]
 
 
-def compare_steps(job: JobConfig, folder: Path, at_step: Callable[[int], None]) -> list[Step]:
+def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
     """Train on this rank's share of a layout, and compare each step with what is in `folder`."""
-    steps = []
-    for run, row in _steps(job):
-        expected = torch.load(folder / f"{row['step']}.pt", mmap=True)
-        differences = (difference(*key, t, expected[key]) for key, t in _tensors(run, row))
-        found = tuple(difference for difference in differences if difference is not None)
-        steps.append(Step(row["loss"], row["grad_norm"], _names(run), found))
-        at_step(row["step"])
-    return steps
+
+    def look(run: Run, row: Row | None) -> Iterator[tuple[str, Difference | None]]:
+        if row is not None:
+            expected = torch.load(folder / f"{row['step']}.pt", mmap=True)
+            for (kind, name), tensor in _weights(run, row):
+                whole = expected[kind, name]
+                yield name, difference(kind, name, tensor, whole, whole.abs().max().item())
+
+    return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]
 
 
-def _steps(job: JobConfig) -> Iterator[tuple[Run, Row]]:
+def compare_checkpoints(
+    job: JobConfig, reference: Path | None, kill_after: int | None, at_step: AtStep
+) -> list[Step]:
+    """Train on this rank's share of the world, from where the recipe says that it begins.
+
+    Args:
+        reference: checkpoints of every step of the run to compare with.
+        kill_after: the step after which, once all is saved that should be, the last rank dies.
+    """
+    saved = saved_steps(reference) if reference else {}
+
+    def look(run: Run, row: Row | None) -> Iterator[tuple[str, Difference | None]]:
+        if run.state.step not in saved:
+            return
+        checkpoint = SavedTensors(saved[run.state.step])
+        # Random numbers can be compared only where as many ranks draw them.
+        has_rng = read_manifest(checkpoint.checkpoint).ranks == Launch.read().size
+        for name, tensor in run.checkpoint.contents.tensors().items():
+            if has_rng or not name.startswith("rng."):
+                part = name.partition(".")[0]
+                kind = "weight" if part == "model" else part
+                yield name, difference(kind, name, tensor, checkpoint)
+
+    return train(job, look, at_step, kill_after=kill_after)
+
+
+def die() -> None:
+    """End this process as the kernel does when memory runs out: nothing more is done."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    job: JobConfig,
+    look: Look,
+    at_step: AtStep,
+    *,
+    on_microbatch: Callable[[Batch], Batch] = lambda batch: batch,
+    kill_after: int | None = None,
+) -> list[Step]:
+    """Train on this rank's share of the world, as the entry point does, and look at each step."""
     logger.setLevel(logging.ERROR)  # this process is one of many, and has nothing else to say
-    return training(job, Device("cpu"), uneven=True)
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        start = world.share(choose(job) if world.rank == 0 else None)
+        watch = Watch(world, look, at_step, on_microbatch, kill_after)
+        watch.run = build(job, world, watch.observer())
+        with closing(watch.run.batches):
+            Trainer(watch.run).train(start)
+    return watch.steps
 
 
-def _names(run: Run) -> tuple[str, ...]:
-    return tuple(name for part in run.model.parts for name, _ in part.named_parameters())
+class Watch:
+    """Looks at a run before its first step, and after each."""
+
+    run: Run
+
+    def __init__(
+        self,
+        world: World,
+        look: Look,
+        at_step: AtStep,
+        change: Callable[[Batch], Batch],
+        kill_after: int | None,
+    ) -> None:
+        self.world, self.look, self.at_step, self.change = world, look, at_step, change
+        self.kill_after = kill_after
+        self.steps: list[Step] = []
+        self.recorder = Recorder()
+        self.hashes: list[int] = []
+        """Of the samples of a step, as they were read."""
+
+    def observer(self) -> Observer:
+        """What looks on for this."""
+        return Observer(self.before_step, self.on_microbatch, self.after_step, [self.recorder])
+
+    def before_step(self, step: int) -> None:
+        if not self.steps:
+            self.steps.append(self.step(None, {}))
+        self.hashes.clear()
+        self.at_step(step)
+
+    def on_microbatch(self, batch: Batch) -> Batch:
+        for inputs, targets in zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True):
+            self.hashes.append(xxhash.xxh3_64_intdigest(inputs.tobytes() + targets.tobytes()))
+        return self.change(batch)
+
+    def after_step(self, state: TrainState) -> None:
+        mine = len(self.hashes)
+        first = (state.step - 1) * mine * self.world.degrees.data + self.world.data_rank * mine
+        samples = dict(enumerate(self.hashes, first))
+        self.steps.append(self.step(self.recorder.rows[-1], samples))
+        if state.step == self.kill_after:
+            self.run.checkpoint.finish()
+            if self.world.rank == self.world.size - 1:
+                die()
+
+    def step(self, row: Row | None, samples: Mapping[int, int]) -> Step:
+        """What this rank has now."""
+        run, seen = self.run, list(self.look(self.run, row))
+        loss, grad_norm = (row["loss"], row["grad_norm"]) if row else (None, None)
+        differences = tuple(found for _, found in seen if found is not None)
+        names = tuple(dict.fromkeys(name for name, _ in seen))
+        position = run.checkpoint.contents.position()
+        data, counted = position["data"], position["train_state"].items()
+        counters = {f"train_state.{name}": at for name, at in counted if isinstance(at, int)}
+        counters["data.samples"] = data["samples"]
+        counters |= {f"data.lanes.{lane}": at for lane, at in enumerate(data["lanes"])}
+        return Step(run.state.step, loss, grad_norm, names, differences, samples, counters)
 
 
-def _tensors(run: Run, row: Row) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
+def _weights(run: Run, row: Row) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Each weight, and its gradient as it was before it was clipped."""
     limit = run.optimizers.max_norm
     scale = min(limit / (row["grad_norm"] + 1e-6), 1.0) if limit else 1.0
@@ -140,21 +269,36 @@ def _tensors(run: Run, row: Row) -> Iterator[tuple[tuple[Kind, str], Tensor]]:
 
 
 @torch.no_grad()
-def difference(kind: Kind, name: str, found: Tensor, whole: Tensor) -> Difference | None:
-    """Where this rank's part of a tensor is farthest from its place in `whole`; None: no part."""
+def difference(
+    kind: str,
+    name: str,
+    tensor: Tensor,
+    whole: Tensor | SavedTensors,
+    largest: float | None = None,
+) -> Difference | None:
+    """Where this rank's part of a tensor is farthest from its place in `whole`.
+
+    Args:
+        largest: of the whole; absent: of the part.
+
+    Returns:
+        None where they are the same to the bit, and where this rank has no part.
+    """
     from torch.distributed.tensor import DTensor
 
-    offset = (0,) * found.ndim
-    if isinstance(found, DTensor):
-        _, offset = local_extent(found)
-    part = local(found)
-    if not part.numel():
+    offset: tuple[int, ...] = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        _, offset = local_extent(tensor)
+    part = local(tensor).cpu()
+    if isinstance(whole, SavedTensors):
+        expected = whole.read(name, offset, part.shape).to(part.dtype)
+    else:
+        expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
+    if torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (part, expected))):
         return None
-    place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-    off = (part - whole[place]).abs()
+    off = (part.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
     at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
     index = tuple(o + i for o, i in zip(offset, at, strict=True))
-    largest = whole.abs().max().item() if kind == "gradient" else 1.0
-    return Difference(
-        kind, name, index, part[at].item(), whole[index].item(), off[at].item() / (largest or 1.0)
-    )
+    scale = expected.double().abs().max().item() if largest is None else largest
+    farthest = off[at].item() / ((1.0 if kind == "weight" else scale) or 1.0)
+    return Difference(kind, name, index, part[at].item(), expected[at].item(), farthest)

@@ -17,7 +17,7 @@ from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
 from torchtitan.logging import on_terminal
 from torchtitan.models import MODELS
-from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
+from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.train import problems_of_task
 
 Result = TypeVar("Result")
@@ -33,18 +33,7 @@ SPARED = (
 )
 RANK_GIB = 0.3
 """What a process takes before it has a model."""
-PATIENCE = timedelta(minutes=10)
-
-
-@contextmanager
-def known(spec: ModelSpec[Any]) -> Iterator[None]:
-    """Meanwhile, and to the processes forked meanwhile, a model is what `spec` says."""
-    before = MODELS[spec.name]
-    MODELS[spec.name] = spec
-    try:
-        yield
-    finally:
-        MODELS[spec.name] = before
+RUN_TIMEOUT = timedelta(minutes=10)
 
 
 def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Problem]:
@@ -101,7 +90,7 @@ def run(
     try:
         with _bar(what, job.training.steps, lambda: done.value) as meanwhile:
             every = (function, ranks, job, *arguments, at_step)
-            return run_ranks(*every, timeout=PATIENCE, meanwhile=meanwhile)
+            return run_ranks(*every, timeout=RUN_TIMEOUT, meanwhile=meanwhile)
     except RanksFailed as error:
         raise RanksFailed(f"{what}: {error}", error.codes) from None
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import Recipe, show
+from torchtitan.config import ConfigError, Recipe, show
 from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models import MODELS
-from torchtitan.models.spec import MinShape, ModelSpec
+from torchtitan.models.spec import MinShape
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -40,8 +40,6 @@ class Checked:
     ranks: int
     one: JobConfig
     """The same on one rank, with no technique applied."""
-    spec: ModelSpec[Any]
-    """Of the model; it may have a flavor more."""
     changes: list[str]
 
 
@@ -82,26 +80,22 @@ def as_checked(
         draft.set("optimizer.state_dtype", "parameter", why)
     draft.tree["checkpoint"] = {}
     draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
-    ranks, spec = make_ready(draft, world_size, shrink, ParallelismConfig())
-    job = draft.job
-    return Checked(job, ranks, _alone(job, ranks, spec), spec, draft.changes)
+    ranks = make_ready(draft, world_size, shrink, ParallelismConfig())
+    return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes)
 
 
-def make_ready(
-    draft: Draft, world_size: int | None, shrink: bool, other: ParallelismConfig
-) -> tuple[int, ModelSpec[Any]]:
-    """Make it exact, and small if wanted; returns its ranks and its model, which fits `other`."""
+def make_ready(draft: Draft, world_size: int | None, shrink: bool, other: ParallelismConfig) -> int:
+    """Make it exact, and small if wanted, with a model that fits `other` too; returns its ranks."""
     _make_exact(draft)
-    spec = MODELS[draft.job.model.name]
     if shrink:
         if world_size is None:
             _make_layout_small(draft)
-        spec = _make_model_small(draft, spec, other)
+        _make_model_small(draft, other)
     _find_data(draft)
     ranks = world_size or draft.job.parallelism.least_ranks * (2 if _takes_all(draft.job) else 1)
     if shrink:
         _make_batches_small(draft, ranks)
-    return ranks, spec
+    return ranks
 
 
 def rounds_states(job: JobConfig) -> bool:
@@ -157,14 +151,12 @@ def _make_layout_small(draft: Draft) -> None:
         draft.lower(f"parallelism.{axis}_degree", 2, "--shrink: two ranks show it")
 
 
-def _make_model_small(
-    draft: Draft, spec: ModelSpec[Any], other: ParallelismConfig
-) -> ModelSpec[Any]:
-    """Choose a flavor of the recipe's structure that fits both layouts; the spec with it."""
+def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
+    """Set sizes of the recipe's structure that fit both layouts."""
     draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: there are other layers")
     draft.set("parallelism.pipeline_parallel_layers_per_stage", None, "--shrink: fewer layers")
-    job, flavor = draft.job, draft.tree["model"]["flavor"]
-    args, chosen = job.model_args(), job.parallelism
+    job = draft.job
+    args, chosen, spec = job.model_args(), job.parallelism, MODELS[job.model.name]
     layers = min(args.n_layers, LAYERS)
     for layout in (chosen, other):
         if layout.pipeline_parallel_degree > 1:
@@ -172,14 +164,13 @@ def _make_model_small(
     tensor_ranks = math.lcm(chosen.tensor_parallel_degree, other.tensor_parallel_degree)
     needed = MinShape(layers, tensor_ranks, vocab_size=min(args.vocab_size, VOCABULARY))
     small = spec.shrink(args, needed)
-    name = f"{flavor}, shrunk"
-    shape = (
-        f"dim {small.dim}, {small.n_layers} layers, {small.n_heads} heads on {small.n_kv_heads} "
-        f"key/value heads, {small.vocab_size} tokens"
+    draft.tree["model"] |= spec.settings.sizes_of(small)
+    if draft.job.model_args() != small:
+        raise ConfigError(f"--shrink: the settings of {spec.name} do not have all of its sizes")
+    draft.changes.append(
+        f"[model]: dim {small.dim}, {small.n_layers} layers, {small.n_heads} heads on "
+        f"{small.n_kv_heads} key/value heads, {small.vocab_size} tokens: --shrink"
     )
-    draft.said.discard("model.flavor")  # it says which one to shrink
-    draft.set("model.flavor", name, f"--shrink: {shape}")
-    draft.tree["model"] |= dict.fromkeys(job.model.sizes())  # the new flavor has them
     draft.lower("loss.vocabulary_chunk", needed.vocab_size // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
@@ -187,7 +178,6 @@ def _make_model_small(
     sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
     parts = tensor_ranks * 2 * sequence_ranks
     draft.lower("training.seq_len", -(-SEQ_LEN // parts) * parts, "--shrink")
-    return spec.with_flavor(name, small)
 
 
 def _find_data(draft: Draft) -> None:
@@ -235,11 +225,11 @@ def _microbatches(chosen: ParallelismConfig) -> int:
     return next(n for n in itertools.count(least) if schedule.runs(n, count, pp))
 
 
-def _alone(job: JobConfig, ranks: int, spec: ModelSpec[Any]) -> JobConfig:
+def _alone(job: JobConfig, ranks: int) -> JobConfig:
     """The run of `job` on one rank: in as few microbatches as fit, nothing applied to the model."""
     batch = job.global_batch(job.degrees(ranks))
-    outputs = spec.shapes(spec.args(job.model), job.training.seq_len).outputs
-    sequence = 4 * math.prod(outputs)
+    shapes = MODELS[job.model.name].shapes(job.model_args(), job.training.seq_len)
+    sequence = 4 * math.prod(shapes.outputs)
     fits = [n for n in range(1, batch + 1) if batch % n == 0 and n * sequence <= LOGITS]
     training = {
         "global_batch_size": batch,

@@ -18,12 +18,10 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
-from torchtitan.tools.verify.measure import WEIGHT
-from torchtitan.tools.verify.ranks import SPARED, known, on_ranks, problems_here, run
-from torchtitan.tools.verify.record import Note, train_and_note
-from torchtitan.tools.verify.report import LOSS
+from torchtitan.tools.verify.measure import WEIGHT, Step, compare_checkpoints
+from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
+from torchtitan.tools.verify.report import LOSS, Resumption
 from torchtitan.tools.verify.resume_recipe import Resumed, as_resumed
-from torchtitan.tools.verify.resume_report import Resumption
 
 CHECKPOINT_BYTES = 12
 """For each parameter: the weight and Adam's two moments."""
@@ -60,7 +58,7 @@ def verify_resume(
     )
     width = None if sys.stdout.isatty() else 120
     console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
-    with known(asked.spec), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         replace(recipe, config=asked.job).refuse(_problems(asked.job, asked.ranks))
         then_job, then_ranks = asked.layouts[-1]
         if mistakes := list(_problems(then_job, then_ranks)):
@@ -117,30 +115,30 @@ class Trial:
         self.asked, self.folder = asked, folder
         self.half = asked.job.checkpoint.interval
 
-    def never_stopped(self) -> list[list[Note]]:
+    def never_stopped(self) -> list[list[Step]]:
         """All steps, of which each is saved, for the others to be compared with."""
         every = {"interval": 1, "keep_latest_k": 0, "async_mode": "disabled", "resume": "auto"}
         job, ranks = self._in("whole", self.asked.job, **every), self.asked.ranks
-        return run(train_and_note, ranks, job, None, None, what="the run that is not stopped")
+        return run(compare_checkpoints, ranks, job, None, None, what="the run that is not stopped")
 
     def killed(self) -> None:
         """The same until one step after the save."""
         job, ranks = self._in("killed", self.asked.job, resume="auto"), self.asked.ranks
         what = "the run that is killed"
         try:
-            run(train_and_note, ranks, job, None, self.half + 1, what=what)
+            run(compare_checkpoints, ranks, job, None, self.half + 1, what=what)
         except RanksFailed as error:
             if error.codes[-1] != -signal.SIGKILL:
                 raise
             return
         raise RanksFailed(f"{what}: it was not")
 
-    def resumed(self, job: JobConfig, ranks: int, name: str) -> list[list[Note]]:
+    def resumed(self, job: JobConfig, ranks: int, name: str) -> list[list[Step]]:
         """What the killed run left, gone on with."""
         shutil.copytree(self.folder / "killed", self.folder / name)
         job, whole = self._in(name, job), self.folder / "whole" / job.checkpoint.folder
         what = f"the run that is resumed {_where(job, ranks)}"
-        return run(train_and_note, ranks, job, whole, None, what=what)
+        return run(compare_checkpoints, ranks, job, whole, None, what=what)
 
     def _in(self, name: str, job: JobConfig, **checkpoint: object) -> JobConfig:
         dump_folder = str(self.folder / name)

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.config import ConfigError, Recipe
 from torchtitan.job import JobConfig
-from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel import Degrees, ParallelismConfig
 from torchtitan.tools.verify.recipe import Draft, make_ready, make_short, rounds_states
 
@@ -20,8 +18,6 @@ class Resumed:
     ranks: int
     then: JobConfig
     then_ranks: int
-    spec: ModelSpec[Any]
-    """Of the model; it may have a flavor more."""
     changes: list[str]
 
     @property
@@ -59,7 +55,7 @@ def as_resumed(
         f'checkpoints: in a folder of its own, with async_mode = "{own.async_mode}" as in the '
         "recipe; no metrics, no profile, no validation"
     )
-    ranks, spec = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
+    ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
     if rounds_states(draft.job):
         why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
         if then:
@@ -67,7 +63,7 @@ def as_resumed(
         draft.changes.append(f"resumed in the same layout only: {why}")
     degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
     other = in_layout(draft.job, ranks, degrees)
-    return Resumed(draft.job, ranks, other, math.prod(degrees), spec, draft.changes)
+    return Resumed(draft.job, ranks, other, math.prod(degrees), draft.changes)
 
 
 def in_layout(job: JobConfig, ranks: int, degrees: Degrees) -> JobConfig:
