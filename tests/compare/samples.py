@@ -3,7 +3,15 @@
 import math
 import random
 
-from torchtitan.tools.compare.report import Curve, Difference, Parity, Report, Run, Spread, Variant
+from torchtitan.tools.compare.report import (
+    Curve,
+    CurveDifference,
+    FinishedRun,
+    Parity,
+    Report,
+    Spread,
+    Variant,
+)
 
 HOSTILE = (
     "</script><script>window.broken = 1</script> & \"quotes\" 'single' <b>bold</b> %{x} \\u003c"
@@ -64,7 +72,7 @@ def ran(
         layout={"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1} | (layout or {}),
         tokens_per_step=tokens,
         runs=tuple(
-            Run(
+            FinishedRun(
                 f"runs/{round}-{noise.getrandbits(32):08x}",
                 round,
                 seed,
@@ -125,16 +133,16 @@ def sample() -> Report:
     same = Parity(
         "same",
         "Every loss is within the tolerance, which is ten times what bfloat16 rounds by.",
-        Difference(2e-6, 10, 2.4e-3),
-        Difference(2e-5, 10, 7.3e-2),
+        CurveDifference(2e-6, 10, 2.4e-3),
+        CurveDifference(2e-5, 10, 7.3e-2),
     )
     seeds = Parity(
         "within seeds",
         "Other samples, so only the ends of the curves are compared: seeds differ by 0.012.",
-        Difference(0.019, 76, 0.0),
+        CurveDifference(0.019, 76, 0.0),
     )
     differs = Parity(
-        "differs", "The loss is off by 6e-4 in the first step.", Difference(6e-4, 1, 2.4e-4)
+        "differs", "The loss is off by 6e-4 in the first step.", CurveDifference(6e-4, 1, 2.4e-4)
     )
     degree = "parallelism.tensor_parallel_degree"
     return Report(

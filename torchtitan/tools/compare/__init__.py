@@ -25,7 +25,7 @@ from torchtitan.tools.compare.launch import (
     write_whole,
 )
 from torchtitan.tools.compare.measure import Measured
-from torchtitan.tools.compare.prepare import Ready, Task, launcher, prepare, tasks
+from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
 from torchtitan.tools.compare.report import Report
 from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
 from torchtitan.tools.history import METRICS_FILE
@@ -148,7 +148,7 @@ def write(found: Report, folder: Path) -> None:
     write_whole(folder / "report.html", render.html(found))
 
 
-def _candidate(ready: Ready, todo: Sequence[Task], warmup: int, last: int) -> Candidate:
+def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int) -> Candidate:
     own = [task for task in todo if task.ready is ready]
     name, job, ranks = ready.name, ready.job, ready.plan.ranks
     if ready.problems:

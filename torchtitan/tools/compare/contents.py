@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.tools.compare import plots
-from torchtitan.tools.compare.report import Curve, Difference, Report, Variant
+from torchtitan.tools.compare.report import Curve, CurveDifference, Report, Variant
 from torchtitan.tools.compare.words import (
     MISSING,
     byte_size,
@@ -55,12 +55,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot, in words too, and as a table."""
+    """A plot, and its numbers as a table for whoever cannot see it."""
 
     name: str
     title: str
-    says: str
-    """For whoever cannot see it."""
     table: Table
     figures: Mapping[str, Any]
     """Of `plots`, by what they are drawn along: `steps`, and where it matters `tokens`."""
@@ -181,13 +179,11 @@ def curve(report: Report, name: plots.Field, title: str) -> Iterable[Plot]:
     found = {each.name: given for each in report.ran if (given := getattr(each, name))}
     if not found:
         return
-    ends = "; ".join(f"{key}: from {ends_of(given)}" for key, given in found.items())
     broken = [key for key, given in found.items() if None in given.values]
     gaps = f" Not finite at some steps: {', '.join(broken)}." if broken else ""
     yield Plot(
         name,
         title,
-        f"{title} by variant over the run. {ends}.",
         by_step(title, found),
         {along: plots.curves(report, name, along) for along in plots.ALONG},
         f"Of the first run of each variant.{gaps}",
@@ -196,17 +192,10 @@ def curve(report: Report, name: plots.Field, title: str) -> Iterable[Plot]:
     if report.baseline not in found or len(found) == 1:
         return
     apart = {each.name: getattr(each.parity, name) for each in report.ran}
-    farthest = " ".join(
-        f"{key}: {digits(given.largest)} at step {given.step}, "
-        f"allowed {digits(given.tolerance or None)}."
-        for key, given in apart.items()
-        if given
-    )
     title = f"{title}: difference from the baseline"
     yield Plot(
         f"{name}-difference",
         title,
-        f"{title}, relative to it, by variant. {farthest}",
         Table(
             f"{title}, where it is farthest by what is allowed",
             ("variant", "difference", "at step", "allowed there"),
@@ -219,10 +208,6 @@ def curve(report: Report, name: plots.Field, title: str) -> Iterable[Plot]:
         "The scale is logarithmic. A level bar is what is allowed, at the step where its variant "
         "is farthest by that measure. Where both are equal to the last bit there is no point.",
     )
-
-
-def ends_of(curve: Curve) -> str:
-    return f"{digits(curve.values[0])} to {digits(curve.values[-1])}" if curve.values else "nothing"
 
 
 def by_step(title: str, found: Mapping[str, Curve]) -> Table:
@@ -245,7 +230,7 @@ def thinned(steps: Sequence[int]) -> Sequence[int]:
     return [steps[round(i * last / (MOST_ROWS - 1))] for i in range(MOST_ROWS)]
 
 
-def difference(found: Difference | None) -> tuple[str, str, str]:
+def difference(found: CurveDifference | None) -> tuple[str, str, str]:
     if found is None:
         return MISSING, MISSING, MISSING
     return digits(found.largest), str(found.step), digits(found.tolerance or None)
@@ -260,7 +245,6 @@ def parity(report: Report) -> Table:
 
 def speed(report: Report) -> Iterable[Plot]:
     """Tokens a second: of each variant, and of each of its runs."""
-    medians = {each.name: median(each.tps) for each in report.ran if each.tps}
     rows = []
     for each in report.ran:
         for run in each.runs if each.tps else ():
@@ -268,11 +252,10 @@ def speed(report: Report) -> Iterable[Plot]:
             found = each.name, str(run.round), str(run.seed), *cells, run.folder
             rows.append((*found, run.note or MISSING))
     columns = ("variant", "round", "seed", "median", "middle half of its steps", "folder", "note")
-    if medians:
+    if rows:
         yield Plot(
             "tps",
             "Tokens per second and device",
-            f"Tokens per second and device, median of the measured steps. {told(medians)}.",
             Table("Tokens per second and device, by run", columns, tuple(rows)),
             {"steps": plots.speed(report)},
             "Of the measured steps.",
@@ -309,8 +292,7 @@ def memory(report: Report) -> Iterable[Plot]:
         title = "Peak memory of the worst rank"
         numbers = Table(title, ("variant", "peak"), tuple(peaks.items()))
         figures = {"steps": plots.memory(report)}
-        says = f"{title}. {told(peaks)}."
-        yield Plot("memory", "Peak memory", says, numbers, figures, "Of the worst rank.")
+        yield Plot("memory", "Peak memory", numbers, figures, "Of the worst rank.")
 
 
 def sent(report: Report) -> Iterable[Plot]:
@@ -340,16 +322,7 @@ def stack(
             (variant, *(show(of.get(part)) for part in parts)) for variant, of in values.items()
         )
         numbers = Table(title, ("variant", *parts), rows)
-        spoken = {
-            variant: ", ".join(f"{part} {show(value)}" for part, value in of.items())
-            for variant, of in values.items()
-        }
-        says = f"{title}. {told(spoken)}."
-        yield Plot(name, title, says, numbers, {"steps": figure}, caption, drawn)
-
-
-def told(values: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {value}" for name, value in values.items())
+        yield Plot(name, title, numbers, {"steps": figure}, caption, drawn)
 
 
 def settings(report: Report) -> Section:

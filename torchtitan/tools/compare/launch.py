@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchtitan.logging import logger
-from torchtitan.tools.compare.prepare import Task, write_recipe
+from torchtitan.tools.compare.prepare import PlannedRun, write_recipe
 
 TERMINATE_TIMEOUT = 10.0
 """Seconds in which a run that is told to end should have ended."""
@@ -49,7 +49,7 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def launch_all(tasks: Sequence[Task], launcher: str) -> None:
+def launch_all(tasks: Sequence[PlannedRun], launcher: str) -> None:
     """Make every run that is not there yet; a variant that fails is not tried again here."""
     ours = [task for task in tasks if not is_done(task)]
     if len(ours) < len(tasks):
@@ -73,7 +73,7 @@ def launch_all(tasks: Sequence[Task], launcher: str) -> None:
                 logger.error("  %s", line)
 
 
-def launch(task: Task, launcher: str) -> Outcome:
+def launch(task: PlannedRun, launcher: str) -> Outcome:
     """Make one run, from nothing, and write down how it ended."""
     set_aside(task.folder)
     outcome_file(task.folder).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def _run(command: Sequence[str], output: int) -> int:
                     break
 
 
-def is_done(task: Task) -> bool:
+def is_done(task: PlannedRun) -> bool:
     """Whether a run ended well, and nothing changed that its numbers depend on."""
     outcome = read_outcome(task.folder)
     return outcome is not None and outcome.status == 0 and outcome.key == task.key
@@ -131,7 +131,7 @@ def outcome_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.outcome.json")
 
 
-def log_of(task: Task) -> Path:
+def log_of(task: PlannedRun) -> Path:
     """What a run printed."""
     return task.folder.with_name(f"{task.folder.name}.log")
 

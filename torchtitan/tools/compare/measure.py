@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.tools.compare.launch import read_outcome
-from torchtitan.tools.compare.report import Curve, Run, Spread
+from torchtitan.tools.compare.report import Curve, FinishedRun, Spread
 from torchtitan.tools.explain.trace import read_trace
 from torchtitan.tools.history import RunHistory, seconds_of
 
@@ -107,11 +107,11 @@ class Measured:
         trace = read_trace(path)
         return trace.exposed / trace.span if trace.span else None
 
-    def summary(self, root: Path) -> Run:
+    def summary(self, root: Path) -> FinishedRun:
         """What the report tells of it; folders are relative to `root`."""
         inside = self.folder.is_relative_to(root)
         folder = self.folder.relative_to(root) if inside else self.folder
-        return Run(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)
+        return FinishedRun(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)
 
 
 def _finite(value: float | None) -> float | None:

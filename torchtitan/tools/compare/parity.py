@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Sequence
 
 from torchtitan.job import JobConfig
-from torchtitan.tools.compare.report import Curve, Difference, Parity
+from torchtitan.tools.compare.report import Curve, CurveDifference, Parity
 
 GROWTH = {"float32": 2.0**-20, "bfloat16": 2.0**-12}
 NORM = 30.0
@@ -73,20 +73,20 @@ def coarsest(jobs: Sequence[JobConfig]) -> str | None:
     return max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
 
 
-def difference(ours: Curve, theirs: Curve, growth: float) -> Difference | None:
+def difference(ours: Curve, theirs: Curve, growth: float) -> CurveDifference | None:
     """Where two curves are farthest apart, by what is allowed there; None: nothing in common.
 
     Allowed is `growth` times the step, in the steps that are judged; if it is 0, nothing is judged
     and all steps are looked at.
     """
     baseline = dict(zip(theirs.steps, theirs.values, strict=True))
-    found: list[tuple[float, Difference]] = []
+    found: list[tuple[float, CurveDifference]] = []
     for step, value in zip(ours.steps, ours.values, strict=True):
         other = baseline.get(step)
         if value is None or not other or (growth and step > JUDGED):
             continue
         apart, allowed = abs(value - other) / abs(other), growth * step
-        found.append((apart / allowed if allowed else apart, Difference(apart, step, allowed)))
+        found.append((apart / allowed if allowed else apart, CurveDifference(apart, step, allowed)))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
@@ -94,7 +94,7 @@ def _by_seeds(
     ours: Curve,
     theirs: Curve,
     others: Sequence[Curve],
-    differences: tuple[Difference | None, Difference | None],
+    differences: tuple[CurveDifference | None, CurveDifference | None],
 ) -> Parity:
     ends = [end for end in map(_end, (theirs, *others)) if end is not None]
     mine = _end(ours)

@@ -23,9 +23,9 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.provenance import to_toml, versions
 from torchtitan.tools.compare.study import (
-    Plan,
     Settings,
     Study,
+    VariantPlan,
     refuse_conditions,
     setting_of,
     slug,
@@ -43,7 +43,7 @@ OFF = {"checkpoint.enable": False, "validation.enable": False}
 class Ready:
     """A variant that was checked."""
 
-    plan: Plan
+    plan: VariantPlan
     job: JobConfig
     problems: tuple[str, ...]
     """Why it cannot run."""
@@ -54,7 +54,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedRun:
     """One run of a variant."""
 
     ready: Ready
@@ -122,7 +122,7 @@ def decisions(study: Study) -> dict[str, Any]:
     return decided
 
 
-def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
+def _check(study: Study, plan: VariantPlan, decided: dict[str, Any]) -> Ready:
     own = bool(study.conditions.launcher)
     kind = study.conditions.device or pick().type
     over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
@@ -136,7 +136,7 @@ def _check(study: Study, plan: Plan, decided: dict[str, Any]) -> Ready:
     return Ready(plan, recipe.config, ())
 
 
-def _too_large(recipe: Recipe[JobConfig], plan: Plan, device: Device) -> Iterator[Problem]:
+def _too_large(recipe: Recipe[JobConfig], plan: VariantPlan, device: Device) -> Iterator[Problem]:
     """What this machine alone cannot hold, at the least."""
     job, ranks = recipe.config, plan.ranks
     if device.type == "cuda" and ranks > torch.cuda.device_count():
@@ -160,7 +160,7 @@ def _too_large(recipe: Recipe[JobConfig], plan: Plan, device: Device) -> Iterato
         )
 
 
-def tasks(study: Study, variants: list[Ready]) -> list[Task]:
+def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
     """All runs, in the order in which they are launched: rounds that alternate in direction.
 
     The first and the last of a round change places in the next, so that a machine that warms up or
@@ -178,7 +178,7 @@ def tasks(study: Study, variants: list[Ready]) -> list[Task]:
     return found
 
 
-def _task(study: Study, ready: Ready, number: int, seed: int | None) -> Task:
+def _task(study: Study, ready: Ready, number: int, seed: int | None) -> PlannedRun:
     job = ready.job
     folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
     if seed is not None:
@@ -186,7 +186,7 @@ def _task(study: Study, ready: Ready, number: int, seed: int | None) -> Task:
         job = job.model_copy(update={"debug": job.debug.model_copy(update={"seed": seed})})
     section = job.job.model_copy(update={"dump_folder": str(folder)})
     job = job.model_copy(update={"job": section})
-    return Task(ready, job, folder, number, job.debug.seed, _key(study, ready, job))
+    return PlannedRun(ready, job, folder, number, job.debug.seed, _key(study, ready, job))
 
 
 def _key(study: Study, ready: Ready, job: JobConfig) -> str:
@@ -201,7 +201,7 @@ def _key(study: Study, ready: Ready, job: JobConfig) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def write_recipe(task: Task) -> Path:
+def write_recipe(task: PlannedRun) -> Path:
     """The recipe of a run as a file beside its folder."""
     path = task.folder.with_name(f"{task.folder.name}.toml")
     path.parent.mkdir(parents=True, exist_ok=True)

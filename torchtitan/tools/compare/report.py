@@ -35,7 +35,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CurveDifference:
     """How far a curve is from the baseline's, where it is farthest by what is allowed there."""
 
     largest: float
@@ -51,12 +51,12 @@ class Parity:
     verdict: Literal["baseline", "same", "within seeds", "differs", "not judged"]
     why: str
     """A sentence, with the rule and what the tolerance was derived from."""
-    loss: Difference | None = None
-    grad_norm: Difference | None = None
+    loss: CurveDifference | None = None
+    grad_norm: CurveDifference | None = None
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """One run of a variant."""
 
     folder: str
@@ -84,7 +84,7 @@ class Variant:
     layout: dict[str, int]
     """Degree by axis of the mesh."""
     tokens_per_step: int
-    runs: tuple[Run, ...]
+    runs: tuple[FinishedRun, ...]
     tps: Spread | None
     """Tokens a second and device, of all measured steps of all rounds."""
     ratio: Spread | None

@@ -78,7 +78,7 @@ class VariantKeys(Config):
 
 
 @dataclass(frozen=True)
-class Plan:
+class VariantPlan:
     """A variant as it is asked for: a recipe, and what goes over it."""
 
     name: str
@@ -94,7 +94,7 @@ class Study:
 
     title: str
     conditions: Conditions
-    plans: tuple[Plan, ...]
+    plans: tuple[VariantPlan, ...]
     output: Path
     place: str = ""
     """Where it is written down."""
@@ -138,7 +138,7 @@ def _plans(
     common: Settings,
     flags: Sequence[str],
     problems: list[str],
-) -> Iterator[Plan]:
+) -> Iterator[VariantPlan]:
     variants = settings.get(("variants",), Setting([], ""))
     for number in range(len(variants.value) if isinstance(variants.value, list) else 0):
         section = _below(settings, ("variants", str(number)))
@@ -157,7 +157,7 @@ def _plans(
         if faults:
             continue
         recipe = variant.recipe or conditions.recipe
-        yield Plan(
+        yield VariantPlan(
             variant.name,
             path.parent / recipe if recipe else None,
             variant.ranks or conditions.ranks or 1,
@@ -189,7 +189,9 @@ def of_recipes(
             names = [name for name, _ in combination]
             if path is not None and (len(paths) > 1 or not names):
                 names.insert(0, path.stem)
-            plans.append(Plan(", ".join(names), path, conditions.ranks or 1, (), (*flags, *words)))
+            plans.append(
+                VariantPlan(", ".join(names), path, conditions.ranks or 1, (), (*flags, *words))
+            )
     stem = "_".join([path.stem for path in paths] or ["defaults"])
     if variations:
         stem += "_by_" + "_".join(
@@ -213,7 +215,7 @@ def _changed(conditions: Conditions, changes: Mapping[str, Any]) -> Conditions:
 
 
 def _study(
-    stem: str, conditions: Conditions, plans: list[Plan], place: str, baseline_at: str
+    stem: str, conditions: Conditions, plans: list[VariantPlan], place: str, baseline_at: str
 ) -> Study:
     """A study whose variants have names of their own, and folders."""
     names = [plan.name for plan in plans]
@@ -273,7 +275,7 @@ def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
     return settings
 
 
-def refuse_conditions(plans: Sequence[Plan], keys: Sequence[str]) -> None:
+def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None:
     """Raise where a variant sets what the comparison decides for all.
 
     Raises:
