@@ -33,7 +33,10 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is no GPU."""
+    """A test stands in one tier, and is skipped if it is marked gpu and there is no GPU."""
+    for item in items:
+        if item.get_closest_marker("gate") and item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"{item.nodeid} is marked both gate and slow")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -228,6 +228,24 @@ if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
     LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
     LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)
+DAILY = (
+    *("DDP 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2, operators recomputed"),
+    *("HSDP 2 x 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
+    *("TP 2", "TP 2, no sequence parallelism", "FSDP 2 x TP 2"),
+    *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2"),
+    *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
+    *("one rank, loss in chunks", "PP 2, loss in chunks"),
+    *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
+    *("SimpleFSDP 2, accumulating 4",),
+)
+"""Each technique, and each pair that interacts: what `./scripts/test` compares with one rank."""
+LONG = (
+    *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
+    *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation", "TP 2 x PP 2, Float8 rowwise"),
+    *("TP 2 x PP 2, ZBVZeroBubble", "SimpleFSDP 2 x PP 2, ZBVZeroBubble"),
+)
+"""Others have each part of these, which take up to a minute each: before a release. The rest of
+the layouts is compared by the gate."""
 ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 

@@ -44,6 +44,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.test_house import LAYERS
+from tests.tiers import tiers
 from torchtitan import launch, train
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
@@ -55,6 +56,8 @@ from torchtitan.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
+LONG = ("checkpoint.md", "compare.md", "debugging.md", "evaluation.md", "profiling.md")
+DAILY = [page for page in PAGES if page.name not in LONG]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 NOT_RUN = {
@@ -111,7 +114,7 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", tiers(PAGES, DAILY), ids=lambda page: page.name)
 def test_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
     found = list(blocks(page))
@@ -221,7 +224,7 @@ def run(command: str) -> int:
         case ["./run_train.sh", *flags]:
             recipe = environment.get("CONFIG_FILE", DEBUG_RECIPE)
             return train.main(["--job.config_file", recipe, *small(flags)])
-        case ["./scripts/test"]:
+        case ["./scripts/test"] | ["./scripts/test", "--all"]:
             return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
         case ["./scripts/test", *arguments]:
             collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]

@@ -14,6 +14,7 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
+from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
 # (ranks, copies): 1 rank, DDP, FSDP, HSDP
@@ -49,6 +50,16 @@ PAIRS = [
     ("FSDP 2 x TP 2 x PP 2", "CP 2 x PP 2"),
 ]
 """Layouts to save under and to resume under, all of tests/layouts.py."""
+DAILY = [
+    ("DDP 2", "FSDP 4"),
+    ("FSDP 2", "TP 2"),
+    ("HSDP 2 x 2", "FSDP 2 x CP 2"),
+    ("TP 2", ALONE),
+    ("FSDP 2 x TP 2", "PP 2, ZBVZeroBubble"),
+    ("PP 2, 1F1B", "FSDP 2 x TP 2"),
+    ("CP 2", "TP 2"),
+    ("SimpleFSDP 2, accumulating 4", "FSDP 2 x TP 2"),
+]
 
 
 def recipe(folder: Path, layout: str, steps: int, **sections: dict[str, Any]) -> JobConfig:
@@ -63,25 +74,6 @@ def recipe(folder: Path, layout: str, steps: int, **sections: dict[str, Any]) ->
     }
     merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
     return layouts.job(LAYOUTS[layout], "AdamW", **merged)
-
-
-@pytest.mark.parametrize("layout", BITWISE)
-def test_same_layout_is_bitwise_the_same(layout: str, tmp_path: Path) -> None:
-    ranks = LAYOUTS[layout].ranks
-    whole = run_ranks(train, ranks, recipe(tmp_path / "whole", layout, 6))[0]
-    run_ranks(train, ranks, recipe(tmp_path / "halves", layout, 3))
-    halves = run_ranks(train, ranks, recipe(tmp_path / "halves", layout, 6))[0]
-
-    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
-    assert list(losses(tmp_path / "halves")) == [1, 2, 3, 4, 5, 6]
-    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
-    for key in ("grad_norm", "lr", "tokens", "validation_loss"):
-        found, expected = (
-            {row["step"]: row[key] for row in rows(tmp_path / name) if row.get(key) is not None}
-            for name in ("halves", "whole")
-        )
-        # A stopped run validates at its last step, as a run that goes on does not.
-        assert {step: found[step] for step in expected} == expected, key
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("layout", tiers(BITWISE, (ALONE, "FSDP 2", "TP 2", "PP 2, 1F1B")))
+def test_same_layout_is_bitwise_the_same(
+    layout: str, tmp_path: Path, saved: Callable[[str], Path]
+) -> None:
+    ranks = LAYOUTS[layout].ranks
+    whole = run_ranks(train, ranks, recipe(tmp_path / "whole", layout, 6))[0]
+    shutil.copytree(saved(layout), tmp_path / "halves")
+    halves = run_ranks(train, ranks, recipe(tmp_path / "halves", layout, 6))[0]
+
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+    assert list(losses(tmp_path / "halves")) == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
+    for key in ("grad_norm", "lr", "tokens", "validation_loss"):
+        found, expected = (
+            {row["step"]: row[key] for row in rows(tmp_path / name) if row.get(key) is not None}
+            for name in ("halves", "whole")
+        )
+        # A stopped run validates at its last step, as a run that goes on does not.
+        assert {step: found[step] for step in expected} == expected, key
+
+
+@pytest.mark.parametrize(("before", "after"), tiers(PAIRS, DAILY))
 def test_another_layout_goes_on_with_the_same_run(
     before: str, after: str, tmp_path: Path, straight: Path, saved: Callable[[str], Path]
 ) -> None:

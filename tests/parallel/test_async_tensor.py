@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.tiers import tiers
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
@@ -120,13 +121,14 @@ def compare(batch: int, recompute: dict[str, Any] | None, backend: str) -> Fused
 
 
 # Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", tiers([1, 2], [2]))
 def test_every_gather_and_scatter_of_a_block_is_fused(batch: int) -> None:
     for fused in run_ranks(compare, 2, batch, None, "inductor without code"):
         # Forward: before wq, wk, wv; after wo; before w1, w3; after w2. Backward: before wo, w2.
         assert fused == Fused(gathers=4, scatters=2)
 
 
+@pytest.mark.gate
 def test_recomputation_is_fused_too() -> None:
     for fused in run_ranks(compare, 2, 2, OPERATORS, "inductor without code"):
         assert fused == Fused(gathers=6, scatters=2)  # what is added up is not sent again
@@ -153,6 +155,7 @@ def refuse(fuse: bool, sequence_parallel: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("fuse", "sequence_parallel"), [(False, True), (True, False)])
 def test_it_does_not_pretend(fuse: bool, sequence_parallel: bool) -> None:
     for message in run_ranks(refuse, 2, fuse, sequence_parallel):

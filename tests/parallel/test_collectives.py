@@ -27,6 +27,7 @@ from tests.layouts import (
     case,
 )
 from tests.ranks import run_ranks
+from tests.tiers import tiers
 from torchtitan.parallel.traffic_formulas import (
     Traffic,
     of_keys_and_values,
@@ -69,8 +70,15 @@ CASES: dict[str, Case] = {
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
 }
 
+DAILY = (
+    *("DDP 2, accumulating 4", "FSDP 2", "HSDP 2 x 2, accumulating 2", "TP 2", "TP 2, neither"),
+    *("CP 2, ring", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2", "one rank, bfloat16"),
+    *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
+    "FSDP 2 x PP 2, always reshard",
+)
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", tiers(CASES, DAILY))
 def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     layout = CASES[name]

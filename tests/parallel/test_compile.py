@@ -14,6 +14,7 @@ from tests import layouts, tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
+from tests.tiers import tiers
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import CompileConfig, compile, cuda_graphs
@@ -104,7 +105,9 @@ CASES: dict[str, tuple[Case, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", tiers(CASES, ("FSDP 2, every second block recomputed", "TP 2, loss in chunks"))
+)
 def test_it_is_the_same_run(name: str) -> None:
     layout, graphs = CASES[name]
     job = recipe(layout, enable=True, backend="aot_eager")
@@ -259,6 +262,7 @@ def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
         assert "grad_mode" in line
 
 
+@pytest.mark.gate
 def test_graphs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     job = recipe(layouts.ONE, enable=True, cache_folder=str(tmp_path))
     ((cold, (said,)),) = run_ranks(compiled, 1, job)

@@ -18,6 +18,7 @@ from tests.layouts import ONE, SIMPLE, Case, case
 from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
+from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -86,9 +87,7 @@ def off(found: list[Trace], expected: Trace) -> float:
     return (error / moved) ** 0.5
 
 
-@pytest.mark.parametrize(
-    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
-)
+@pytest.mark.parametrize("name", tiers([*LAYOUTS, *MORE], ["FSDP 2"], MORE))
 def test_moments_in_few_bits(name: str) -> None:
     layout = (LAYOUTS | MORE)[name]
     results = run_ranks(traces, layout.ranks, [job(layout, state_dtype=d) for d in ALLOWED])
@@ -127,11 +126,7 @@ def unclipped() -> list[Trace]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *list(IN_BACKWARD)[:-2],
-        *(pytest.param(name, marks=pytest.mark.slow) for name in list(IN_BACKWARD)[-2:]),
-    ],
+    "name", tiers(IN_BACKWARD, ["one rank", "FSDP 2", "TP 2"], list(IN_BACKWARD)[-2:])
 )
 def test_steps_in_the_backward(name: str) -> None:
     layout = IN_BACKWARD[name]
@@ -186,6 +181,7 @@ def test_few_gradients_are_alive_at_a_time_under_fsdp() -> None:
             assert least * whole <= largest <= most * whole
 
 
+@pytest.mark.gate
 def test_as_good_as_in_float32() -> None:
     """The loss after 30 steps, against how far that is from one seed to the next."""
     batch = {"local_batch_size": 4, "global_batch_size": 4}

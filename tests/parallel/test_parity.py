@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests import layouts, tiny
-from tests.layouts import LAYOUTS, ONE, OPTIMIZERS, Case, alone
+from tests.layouts import DAILY, LAYOUTS, LONG, ONE, OPTIMIZERS, Case, alone
 from tests.ranks import run_ranks
 from tests.runs import Part, Trace, trace
+from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
 
@@ -36,19 +37,8 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
     return result
 
 
-LONG = (
-    *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
-    *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation", "TP 2 x PP 2, Float8 rowwise"),
-    *("TP 2 x PP 2, ZBVZeroBubble", "SimpleFSDP 2 x PP 2, ZBVZeroBubble"),
-)
-"""Others have each part of these; they take up to a minute each on two cores."""
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, LONG))
 def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
     layout = LAYOUTS[name]
     if device == "cuda" and torch.cuda.device_count() < layout.ranks:
@@ -98,6 +88,7 @@ def test_start_is_bit_identical() -> None:
             assert torch.equal(part.local, part.of(one.weights[0][name]))
 
 
+@pytest.mark.gate
 def test_bf16_stays_close() -> None:
     """In bf16 sums round in another order on each layout; the run is the same but for that."""
     layout = LAYOUTS["FSDP 2 x TP 2 x PP 2"]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -273,6 +274,7 @@ def test_every_schedule_on_two_ranks(tmp_path: Path) -> None:
     assert (first["many stages"], second["many stages"]) == ([0, 2, 4, 6], [1, 3, 5, 7])
 
 
+@pytest.mark.gate
 def test_four_ranks() -> None:
     names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     run_ranks(compare, 4, [case(4, name) for name in names])
@@ -282,6 +284,7 @@ SHARDED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 COPIED = ("GPipe", "InterleavedZeroBubble")
 
 
+@pytest.mark.gate
 def test_stages_that_are_sharded_or_copied() -> None:
     """Gradients are summed once, and divided by nothing."""
     cases = [
@@ -292,6 +295,7 @@ def test_stages_that_are_sharded_or_copied() -> None:
     run_ranks(compare, 4, cases)
 
 
+@pytest.mark.gate
 def test_stages_that_compute_in_bfloat16() -> None:
     loose = {"compute": torch.bfloat16, "tolerance": 0.1}
     run_ranks(compare, 2, [case(2, name, **loose) for name in ("1F1B", "ZBVZeroBubble")])

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import tiny
 from tests.operators import Operators
 from tests.ranks import run_ranks
+from tests.tiers import tiers
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, activation_checkpoint, context, tensor
 
@@ -36,7 +37,9 @@ def in_backward(axis: str, mode: str) -> Counter[str]:
     return backward.counts
 
 
-@pytest.mark.parametrize(("axis", "operator"), [("cp", ATTENTION), ("tp", SCATTER)])
+@pytest.mark.parametrize(
+    ("axis", "operator"), tiers([("cp", ATTENTION), ("tp", SCATTER)], [("cp", ATTENTION)])
+)
 def test_what_ranks_wait_for_is_kept(axis: str, operator: str) -> None:
     none, full, selective = (
         run_ranks(in_backward, 2, axis, mode)[0][operator] for mode in ("none", "full", "selective")

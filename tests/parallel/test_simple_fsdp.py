@@ -85,13 +85,21 @@ FSDP_X_TP = case(shard=2, tp=2)
 
 
 @pytest.mark.parametrize(
-    "layout", [case(shard=2), case(replicate=2, shard=2), case(replicate=2, tp=2), FSDP_X_TP]
+    "layout",
+    [
+        case(shard=2),
+        pytest.param(case(replicate=2, shard=2), marks=pytest.mark.gate),
+        pytest.param(case(replicate=2, tp=2), marks=pytest.mark.gate),
+        FSDP_X_TP,
+    ],
 )
 def test_gradients_are_those_of_fsdp2(layout: Case) -> None:
     assert_same(layout, 1e-6, training=SHORT)
 
 
-@pytest.mark.parametrize("layout", [case(shard=2), FSDP_X_TP, case(tp=2)])
+@pytest.mark.parametrize(
+    "layout", [case(shard=2), pytest.param(FSDP_X_TP, marks=pytest.mark.gate), case(tp=2)]
+)
 def test_precision_is_mixed_as_by_fsdp2(layout: Case) -> None:
     assert_same(layout, 2e-2, training=SHORT | BFLOAT16)
 

@@ -1,0 +1,70 @@
+"""The tiers of the tests: each layout stands in one, and CI runs what the README says and the rest.
+
+That no test stands in two is held by tests/conftest.py whenever tests are collected.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.layouts import DAILY, LAYOUTS, LONG
+from tests.tiers import tiers
+from torchtitan.parallel.sharding import SHARDING
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_layout_stands_in_one_tier() -> None:
+    cases = {param.values[0]: [mark.name for mark in param.marks] for param in marked()}
+    assert list(cases) == list(LAYOUTS)
+    assert {name for name, marks in cases.items() if not marks} == set(DAILY)
+    assert {name for name, marks in cases.items() if marks == ["slow"]} == set(LONG)
+    assert all(marks in ([], ["gate"], ["slow"]) for marks in cases.values())
+
+
+def marked() -> list[pytest.param]:
+    return tiers(LAYOUTS, DAILY, LONG)
+
+
+def test_a_tier_names_only_what_there_is() -> None:
+    with pytest.raises(AssertionError, match="a case that there is not"):
+        tiers(["one", "two"], ["three"])
+    with pytest.raises(AssertionError, match="in one tier"):
+        tiers(["one", "two"], ["one"], ["one"])
+
+
+def test_every_axis_converter_and_way_to_shard_is_compared_daily() -> None:
+    daily = [LAYOUTS[name] for name in DAILY]
+    for axis in ("pp", "replicate", "shard", "cp", "tp"):
+        assert max(getattr(layout, axis) for layout in daily) > 1, axis
+    assert converters(daily) == converters(LAYOUTS.values())
+    ways = {layout.sections.get("sharding", {}).get("name", "fsdp2") for layout in daily}
+    assert ways == SHARDING.keys()
+
+
+def converters(layouts: object) -> set[str]:
+    return {type(converter).__name__ for layout in layouts for converter in layout.convert}
+
+
+def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
+    """Each without arguments that change what is tested."""
+    readme = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        for line in block.splitlines()
+    ]
+    ci = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("./")]
+    assert ci == [
+        './run_train.sh --job.dump_folder "$(mktemp -d)"',
+        "./scripts/test",
+        "./scripts/test -m gate",
+    ]
+    assert {"./run_train.sh", "./scripts/test"} <= set(readme)
+
+
+def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
+    assert 'set -- -m "not slow"' in (ROOT / "scripts/test").read_text()

@@ -1,0 +1,188 @@
+"""The parts of a step, each alone: what ranks agree on, what is skipped, and what is counted."""
+
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint import TrainState
+from torchtitan.checkpoint.folder import read_state
+from torchtitan.checkpoint.manifest import Manifest
+from torchtitan.checkpoint.storage import write_manifest_of
+from torchtitan.device import Device
+from torchtitan.logging import logger
+from torchtitan.resilience.spikes import Guard, SpikesConfig
+from torchtitan.step import Agreement, Flag, ProbedModel, StepOptimizers, StepStatus
+from torchtitan.timeline import Timeline
+
+TWO = torch.tensor(2.0)
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline(Device("cpu"))
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    """What is logged as a warning."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.handlers, logger.propagate = [handler], False
+    return lines
+
+
+def status(loss: float = 5.0, norm: float = 1.0, **fields: Any) -> StepStatus:
+    return StepStatus({"loss": torch.tensor(loss)}, torch.tensor(norm), loss, norm, 64, **fields)
+
+
+class TwoRanks:
+    """A world in which the other rank has these values."""
+
+    def __init__(self, *others: float) -> None:
+        self.others = torch.tensor(others, dtype=torch.float64)
+
+    def max(self, values: Tensor) -> Tensor:
+        return torch.maximum(values, self.others)
+
+
+def agreement(timeline: Timeline, others: tuple[float, ...], *flags: Flag) -> StepStatus:
+    world: Any = TwoRanks(*others)
+    return Agreement(world, timeline, flags)({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
+
+
+def test_ranks_agree_on_the_highest(timeline: Timeline) -> None:
+    agreed = agreement(timeline, (3.0, 0.25, 7.0))
+    assert (agreed.highest_loss, agreed.highest_norm, agreed.count) == (3.0, 0.5, 7)
+    assert agreed.losses == {"loss": TWO}
+    assert agreed.grad_norm == 0.5
+    assert not agreed.is_skipped
+    assert not agreed.is_void
+    assert set(timeline.take()) == {"other", "sync"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline: Timeline, bad: float) -> None:
+    world: Any = TwoRanks(3.0, 0.25, 7.0)
+    agreed = Agreement(world, timeline, ())(
+        {"loss": torch.tensor(bad)}, torch.tensor(bad), torch.tensor(7)
+    )
+    assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
+
+
+def test_of_a_flag_the_largest_counts_on_every_rank(timeline: Timeline) -> None:
+    heard: dict[str, float] = {}
+    mine = {"stop": True, "signal": False, "late": 2.5}
+    flags = [
+        Flag(lambda value=value: value, lambda agreed, name=name: heard.update({name: agreed}))
+        for name, value in mine.items()
+    ]
+    agreement(timeline, (3.0, 0.25, 7.0, 0.0, 1.0, 1.5), *flags)
+    assert heard == {"stop": 1.0, "signal": 1.0, "late": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "why"),
+    [
+        (math.inf, 1.0, "the loss is not finite"),
+        (5.0, math.inf, "the gradient norm is not finite"),
+        (90.0, 1.0, "the loss is more than 2 standard deviations"),
+    ],
+)
+def test_guard_skips_a_spike_and_says_why(
+    warnings: list[str], loss: float, norm: float, why: str
+) -> None:
+    history = {"loss": [5.0, 6.0], "grad_norm": [1.0, 1.1]}
+    state = TrainState(step=8, history=history)
+    guard = Guard(SpikesConfig(sigma=2, window=2), state, "made already")
+    spiky = status(loss, norm)
+    assert not guard.accepts(spiky)
+    assert spiky.is_skipped
+    assert spiky.notes["skipped_because"] == ("loss" if norm == 1.0 else "grad_norm")
+    (line,) = warnings
+    assert line.startswith(f"step 9: loss {loss:g}, gradient norm {norm:g}: {why}")
+    assert line.endswith("; the update is made already")
+    assert state.history == {"loss": [5.0, 6.0], "grad_norm": [1.0, 1.1]}
+    state.advance(spiky)
+    assert (state.step, state.skipped, state.consecutive_skips) == (9, 1, 1)
+
+
+def test_guard_accepts_what_is_usual_and_remembers_it(warnings: list[str]) -> None:
+    state = TrainState()
+    good = status()
+    assert Guard(SpikesConfig(), state).accepts(good)
+    assert (good.is_skipped, good.notes, warnings) == (False, {}, [])
+    assert state.history == {"loss": [5.0], "grad_norm": [1.0]}
+
+
+def test_counters_move_once_a_step_is_over() -> None:
+    state = TrainState(step=3, tokens=100, history={"loss": [5.0]})
+    state.advance(status(is_void=True, is_skipped=True))
+    assert state == TrainState(step=3, tokens=100, history={"loss": [5.0]})
+    for is_skipped, in_a_row in ((True, 1), (True, 2), (False, 0), (True, 1)):
+        state.advance(status(is_skipped=is_skipped))
+        assert state.consecutive_skips == in_a_row
+    assert (state.step, state.tokens, state.skipped) == (7, 100 + 4 * 64, 3)
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool) -> None:
+    done: list[str] = []
+    inner: Any = SimpleNamespace(
+        in_backward=in_backward,
+        begin=lambda factor: done.append("begin") or 1e-3 * factor,
+        clip=lambda max_norm, agree: agree(torch.tensor(max_norm)),
+        step=lambda: done.append("step"),
+    )
+    optimizers = StepOptimizers(
+        inner,
+        max_norm=0.3,
+        timeline=timeline,
+        wait_until_writable=lambda: done.append("wait"),
+        norm_of_all=lambda norm: 2 * norm,
+    )
+    assert optimizers.begin(0.5) == 5e-4
+    assert optimizers.clip() == pytest.approx(0.6)
+    optimizers.step()
+    # Where the backward updates the weights, they have to be writable before it.
+    assert done == [*["wait"] * in_backward, "begin", "wait", "step"]
+    assert set(timeline.take()) == {"other", "clip", "optimizer"}
+
+
+def test_a_probe_stands_around_the_model() -> None:
+    done: list[Any] = []
+    inner: Any = SimpleNamespace(
+        parts=["part"], forward_backward=lambda batch: done.append("model") or {"loss": TWO}
+    )
+    batch: Any = "batch"
+    probed = ProbedModel(inner, before=done.append, after=lambda batch: done.append("after"))
+    assert probed.forward_backward(batch) == {"loss": TWO}
+    assert done == ["batch", "model", "after"]
+    assert probed.parts == ["part"]
+    assert ProbedModel(inner).forward_backward(batch) == {"loss": TWO}
+
+
+def saved(folder: Path, **counters: Any) -> Manifest:
+    """A checkpoint without tensors."""
+    what: Any = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
+    return write_manifest_of(folder, [], {"train_state": counters, "data": {}}, **what)
+
+
+def test_counters_of_old_checkpoints_are_read(tmp_path: Path) -> None:
+    old = {"step": 4, "skipped": 3, "skipped_in_a_row": 2, "stepped_over": 32}
+    state = read_state(tmp_path, saved(tmp_path, **old))
+    assert TrainState(**state["train_state"]) == TrainState(
+        step=4, skipped=3, consecutive_skips=2, skipped_samples=32
+    )
+    assert state["data"] == {}
+
+
+def test_counters_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    new = {"step": 4, "consecutive_skips": 1, "skipped_samples": 8, "rollbacks": 1}
+    assert read_state(tmp_path, saved(tmp_path, **new))["train_state"] == new
