@@ -58,7 +58,7 @@ def case(
     cp: int = 1,
     tp: int = 1,
     *,
-    batch: int = 2,
+    batch: int = 0,
     training: dict[str, Any] | None = None,
     recompute: dict[str, Any] | None = None,
     documents: bool = False,
@@ -68,7 +68,11 @@ def case(
     communication: dict[str, Any] | None = None,
     **parallelism: Any,
 ) -> Case:
-    """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism]."""
+    """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism].
+
+    Unless it is given, one replica has two microbatches to add up, several have up to two each.
+    """
+    batch = batch or (4 if replicate * shard == 1 else 2)
     sections = {
         "training": {"local_batch_size": batch, **(training or {})},
         "activation_checkpoint": recompute or {},

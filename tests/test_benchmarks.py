@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
+
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", tiers([1, 2], [], [1]))
 def test_overhead(ranks: int, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = ["--blocks", "2", "--steps", "1", "--warmup", "0", "--starts", "2"]
@@ -33,6 +35,7 @@ def test_overhead(ranks: int, tmp_path: Path) -> None:
     assert ("memory_gib" in result) == (ranks == 1)
 
 
+@pytest.mark.gate
 def test_cost_of_reporting(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = ["--metrics", "--blocks", "2", "--steps", "1", "--output", str(output)]
@@ -107,6 +110,7 @@ def test_simple_fsdp_beside_fsdp2(tmp_path: Path) -> None:
     assert found["SimpleFSDP"] > found["SimpleFSDP, merged by block"] > 1
 
 
+@pytest.mark.gate
 def test_precision(tmp_path: Path) -> None:
     output, traces = tmp_path / "page.md", tmp_path / "traces"
     chosen = ["bf16", "Float8 tensorwise, loss in chunks", "SimpleFSDP, loss in chunks"]
