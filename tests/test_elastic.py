@@ -172,6 +172,7 @@ def slurm(tmp_path: Path, *flags: str, gpus: int) -> list[str]:
     return ["env", *given, "bash", "multinode_trainer.slurm", *run]
 
 
+@pytest.mark.gate
 def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path: Path) -> None:
     with started(slurm(tmp_path, "--training.steps=9999", gpus=2), tmp_path / "log") as job:
         wait_for_step(tmp_path / "run", 3, job)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_launch import RECIPE, ROOT, SMALL, environment
+from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
 from torchtitan.tools.cli import main
 
@@ -57,9 +58,7 @@ def run(fault: str, folder: Path) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.parametrize(
-    "fault", [*list(FAULTS)[:-1], pytest.param("freeze", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fault", tiers(FAULTS, ["raise", "silent"], ["freeze"]))
 def test_failure_ends_the_run_and_is_explained(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import losses
+from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +55,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.05)
 
 
+@pytest.mark.gate
 def test_script_on_two_processes_shows_the_ranks_asked_for(tmp_path: Path) -> None:
     two = {"NGPU": "2", "CONFIG_FILE": RECIPE}
     both = finish(
@@ -81,9 +83,7 @@ def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_pat
 STOPS = [(signal.SIGINT, 0), (signal.SIGTERM, 75)]
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [pytest.param(*STOPS[0], marks=pytest.mark.slow), STOPS[1]]
-)
+@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [STOPS[1]], [STOPS[0]]))
 def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     number: int, status: int, tmp_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("number", "status"), STOPS)
+@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [STOPS[1]]))
 def test_signal_to_the_script_is_passed_on_and_loses_nothing(
     number: int, status: int, tmp_path: Path
 ) -> None:
