@@ -69,7 +69,7 @@ def test_script_on_two_processes_shows_the_ranks_asked_for(tmp_path: Path) -> No
     assert not re.search(r"\[rank1\]", one)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", tiers(["1", "2"], ["2"]))
 def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_path: Path) -> None:
     process = start(["./run_train.sh"], tmp_path / "a", "--training.stps=2", NGPU=processes)
     output, _ = process.communicate(timeout=300)
@@ -112,6 +112,7 @@ def test_signal_to_the_script_is_passed_on_and_loses_nothing(
     assert saved == max(losses(tmp_path)) < 1000
 
 
+@pytest.mark.gate
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, RANKS
+from tests.tiers import tiers
 from torchtitan.build import allocate, lay_out
 from torchtitan.checks import load_job
 from torchtitan.device import Device
@@ -28,8 +29,7 @@ from torchtitan.timeline import Timeline
 
 # A rank of each kind: the first, and in a pipeline the last too.
 SLOW = [("llama3_70b", 0), ("llama3_405b", 511)]
-CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b")]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b")] + SLOW
 
 
 def leave_out_the_vote(pipeline: Pipeline) -> None:
@@ -83,7 +83,7 @@ def step(path: Path, ranks: int, rank: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("name", "rank"), CASES)
+@pytest.mark.parametrize(("name", "rank"), tiers(CASES, [("llama3_8b", 0)], SLOW))
 def test_recipe_takes_a_step_at_its_real_size(name: str, rank: int) -> None:
     ranks = RANKS[name]
     (seen,) = run_ranks(step, 1, FOLDER / f"{name}.toml", ranks, rank)
