@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torchtitan.build import layout_of
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.flight_recorder import Collective, recorded
@@ -36,6 +35,7 @@ from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import Traffic, of_step
+from torchtitan.parts import layout_of
 from torchtitan.tools.verify.measure import training
 
 ROOT = Path(__file__).resolve().parent.parent

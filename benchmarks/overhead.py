@@ -23,7 +23,6 @@ too, of the calls themselves and of the threads and processes that the sinks sta
 
 import argparse
 import cProfile
-import dataclasses
 import json
 import os
 import platform
@@ -46,12 +45,12 @@ import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
 from processor_time import NoMeter, Spent, processor_of_children, processor_of_threads
 
-from torchtitan.build import Observer, Run, around_step, assemble, build
+from torchtitan.build import Run, around_step, build
 from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
 from torchtitan.parallel import open_world
-from torchtitan.resilience.stop import StopSignal
+from torchtitan.parts import Parts
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,11 +154,11 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
         job = load_job(RECIPE, words, 1, pick().type).config
         configure()
         world = stack.enter_context(open_world(job.degrees(1), job.comm))
-        watched, bare = (assemble(job, world, Observer(), StopSignal()) for _ in range(2))
+        watched, bare = (Parts(job, world) for _ in range(2))
         # Two runs cannot have one event log and one metrics.jsonl, and this one has none of them.
         nothing: Any = NoMeter()
         silent: Any = SimpleNamespace(before_step=lambda: None, after_step=lambda step: None)
-        bare = dataclasses.replace(bare, meter=nothing, startup=silent)
+        bare.meter, bare.startup = nothing, silent
         bare.timeline._note = lambda: None  # type: ignore[method-assign]
         spent, before = Spent(), set(threading.enumerate())
         spent.watch(watched.meter, "end_step")

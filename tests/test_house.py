@@ -25,6 +25,7 @@ LAYERS = [
     ["train"],
     ["trainer"],
     ["build"],
+    ["parts"],
     ["provenance"],
     ["checks"],
     ["job"],

@@ -1,64 +1,26 @@
-"""Assembles a run from a recipe: the one path from settings to live objects.
+"""Places what a recipe switches on around the step: the one path from settings to a run.
 
-`Parts` are the objects themselves. `build` places them around the step: a feature that is off is in
-no wrapper and in no list, so that the step does not know of it.
+A feature that is off is in no wrapper and in no list, so the step does not know of it.
 """
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from torchtitan.checkpoint import (
-    Checkpointable,
-    Checkpointer,
-    InMemoryState,
-    ResumePolicy,
-    TrainState,
-)
-from torchtitan.data import Batch, DataConfig, DataStream
+from torchtitan.checkpoint import Checkpointer, InMemoryState, TrainState
+from torchtitan.data import Batch
 from torchtitan.job import JobConfig
-from torchtitan.logging import logger
-from torchtitan.metrics import (
-    EVENTS_FOLDER,
-    EventLog,
-    Meter,
-    Sink,
-    SinkContext,
-    StragglerWatch,
-    build_sinks,
-)
+from torchtitan.metrics import Meter
 from torchtitan.metrics.precision import PrecisionWatch
-from torchtitan.metrics.startup import Startup
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.optim import (
-    Optimizers,
-    learning_rate_factor,
-    name_parameters,
-    open_optimizers,
-)
-from torchtitan.parallel import (
-    Launch,
-    Layout,
-    ParallelModel,
-    Precision,
-    World,
-    parallelize,
-    stages,
-)
-from torchtitan.parallel.tensor import redistribute_grads
-from torchtitan.profiling import Evidence, Profiler
-from torchtitan.provenance import about_run
-from torchtitan.resilience.divergence import Divergence
+from torchtitan.optim import learning_rate_factor
+from torchtitan.parallel import Launch, World, stages
+from torchtitan.parts import Observer, Parts, open_stream
 from torchtitan.resilience.replicas import ReplicaGroup
 from torchtitan.resilience.replicas.step import GroupBatches, GroupGuard, GroupModel
 from torchtitan.resilience.spikes import Guard
@@ -77,9 +39,7 @@ from torchtitan.step import (
     StepStatus,
     UpdateGuard,
 )
-from torchtitan.tasks import TASKS, Task
 from torchtitan.tasks.task import previewed
-from torchtitan.timeline import Timeline
 from torchtitan.validate import Validator
 
 # What the replica groups of a run have in common.
@@ -89,19 +49,6 @@ SAME_RECIPE = (
 
 AfterStep = Callable[[TrainState], object]
 """What is done after a step; True: the step is undone, and nothing else is to follow it."""
-
-
-@dataclass(frozen=True)
-class Observer:
-    """Who looks on while a run is trained, such as `verify`."""
-
-    before_step: Callable[[int], None] = lambda step: None
-    """Given the step that begins."""
-    on_microbatch: Callable[[Batch], Batch] = lambda batch: batch
-    """Given each microbatch of this rank as it was read; what it returns is trained on."""
-    after_step: Callable[[TrainState], None] = lambda state: None
-    sinks: Sequence[Sink] | None = None
-    """In place of those of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -123,57 +70,18 @@ class Run:
     """What is open while steps are made."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The objects of a run before they are placed around its step."""
-
-    job: JobConfig
-    world: World
-    observer: Observer
-    task: Task
-    timeline: Timeline
-    model: ParallelModel
-    optimizers: Optimizers
-    data: DataStream
-    state: TrainState
-    contents: Checkpointable
-    checkpoint: Checkpointer
-    meter: Meter
-    profiler: Profiler
-    stop: StopSignal
-    startup: Startup
-    divergence: Divergence
-
-    def is_finished(self) -> bool:
-        """Whether no step is to follow."""
-        if self.stop.is_agreed or self.divergence.reason is not None:
-            return True
-        return self.state.step >= self.job.training.steps
-
-    def before_step(self) -> None:
-        """Tell those who look on which step begins."""
-        self.startup.before_step()
-        self.observer.before_step(self.state.step + 1)
-
-    def wait_until_writable(self) -> None:
-        """Return when nothing copies the weights for a checkpoint any more."""
-        if self.checkpoint.is_staging:
-            with self.timeline.pause("checkpoint"):
-                self.checkpoint.wait_staging()
-
-
 def build(
     job: JobConfig,
     world: World,
     observer: Observer | None = None,
     stop: StopSignal | None = None,
 ) -> Run:
-    """Make every object of the run that `job` describes, for this rank of `world`.
+    """The run that `job` describes, on this rank of `world`.
 
     Raises:
         ConfigError: where what the task needs, or the data, turn out not to fit the recipe.
     """
-    return around_step(assemble(job, world, observer or Observer(), stop or StopSignal()))
+    return around_step(Parts(job, world, observer, stop))
 
 
 def around_step(parts: Parts) -> Run:
@@ -255,56 +163,6 @@ def around_step(parts: Parts) -> Run:
         after_step=partial(in_order, tasks),
         session=partial(open_session, parts, session),
     )
-
-
-def assemble(job: JobConfig, world: World, observer: Observer, stop: StopSignal) -> Parts:
-    """Every object of a run, in the order in which they need each other."""
-    set_determinism(job)
-    folder = Path(job.job.dump_folder).expanduser()
-    task, timeline = open_task(job), Timeline(world.device)
-    model = build_model(job, world, timeline)
-    parameters = name_parameters(model.parts, MODELS[job.model.name].role)
-    optimizers = open_optimizers(
-        parameters, job.optimizer, world.groups["pp"], world.device, redistribute_grads
-    )
-    groups, state = job.fault_tolerance, TrainState()
-    data = open_stream(
-        job,
-        task,
-        accumulation=job.accumulation(world.degrees),
-        rank=groups.group * world.degrees.data + world.data_rank,
-        ranks=job.data_ranks(world.degrees),
-        groups=groups.groups,
-    )
-    contents = Checkpointable(model.parts, optimizers, state, data, world, model.state)
-    about = about_run(job) if world.rank == 0 else {}
-    checkpoint = Checkpointer(resume_policy(job), contents, world, about)
-    meter = build_meter(job, task, world, folder, timeline, observer.sinks)
-    evidence = Evidence(world.device, timeline, optimizers, job.flat())
-    return Parts(
-        job=job,
-        world=world,
-        observer=observer,
-        task=task,
-        timeline=timeline,
-        model=model,
-        optimizers=optimizers,
-        data=data,
-        state=state,
-        contents=contents,
-        checkpoint=checkpoint,
-        meter=meter,
-        profiler=Profiler(job.profiling, folder, world.rank, world.device, timeline, evidence),
-        stop=stop,
-        startup=Startup(meter.events, timeline, world),
-        divergence=Divergence(
-            *(job.spikes, job.training.max_skipped_steps, state, checkpoint, meter, timeline),
-            updates_in_backward=optimizers.in_backward,
-        ),
-    )
-
-
-# --- what stands around a step ---
 
 
 @contextmanager
@@ -437,32 +295,6 @@ class StatisticsProbe:
             self.parts.meter.measured(state.step, "statistics", **self.found)
 
 
-# --- single objects ---
-
-
-def open_stream(
-    job: JobConfig,
-    task: Task,
-    *,
-    accumulation: int,
-    rank: int,
-    ranks: int,
-    groups: int = 1,
-    config: DataConfig | None = None,
-) -> DataStream:
-    """The data of this rank; `config` in place of the recipe's [data]."""
-    return task.open_stream(
-        config or job.data,
-        seed=job.debug.seed,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-        accumulation=accumulation,
-        rank=rank,
-        ranks=ranks,
-        groups=groups,
-    )
-
-
 def open_replica_group(parts: Parts) -> ReplicaGroup:
     """This run as one of several replica groups."""
     job, live = parts.job, InMemoryState(parts.contents, parts.checkpoint.wait_staging)
@@ -492,132 +324,3 @@ def open_statistics(parts: Parts) -> Statistics:
     units = {name for part in model.parts for unit in stages.units(spec, part) for name in unit}
     freq = job.metrics.statistics_freq
     return Statistics(freq, model, parts.optimizers, world, units, copies)
-
-
-def resume_policy(job: JobConfig) -> ResumePolicy:
-    """What decides where this run starts from."""
-    folder = Path(job.job.dump_folder).expanduser()
-    return ResumePolicy(job.checkpoint, folder, job.in_effect(), job.same_run())
-
-
-def open_task(job: JobConfig) -> Task:
-    """What the model is trained to do, with what that needs beside the data: a tokenizer, say."""
-    return TASKS[MODELS[job.model.name].task](job.model, job.model_args())
-
-
-def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """Build the network without memory, lay it out, then fill in only what this rank owns."""
-    model = lay_out(job, world, timeline)
-    allocate(model, job, world)
-    spec = MODELS[job.model.name]
-    rule = partial(spec.init_std, job.model_args())
-    for part in model.parts:
-        initialize(part.named_parameters(), rule, job.debug.seed)
-    return model
-
-
-def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """The network in the recipe's layout, still on the meta device."""
-    spec = MODELS[job.model.name]
-    args = job.model_args()
-    layout = layout_of(job)
-    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
-    logger.info(
-        "%s %s: %s parameters, computed in %s, on %d x %s",
-        job.model.name,
-        job.model.flavor,
-        f"{count_parameters(network).total:,}",
-        job.training.mixed_precision_param,
-        world.size,
-        world.device.name,
-    )
-    if world.degrees.pp > 1:
-        microbatches = job.parallelism.microbatches(job.training.local_batch_size)
-        logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
-    return parallelize(network, spec, args, layout, world, timeline)
-
-
-def layout_of(job: JobConfig) -> Layout:
-    """What `parallelize` has to know of a recipe."""
-    return Layout(
-        parallelism=job.parallelism,
-        precision=Precision(
-            parameters=getattr(torch, job.training.dtype),
-            compute=getattr(torch, job.training.mixed_precision_param),
-            reduce=getattr(torch, job.training.mixed_precision_reduce),
-        ),
-        cpu_offload=job.training.enable_cpu_offload,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        loss=job.loss,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-        convert=job.convert,
-        sharding=job.sharding,
-        communication=job.communication,
-    )
-
-
-def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
-    """Give the parts of a model memory, uninitialised, and fill their buffers."""
-    device = world.device.torch_device
-    for part in model.parts:
-        part.to_empty(device="cpu" if job.training.enable_cpu_offload else device)
-        for module in part.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-        part.init_buffers()  # type: ignore[operator]
-
-
-def build_meter(
-    job: JobConfig,
-    task: Task,
-    world: World,
-    folder: Path,
-    timeline: Timeline,
-    sinks: Sequence[Sink] | None,
-) -> Meter:
-    """The meter with `sinks`, or else those that the recipe enables."""
-    spec = MODELS[job.model.name]
-    context = SinkContext(
-        folder=folder,
-        rank=world.rank,
-        total_steps=job.training.steps,
-        tensorboard_folder=job.metrics.save_tb_folder,
-        color=not job.metrics.disable_color_printing,
-        run_name=job.metrics.run_name,
-        tags=job.metrics.tags,
-        recipe=job.in_effect(),
-    )
-    flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
-    return Meter(
-        build_sinks(job.metrics, context) if sinks is None else sinks,
-        log_freq=job.metrics.log_freq,
-        total_steps=job.training.steps,
-        unit=task.unit,
-        rate=task.rate,
-        units_per_step=job.global_batch(world.degrees) * task.units(job.training.seq_len),
-        flops_per_unit=flops,
-        peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
-        devices=world.size * job.fault_tolerance.groups,
-        device=world.device,
-        rank=world.rank,
-        gather=world.table if world.size > 1 else None,
-        timeline=timeline,
-        events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
-        stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
-    )
-
-
-def set_determinism(job: JobConfig) -> None:
-    """Seed the generators and, if asked, allow only deterministic algorithms."""
-    torch.manual_seed(job.debug.seed)
-    if job.debug.deterministic:
-        # Read by cuBLAS when it is first used; without it torch refuses matrix products on CUDA.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Torch imports its compiler to set it, which takes a second, so it is left as it is where it is
-    # right.
-    if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(
-            job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
-        )

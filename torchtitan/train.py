@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from torchtitan.build import Observer, build, open_task, resume_policy
+from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem, Recipe, help_text
@@ -19,6 +19,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
 from torchtitan.parallel import Launch, open_world
+from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_beside
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import (

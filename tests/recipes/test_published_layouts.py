@@ -17,13 +17,13 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, RANKS
 from tests.tiers import tiers
-from torchtitan.build import allocate, lay_out
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
+from torchtitan.parts import allocate, lay_out
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
 

@@ -16,7 +16,7 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, parts, rows, weights
-from torchtitan.build import Observer, around_step, assemble, build
+from torchtitan.build import around_step, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
@@ -26,8 +26,8 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.losses import IGNORED
 from torchtitan.parallel import Launch, open_world
+from torchtitan.parts import Observer, Parts
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.resilience.stop import StopSignal
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
@@ -100,11 +100,11 @@ def train(
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = world.share(choose(job) if world.rank == 0 else None)
-        made = assemble(job, world, Observer(before_step=at_step), StopSignal())
+        made = Parts(job, world, Observer(before_step=at_step))
         if sees < 0:
             batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
             spoiled: Any = Spoiled(made.data, accumulation, batch, bad)
-            made = dataclasses.replace(made, data=spoiled)
+            made.data = spoiled
         roll_back = made.divergence.roll_back
         run = around_step(made)
         clip = run.optimizers.clip

@@ -7,13 +7,14 @@ from pathlib import Path
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows
-from torchtitan.build import Observer, build
+from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
 from torchtitan.parallel import Launch, open_world
+from torchtitan.parts import Observer
 from torchtitan.timeline import Spent
 from torchtitan.trainer import Trainer
 

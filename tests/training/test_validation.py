@@ -11,14 +11,14 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan.build import Observer, assemble, open_validator
+from torchtitan.build import open_validator
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.losses import IGNORED
 from torchtitan.models.settings import TextConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.resilience.stop import StopSignal
+from torchtitan.parts import Parts
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.validate import Sums, ValidationConfig, together
 
@@ -92,7 +92,7 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
     """What the validator finds of a model that is uniform over the first tokens of its vocabulary;
     how many targets there were, and how many of them bytes of text."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
-        run = assemble(job, world, Observer(), StopSignal())
+        run = Parts(job, world)
         with closing(run.data):
             [part] = run.model.parts
             for parameter in part.parameters():

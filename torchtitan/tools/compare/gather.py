@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.build import layout_of
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import of_step
+from torchtitan.parts import layout_of
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.build import allocate
 from torchtitan.checkpoint.placement import differences, load_into
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
@@ -32,6 +31,7 @@ from torchtitan.parallel import (
     open_world,
     parallelize,
 )
+from torchtitan.parts import allocate
 from torchtitan.timeline import Timeline
 from torchtitan.tools.evaluate.opening import Subject
 

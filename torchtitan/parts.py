@@ -1,0 +1,277 @@
+"""The objects of a run, made from its recipe in the order in which they need each other."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
+from torchtitan.data import Batch, DataConfig, DataStream
+from torchtitan.job import JobConfig
+from torchtitan.logging import logger
+from torchtitan.metrics import (
+    EVENTS_FOLDER,
+    EventLog,
+    Meter,
+    Sink,
+    SinkContext,
+    StragglerWatch,
+    build_sinks,
+)
+from torchtitan.metrics.startup import Startup
+from torchtitan.models import MODELS
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.optim import name_parameters, open_optimizers
+from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
+from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.profiling import Evidence, Profiler
+from torchtitan.provenance import about_run
+from torchtitan.resilience.divergence import Divergence
+from torchtitan.resilience.stop import StopSignal
+from torchtitan.tasks import TASKS, Task
+from torchtitan.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who looks on while a run is trained, such as `verify`."""
+
+    before_step: Callable[[int], None] = lambda step: None
+    """Given the step that begins."""
+    on_microbatch: Callable[[Batch], Batch] = lambda batch: batch
+    """Given each microbatch of this rank as it was read; what it returns is trained on."""
+    after_step: Callable[[TrainState], None] = lambda state: None
+    sinks: Sequence[Sink] | None = None
+    """In place of those of the recipe."""
+
+
+class Parts:
+    """The objects of a run before `build` places them around its step."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        world: World,
+        observer: Observer | None = None,
+        stop: StopSignal | None = None,
+    ) -> None:
+        """Make them, for this rank of `world`.
+
+        Raises:
+            ConfigError: where what the task needs, or the data, turn out not to fit the recipe.
+        """
+        set_determinism(job)
+        self.job, self.world = job, world
+        self.observer, self.stop = observer or Observer(), stop or StopSignal()
+        self.task, self.timeline, self.state = open_task(job), Timeline(world.device), TrainState()
+        self.model = build_model(job, world, self.timeline)
+        self.optimizers = open_optimizers(
+            name_parameters(self.model.parts, MODELS[job.model.name].role),
+            job.optimizer,
+            world.groups["pp"],
+            world.device,
+            redistribute_grads,
+        )
+        groups, degrees = job.fault_tolerance, world.degrees
+        self.data = open_stream(
+            job,
+            self.task,
+            accumulation=job.accumulation(degrees),
+            rank=groups.group * degrees.data + world.data_rank,
+            ranks=job.data_ranks(degrees),
+            groups=groups.groups,
+        )
+        self.contents = Checkpointable(
+            self.model.parts, self.optimizers, self.state, self.data, world, self.model.state
+        )
+        about = about_run(job) if world.rank == 0 else {}
+        self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
+        folder = Path(job.job.dump_folder).expanduser()
+        self.meter = build_meter(job, self.task, world, folder, self.timeline, self.observer.sinks)
+        evidence = Evidence(world.device, self.timeline, self.optimizers, job.flat())
+        self.profiler = Profiler(
+            job.profiling, folder, world.rank, world.device, self.timeline, evidence
+        )
+        self.startup = Startup(self.meter.events, self.timeline, world)
+        self.divergence = Divergence(
+            job.spikes,
+            job.training.max_skipped_steps,
+            self.state,
+            self.checkpoint,
+            self.meter,
+            self.timeline,
+            updates_in_backward=self.optimizers.in_backward,
+        )
+
+    def is_finished(self) -> bool:
+        """Whether no step is to follow."""
+        if self.stop.is_agreed or self.divergence.reason is not None:
+            return True
+        return self.state.step >= self.job.training.steps
+
+    def before_step(self) -> None:
+        """Tell those who look on which step begins."""
+        self.startup.before_step()
+        self.observer.before_step(self.state.step + 1)
+
+    def wait_until_writable(self) -> None:
+        """Return when nothing copies the weights for a checkpoint any more."""
+        if self.checkpoint.is_staging:
+            with self.timeline.pause("checkpoint"):
+                self.checkpoint.wait_staging()
+
+
+def open_stream(
+    job: JobConfig,
+    task: Task,
+    *,
+    accumulation: int,
+    rank: int,
+    ranks: int,
+    groups: int = 1,
+    config: DataConfig | None = None,
+) -> DataStream:
+    """The data of this rank; `config` in place of the recipe's [data]."""
+    return task.open_stream(
+        config or job.data,
+        seed=job.debug.seed,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+        accumulation=accumulation,
+        rank=rank,
+        ranks=ranks,
+        groups=groups,
+    )
+
+
+def resume_policy(job: JobConfig) -> ResumePolicy:
+    """What decides where this run starts from."""
+    folder = Path(job.job.dump_folder).expanduser()
+    return ResumePolicy(job.checkpoint, folder, job.in_effect(), job.same_run())
+
+
+def open_task(job: JobConfig) -> Task:
+    """What the model is trained to do, with what that needs beside the data: a tokenizer, say."""
+    return TASKS[MODELS[job.model.name].task](job.model, job.model_args())
+
+
+def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
+    """Build the network without memory, lay it out, then fill in only what this rank owns."""
+    model = lay_out(job, world, timeline)
+    allocate(model, job, world)
+    spec = MODELS[job.model.name]
+    rule = partial(spec.init_std, job.model_args())
+    for part in model.parts:
+        initialize(part.named_parameters(), rule, job.debug.seed)
+    return model
+
+
+def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
+    """The network in the recipe's layout, still on the meta device."""
+    spec = MODELS[job.model.name]
+    args = job.model_args()
+    layout = layout_of(job)
+    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
+    logger.info(
+        "%s %s: %s parameters, computed in %s, on %d x %s",
+        job.model.name,
+        job.model.flavor,
+        f"{count_parameters(network).total:,}",
+        job.training.mixed_precision_param,
+        world.size,
+        world.device.name,
+    )
+    if world.degrees.pp > 1:
+        microbatches = job.parallelism.microbatches(job.training.local_batch_size)
+        logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
+    return parallelize(network, spec, args, layout, world, timeline)
+
+
+def layout_of(job: JobConfig) -> Layout:
+    """What `parallelize` has to know of a recipe."""
+    return Layout(
+        parallelism=job.parallelism,
+        precision=Precision(
+            parameters=getattr(torch, job.training.dtype),
+            compute=getattr(torch, job.training.mixed_precision_param),
+            reduce=getattr(torch, job.training.mixed_precision_reduce),
+        ),
+        cpu_offload=job.training.enable_cpu_offload,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        loss=job.loss,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+        convert=job.convert,
+        sharding=job.sharding,
+        communication=job.communication,
+    )
+
+
+def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
+    """Give the parts of a model memory, uninitialised, and fill their buffers."""
+    device = world.device.torch_device
+    for part in model.parts:
+        part.to_empty(device="cpu" if job.training.enable_cpu_offload else device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        part.init_buffers()  # type: ignore[operator]
+
+
+def build_meter(
+    job: JobConfig,
+    task: Task,
+    world: World,
+    folder: Path,
+    timeline: Timeline,
+    sinks: Sequence[Sink] | None,
+) -> Meter:
+    """The meter with `sinks`, or else those that the recipe enables."""
+    spec = MODELS[job.model.name]
+    context = SinkContext(
+        folder=folder,
+        rank=world.rank,
+        total_steps=job.training.steps,
+        tensorboard_folder=job.metrics.save_tb_folder,
+        color=not job.metrics.disable_color_printing,
+        run_name=job.metrics.run_name,
+        tags=job.metrics.tags,
+        recipe=job.in_effect(),
+    )
+    flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
+    return Meter(
+        build_sinks(job.metrics, context) if sinks is None else sinks,
+        log_freq=job.metrics.log_freq,
+        total_steps=job.training.steps,
+        unit=task.unit,
+        rate=task.rate,
+        units_per_step=job.global_batch(world.degrees) * task.units(job.training.seq_len),
+        flops_per_unit=flops,
+        peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
+        devices=world.size * job.fault_tolerance.groups,
+        device=world.device,
+        rank=world.rank,
+        gather=world.table if world.size > 1 else None,
+        timeline=timeline,
+        events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
+        stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
+    )
+
+
+def set_determinism(job: JobConfig) -> None:
+    """Seed the generators and, if asked, allow only deterministic algorithms."""
+    torch.manual_seed(job.debug.seed)
+    if job.debug.deterministic:
+        # Read by cuBLAS when it is first used; without it torch refuses matrix products on CUDA.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Torch imports its compiler to set it, which takes a second, so it is left as it is where it is
+    # right.
+    if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
+        )
