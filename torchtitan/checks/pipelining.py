@@ -65,7 +65,7 @@ class Planned:
     compile: CompileConfig
     functions: Sequence[str]
     """Keys that have the model compute by autograd functions written in Python."""
-    has_auxiliary: bool
+    has_auxiliary: bool = False
     """Whether the model has auxiliary losses."""
 
     def problems(self) -> Iterator[Problem]:
