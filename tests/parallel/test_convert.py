@@ -84,7 +84,8 @@ def test_what_a_device_lacks(
 
 
 def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:
-    emulated, real = Float8(emulate=True, filter_fqns=("layers.1", "output")), MXFP8()
+    emulated = Float8(emulate=True, filter_fqns=("layers.1", "output"))
+    real = MXFP8(filter_fqns=("layers.0",))
     job = recipe(case(convert=(emulated, real)))
     (problem,) = tiny.problems(job, "cpu")
     assert problem.path == "convert.1.emulate"
