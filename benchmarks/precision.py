@@ -307,7 +307,7 @@ class Table:
             try:
                 job = read(path, self.ranks, self.device)
             except RecipeError as error:
-                why = re.sub(r"^\S+\.toml:\d+: ", "", error.lines[0])
+                why = "; ".join(re.sub(r"^\S+\.toml:\d+: ", "", line) for line in error.lines)
                 yield name, f"left out: {why}"
                 continue
             lacks = [converter.lacks(self.device.capability) for converter in job.convert]

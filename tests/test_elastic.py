@@ -246,7 +246,7 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
     several = "--rdzv-endpoint=localhost:1 --nnodes"
     enabled = "--checkpoint.enable --training.local_batch_size=2"
     assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
-        "defaults: checkpoint.enable: got false; a restart goes on from the newest checkpoint; "
+        "defaults: checkpoint.enable: got false; a restart continues from the newest checkpoint; "
         "write true",
         "defaults: training.global_batch_size: got -1; it would change with the number of ranks; "
         "24 fits all from 2 to 6",
@@ -280,7 +280,7 @@ def test_restarts_that_could_not_go_on_are_refused(
 ) -> None:
     words = f"--processes=2 --max-restarts=1 {ROOT / RECIPE} --job.dump_folder={tmp_path} {flag}"
     (line,) = refused(capsys, words)
-    assert line.endswith(told.format("a restart goes on from the newest checkpoint"))
+    assert line.endswith(told.format("a restart continues from the newest checkpoint"))
 
 
 @pytest.mark.parametrize(

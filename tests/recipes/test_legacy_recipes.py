@@ -297,8 +297,13 @@ def test_migrating_other_ways_to_write_it(old: str, tmp_path: Path) -> None:
     path = written(tmp_path / "old.toml", old)
     new = written(tmp_path / "new.toml", migrate(path)[0])
     assert read(new).config == read(path).config
-    assert read(path).notices
-    assert read(new).notices == []
+    assert translations(read(path))
+    assert translations(read(new)) == []
+
+
+def translations(recipe: Recipe[JobConfig]) -> list[str]:
+    """What was read under another name; other notices say what was got."""
+    return [line for line in recipe.notices if ": got " not in line]
 
 
 def test_nothing_to_migrate(tmp_path: Path) -> None:
@@ -326,7 +331,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
     sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
     assert recipe.config.sharding.model_dump() == sharding
-    assert [line.split(": ")[2] for line in recipe.notices] == [
+    assert [line.split(": ")[2] for line in translations(recipe)] == [
         *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
     ]
     recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))

@@ -84,7 +84,7 @@ def test_settings(path: Path, tokenizer: str) -> None:
 def test_comment_says_what_it_needs(path: Path) -> None:
     ranks = RANKS[path.stem]
     comment = path.read_text(encoding="utf-8").split("\nextends")[0].replace("\n# ", " ")
-    said = re.search(r"on (\d+) GPUs .* = (\d+(?:\.\d)?) GB a GPU", comment)
+    said = re.search(r"on (\d+) GPUs .* = (\d+(?:\.\d)?) GB per GPU", comment)
     assert said
     spec = MODELS["llama3"]
     with torch.device("meta"):
