@@ -109,7 +109,7 @@ class Parts:
 
     def is_finished(self) -> bool:
         """Whether no step is to follow."""
-        if self.stop.is_agreed or self.divergence.reason is not None:
+        if self.stop.is_agreed or self.divergence.is_diverged:
             return True
         return self.state.step >= self.job.training.steps
 

@@ -117,3 +117,11 @@ def test_after_an_update_in_the_backward_nothing_is_saved(saved: int | None, wor
     with pytest.raises(TrainingDiverged, match=f"the last checkpoint is {words}\\."):
         watch.raise_if_diverged()
     assert watch.checkpoint.asked == []
+
+
+def test_the_last_checkpoint_is_that_of_a_save_that_was_still_under_way() -> None:
+    watch = divergence(after_skips(1), in_backward=True)
+    assert watch.after_step(watch.state)
+    watch.checkpoint.saver.saved_step = 13
+    with pytest.raises(TrainingDiverged, match="the last checkpoint is step-13"):
+        watch.raise_if_diverged()

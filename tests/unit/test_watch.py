@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import signal
 import sys
 
 import pytest
@@ -240,6 +241,8 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c(tmp_path):
 def on_a_terminal(words: list[str]) -> None:
     """In the child of `pty.fork`: run the command on the terminal that it was given."""
     os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    # A shell without a terminal has what it starts beside it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 1
     try:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115

@@ -28,25 +28,30 @@ class Divergence:
         self.config, self.max_skipped_steps, self.state = config, max_skipped_steps, state
         self.checkpoint, self.meter, self.timeline = checkpoint, meter, timeline
         self.updates_in_backward = updates_in_backward
-        self.reason: str | None = None
-        """Why the run cannot continue, and what may help; None while it can."""
+        self.is_diverged = False
+        """Whether the run cannot continue."""
 
     def after_step(self, state: TrainState) -> bool:
         """Roll back or give up, if it is time; True: nothing else is to follow this step."""
         if state.consecutive_skips and self.updates_in_backward:
-            self.reason = self._corrupted()
+            self.is_diverged = True
             return True
         if state.consecutive_skips < self.max_skipped_steps:
             return False
         if self.roll_back():
             return True
-        self.reason = self._diverged()
+        self.is_diverged = True
         return False
 
     def raise_if_diverged(self) -> None:
-        """Raise TrainingDiverged, if so."""
-        if self.reason is not None:
-            raise TrainingDiverged(self.reason)
+        """Say why the run cannot continue, and what may help; when all saves have ended.
+
+        Raises:
+            TrainingDiverged: if it cannot.
+        """
+        if self.is_diverged:
+            corrupted = self.updates_in_backward
+            raise TrainingDiverged(self._corrupted() if corrupted else self._diverged())
 
     def roll_back(self) -> bool:
         """Return to the checkpoint before a row of skipped steps, but not to the data after it.
