@@ -1,4 +1,4 @@
-"""What is written beside a run, so that it can be told later what ran: recipe and versions."""
+"""What is written beside a run, so that it is known later what ran: recipe and versions."""
 
 import functools
 import json
@@ -64,8 +64,8 @@ def to_toml(job: JobConfig) -> str:
     tree = job.model_dump(mode="json", exclude_none=True)
     text: str = tomlkit.dumps(tree)
     sizes = MODELS[job.model.name].settings.sizes_of(job.model_args())
-    told = ", ".join(f"{key} {show(size)}" for key, size in sizes.items())
-    return text.replace("[model]\n", f"[model]\n# in effect: {told}\n", 1)
+    sizes_shown = ", ".join(f"{key} {show(size)}" for key, size in sizes.items())
+    return text.replace("[model]\n", f"[model]\n# in effect: {sizes_shown}\n", 1)
 
 
 def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:

@@ -4,8 +4,8 @@ of the next.
 So the phases never overlap and never leave a gap: together they are the time that went by. A moment
 on CUDA is an event in the stream, read when a report is due, so that noting it waits for nothing.
 
-A phase within a phase is told apart from it (the forward of a stage within a pipeline's schedule).
-A pause (a checkpoint, a validation) is told as a whole, whatever happens in it.
+A phase within a phase is counted apart from it (the forward of a stage within a pipeline's
+schedule). A pause (a checkpoint, a validation) counts as a whole, whatever happens in it.
 
 On a CPU the processor time of the thread is noted too. A rank that waits for another uses none, so
 of ranks that are kept in step by their collectives it still tells which one has more to do.
@@ -30,7 +30,7 @@ PHASES = ("data", "forward", "backward", "pipeline", "clip", "sync", "optimizer"
     backward   the same; updates in the backward are in it
     pipeline   in a pipeline's schedule, but neither forward nor backward: neighbours are waited for
     clip       the gradient norm, over all ranks, and the scaling by it
-    sync       sums over ranks of targets and loss, and the one wait for the verdict on the step
+    sync       sums over ranks of targets and loss, and the one wait for the status of the step
     optimizer  the update
     other      what is left
 """
@@ -62,7 +62,7 @@ class Timeline:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was; the time that is told begins now."""
+        """Forget what was; the time that is reported begins now."""
         self._moments.clear()
         self._note()
 

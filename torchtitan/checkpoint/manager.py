@@ -132,7 +132,7 @@ class Checkpointer:
         From now on the checkpoint says so too, and a run that is killed and resumes from it does
         not meet that data again. Returns False if there is no such checkpoint.
         """
-        self.saver.settle()
+        self.saver.wait_until_idle()
         data = self.contents.position()["data"]
         path = self._newest_before(before_step)
         if path is None:
@@ -186,7 +186,7 @@ class Checkpointer:
 
         `finished` says that the run is complete, which a run that was only stopped is not.
         """
-        self.saver.settle()
+        self.saver.wait_until_idle()
         step = self.state.step
         path = self.folder / f"step-{step}"
         # Not `Path.exists`, which fails where a disk does; a save that fails has its own words.
@@ -228,7 +228,7 @@ class Checkpointer:
         Raises:
             SaveFailed: where the state the run ends with could not be saved.
         """
-        self.saver.settle()
+        self.saver.wait_until_idle()
         if self.saver.failed_step == self.state.step:
             raise SaveFailed(
                 f"step {self.state.step} could not be saved (see above); the run's work since "

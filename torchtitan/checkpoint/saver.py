@@ -69,10 +69,10 @@ class Saver:
         pinned = config.async_mode == "async_with_pinned_mem"
         self.staging = Staging(pinned, world.device)
         if pinned and not self.staging.pinned:
-            told = (
+            message = (
                 "checkpoint.async_mode: a %s has no memory to pin; a thread copies, as with async"
             )
-            logger.info(told, world.device.type)
+            logger.info(message, world.device.type)
         self.saved_step: int | None = None
         """The newest step on disk."""
         self.failed_step: int | None = None
@@ -85,7 +85,7 @@ class Saver:
     ) -> None:
         """Save a step; unless it is asynchronous, every byte is then on disk."""
         began, waited = time.perf_counter(), self.staging.waited
-        self.settle()
+        self.wait_until_idle()
         path = self.folder / f"step-{step}.saving"
         if problem := self.world.share(self._begin(step)):
             self._failed(step, path, [problem])
@@ -117,7 +117,7 @@ class Saver:
             case Check() as check:
                 self._forget_old(check)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no save is in any stage."""
         self.staging.wait()
         while self._stage is not None:
@@ -165,8 +165,8 @@ class Saver:
         path = save.path.with_suffix("")
         self.saved_step, self.failed_step = save.step, None
         waits = f"; training waited {self._waits():.2f} s" if self.is_async else ""
-        told = "saved %s: %s MB, written in %.2f s%s"
-        logger.info(told, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
+        message = "saved %s: %s MB, written in %.2f s%s"
+        logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
         names = [mine.name] if isinstance(mine, Written) else []
         if self.world.rank == 0:
             names += [INDEX, STATE_FILE]

@@ -25,7 +25,7 @@ class TrainState:
     skipped_samples: int = 0
     """Samples that were read and are, because of this, not in the weights."""
     history: dict[str, list[float]] = field(default_factory=dict)
-    """Loss and gradient norm of the last good steps, by which spikes are told."""
+    """Loss and gradient norm of the last good steps, by which spikes are detected."""
     schedule_start: int = 0
     """The step after which the learning rate schedule began."""
 

@@ -146,7 +146,7 @@ def of_sections(
 
 
 def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iterator[Problem]:
-    """Everything that cannot work in a run whose number of ranks may change, told once each."""
+    """Everything that cannot work in a run whose number of ranks may change, once each."""
     batch, found = "training.global_batch_size", dict[Problem, list[int]]()
     for size in sizes:
         for problem in problems(job, replace(world, ranks=size)):

@@ -30,12 +30,12 @@ class Section(NamedTuple):
 
 
 def sections(schema: type[Config]) -> Iterator[Section]:
-    """Every section of a recipe, in order; a class that several choices share is told once."""
-    told: set[tuple[str, type[Config]]] = set()
+    """Every section of a recipe, in order; a class that several choices share is reported once."""
+    shown: set[tuple[str, type[Config]]] = set()
     for path, choice, settings, owner in places(schema):
-        if (path, settings) in told:
+        if (path, settings) in shown:
             continue
-        told.add((path, settings))
+        shown.add((path, settings))
         entries = [
             _entry(f"{path}.{key}", info)
             for key, info in settings.model_fields.items()

@@ -138,7 +138,7 @@ class ConverterConfig(Config):
 def linears(
     model: nn.Module, config: ConverterConfig, done: Conversion
 ) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears that `config` converts; `done` is told of all, and why others are left out."""
+    """The linears that `config` converts; `done` is called for all, and why others are left out."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue

@@ -236,10 +236,10 @@ class DataStream:
         ]
         return torch.tensor(rows, dtype=torch.int64)
 
-    def update_positions(self, standing: Tensor) -> None:
+    def update_positions(self, positions: Tensor) -> None:
         """Takes note of where the lanes of its peers stand, from the sum of what all said."""
         own = set(self._turns)
-        for lane, row in zip(sorted(self._records), standing.tolist(), strict=True):
+        for lane, row in zip(sorted(self._records), positions.tolist(), strict=True):
             if any(row) and lane not in own:
                 self._records[lane] = Record(*(number - 1 for number in row))
 

@@ -101,7 +101,7 @@ class Recorder:
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._previous = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        self._watcher = threading.Thread(target=self._watch, name="flight", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
         self._watcher.start()
         return self
 

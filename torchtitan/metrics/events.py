@@ -15,7 +15,7 @@ from torchtitan.logging import logger
 
 
 class EventLog:
-    """Writes events as they happen; a disk that fails does not end the run, and is told once."""
+    """Writes events as they happen; a disk that fails is reported once, and the run continues."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         """`folder`: None for no log."""
@@ -31,7 +31,7 @@ class EventLog:
             if self.file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = FileIO(self.path, "a")
-            # JSON has no NaN; what is not finite is told as a word.
+            # JSON has no NaN; what is not finite is written as a word.
             self.file.write(json.dumps(row).encode() + b"\n")
         except OSError as error:
             logger.error("%s: %s; no more events are written", self.path, error.strerror)

@@ -188,7 +188,7 @@ class Meter:
         self._write(step, row)
 
     def event(self, step: int, kind: str, **details: Value) -> None:
-        """Write what was decided, as a row of its own; the log has told it in words."""
+        """Write what was decided, as a row of its own; the log says it in words."""
         self._write(step, {"event": kind, **details})
         self.events.write(step, kind, **details)
 
@@ -304,8 +304,8 @@ class Meter:
                 return
             name, why = type(sink).__name__, " ".join(f"{type(error).__name__}: {error}".split())
             self._failed[id(sink)] = f"{name} (at step {self._step}: {why})"
-            told = "%s failed to %s at step %d: %s; the run goes on without it"
-            logger.error(told, name, what, self._step, why, exc_info=error)
+            message = "%s failed to %s at step %d: %s; the run continues without it"
+            logger.error(message, name, what, self._step, why, exc_info=error)
 
     def _transfer(self) -> dict[str, float]:
         """All recorded values on the host, by one transfer, which waits for the device."""

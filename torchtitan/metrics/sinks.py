@@ -89,7 +89,7 @@ class Console:
 
     def write(self, step: int, metrics: Metrics) -> None:
         if "event" in metrics:
-            return  # the log has told it in words
+            return  # the log says it in words
         logger.info("%s", row_line(step, self.total, metrics))
         if self.bar is not None and "eta_s" in metrics:
             self.bar.update(0, completed=step, eta=f"eta {_duration(metrics['eta_s'])}")
@@ -251,7 +251,7 @@ class WandB:
             return  # a rollback; its steps come again in the same run
         self.context.folder.mkdir(parents=True, exist_ok=True)
         resumes = start_step > 0
-        wishes = {
+        defaults = {
             "WANDB_PROJECT": ("project", "torchtitan"),
             "WANDB_NAME": ("name", self.context.name),
             "WANDB_TAGS": ("tags", list(self.context.tags)),
@@ -259,7 +259,7 @@ class WandB:
             "WANDB_RESUME": ("resume", "allow" if resumes else None),
         }
         ours: dict[str, Any] = dict(
-            wish for variable, wish in wishes.items() if variable not in os.environ
+            default for variable, default in defaults.items() if variable not in os.environ
         )
         self.run = wandb.init(
             dir=str(self.context.folder), config=dict(self.context.recipe), **ours

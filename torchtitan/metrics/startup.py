@@ -32,7 +32,7 @@ class Startup:
             self.age = age_of_process()
 
     def after_step(self, step: int) -> None:
-        """To be called after each step; the first two are told of."""
+        """To be called after each step; the first two are reported."""
         self.steps += 1
         if self.steps == 1:
             self.events.write(step, "start", **self._start())
@@ -58,8 +58,8 @@ class Startup:
         # An axis over all ranks shares their group with what is for all of them.
         names = {"all": used[0]} if len(used) == 1 else {}
         sent = sent_by_group(of_step)
-        told: dict[str, Any] = {
+        found_sent: dict[str, Any] = {
             f"sent/{names.get(group, group)}": size for group, size in sent.items()
         }
         # Gloo records none.
-        return told | {"messages": sum(one.is_p2p for one in of_step)}
+        return found_sent | {"messages": sum(one.is_p2p for one in of_step)}

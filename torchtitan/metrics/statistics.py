@@ -153,7 +153,7 @@ class TensorSums:
 
 
 def values(sums: Sequence[float], largest: float, copies: float) -> dict[str, float]:
-    """What is told of a tensor."""
+    """What is reported of a tensor."""
     elements, total, squares, zeros, lost = sums
     finite = max(elements - lost, 1)
     return {

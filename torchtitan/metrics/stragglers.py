@@ -76,7 +76,7 @@ class StragglerWatch:
         return slowest(seconds, step_seconds, self.stages)
 
     def look(self, found: Sequence[Straggler]) -> list[Straggler]:
-        """Of the slowest of a report those that are to be told of, once until they catch up."""
+        """Of the slowest of a report those to report, once until they catch up."""
         late = [one for one in found if 0 < self.limit < one.percent]
         before, self._in_a_row = self._in_a_row, {}
         for one in late:

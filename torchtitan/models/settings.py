@@ -23,7 +23,7 @@ def size(about: str, **bounds: Any) -> Any:
 
 
 class ModelConfig(Config):
-    """What every family of models can be told."""
+    """What can be set of every family of models."""
 
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
     flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
@@ -57,12 +57,12 @@ class ModelConfig(Config):
         return iter(())
 
     def origin(self, *keys: str) -> str:
-        """The first of these keys that the recipe says, for a problem to be told of."""
+        """The first of these keys that the recipe says, for a problem to name."""
         return next((key for key in keys if key in self.said()), "flavor")
 
 
 class TextConfig(ModelConfig):
-    """What every model of text can be told."""
+    """What can be set of every model of text."""
 
     tokenizer_path: str | None = Field(
         None,

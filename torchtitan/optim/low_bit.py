@@ -6,10 +6,10 @@ arXiv:2110.02861), 4-bit ones for those of a smaller map or of a line (Li et al.
 arXiv:2309.01507), and Float8 codes for themselves. An update is computed in float32; what it
 leaves of the moments is stored again in few bits. It is compiled, once for each shape.
 
-Not all is stored so. Small tensors are not worth it. Embeddings would be harmed: a row that a step
-does not use has no gradient, and where its second moment was rounded to zero but its first was not,
-their quotient is anything, thousands of learning rates in the tests. So theirs stay as they are, as
-in the first of these papers.
+Not all is stored so. Small tensors are not worth it. Embeddings would be corrupted: a row that
+a step does not use has no gradient, and where its second moment was rounded to zero but its first
+was not, their quotient is anything, thousands of learning rates in the tests. So theirs stay as
+they are, as in the first of these papers.
 
 A checkpoint holds what the codes stand for, in float32, which any layout and any other precision
 can load. Loaded into the blocks it came from, it is the same to the bit: see `fill`.
@@ -212,12 +212,14 @@ def describe(dtype: StateDtype, states: Iterable[tuple[str, Tensor]]) -> str:
     elements = sum(local(moment).numel() for moment in moments)
     few = [moment for moment in moments if is_quantized(moment)]
     bits = sum(local(moment).numel() for moment in few)
-    told = f"optimizer states in {dtype}: {sum(map(size, moments)):,} bytes for {elements:,} values"
+    message = (
+        f"optimizer states in {dtype}: {sum(map(size, moments)):,} bytes for {elements:,} values"
+    )
     if dtype != "bfloat16":
         rest = len(moments) - len(few)
-        told += (
+        message += (
             f"; {bits:,} values in {len(few)} tensors are quantised, {elements - bits:,} in {rest} "
             "stay as the parameters are (embeddings, and tensors of which this rank has fewer than "
             f"{SMALLEST} elements, or no multiple of the block of {BLOCK[dtype]})"
         )
-    return f"{told}; the update is compiled in the first step, once for each shape"
+    return f"{message}; the update is compiled in the first step, once for each shape"

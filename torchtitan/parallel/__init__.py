@@ -119,7 +119,7 @@ def parallelize(
     world: World,
     timeline: Timeline,
 ) -> ParallelModel:
-    """Apply every technique to `model`, in order; `timeline` is told of forward and backward.
+    """Apply every technique to `model`, in order; `timeline` measures forward and backward.
 
     The order is policy: what is converted is cut, what is cut is split, recomputation is inside
     what is compiled, and both are inside the unit that is gathered and reduced.

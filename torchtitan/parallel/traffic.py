@@ -2,7 +2,7 @@
 
 Here is read off how often each technique sends what, for the formulas of `traffic_formulas`. It is
 what happens in eager execution: a compiler may recompute more, or less. Left out are a dozen
-all-reduces of single numbers: targets, loss, gradient norm, the wish to stop.
+all-reduces of single numbers: targets, loss, gradient norm, the request to stop.
 """
 
 import itertools

@@ -1,8 +1,9 @@
 """What each technique sends in an optimizer step, as functions of numbers.
 
-A collective is told by its axis, its kind and the bytes of its whole: what an all-gather ends with,
-what a reduce-scatter begins with, the tensor of an all-reduce or of a send. Of a whole of b bytes
-each of n ranks sends, around a ring (Patarasuk and Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002),
+A collective is described by its axis, its kind and the bytes of its whole: what an all-gather ends
+with, what a reduce-scatter begins with, the tensor of an all-reduce or of a send. Of a whole of b
+bytes each of n ranks sends, around a ring (Patarasuk and Yuan, 2009,
+doi:10.1016/j.jpdc.2008.09.002),
 
     all-gather      b (n - 1) / n
     reduce-scatter  b (n - 1) / n

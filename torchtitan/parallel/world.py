@@ -41,7 +41,7 @@ JOINED_AXES = {
 }
 PARAMETER_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 # Coordination of saves: as slow as a shared file system can be.
-PATIENCE = timedelta(hours=2)
+OBJECT_TIMEOUT = timedelta(hours=2)
 
 
 class Degrees(NamedTuple):
@@ -307,7 +307,7 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="patient")
+        patient = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="patient")
         yield make_world(degrees, comm, device, patient)
     finally:
         if owner:

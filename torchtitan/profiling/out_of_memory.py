@@ -2,7 +2,7 @@
 the recipe makes it less.
 
 The activations are not listed, as nobody keeps a list of them: they are what the peak has beyond
-the rest, which is why the step and the phase are told.
+the rest, which is why the step and the phase are reported.
 """
 
 import json
@@ -61,7 +61,7 @@ class LiveTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What can be told of the memory of a run; each part may be unknown."""
+    """What is known of the memory of a run; each part may be unknown."""
 
     device: Device
     timeline: Timeline | None = None
@@ -70,7 +70,7 @@ class Evidence:
     """By dotted keys."""
 
     def write(self, dump_folder: Path, rank: int, step: int, error: BaseException) -> None:
-        """Write it beside the run; a disk that fails is told, for the error has to go on."""
+        """Write it beside the run; a disk that fails is reported, for the error has to go on."""
         path = dump_folder / OUT_OF_MEMORY_FOLDER / f"rank{rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
 A trace is a Chrome trace (open it at https://ui.perfetto.dev); a memory snapshot is the history of
 CUDA's allocator (open it at https://pytorch.org/memory_viz). Both are written on the schedule of
-`[profiling]`, and whenever somebody asks a run that goes on: by a file in its dump folder, as
-`torchtitan profile` does, or by SIGPROF to any rank. What one rank is asked for it wishes, and all
-ranks learn of the wish by the verdict on the step; so all of them trace the same steps.
+`[profiling]`, and whenever somebody asks a live run: by a file in its dump folder, as
+`torchtitan profile` does, or by SIGPROF to any rank. What one rank is asked for, all ranks learn
+with the status of the step; so all of them trace the same steps.
 
 The exception that ends training always goes on to the caller; where memory ran out, the evidence of
 why is written first.
@@ -36,7 +36,7 @@ ON_REQUEST: Final = "_on_request"
 # Allocations and frees remembered for a snapshot; torch keeps the newest.
 MEMORY_EVENTS = 100_000
 # Seconds between two looks for a request: a network file system is slow to say that there is none.
-PACE = 1.0
+POLL_INTERVAL = 1.0
 # Steps that the profiler runs before a trace that was asked for, since its first one is slow.
 WARMUP = 1
 
@@ -66,7 +66,7 @@ class Profiler:
         self.clock = clock
         self._step = self._steps = 0
         self._requested = self._asked = 0
-        self._looked = -PACE
+        self._looked = -POLL_INTERVAL
         self._trace: Trace | None = None
         self._handler: Any = None
 
@@ -82,7 +82,7 @@ class Profiler:
 
     def request(self) -> int:
         """How many steps this rank was asked to trace; 0: it was not."""
-        if self.rank == 0 and self.clock() - self._looked >= PACE:
+        if self.rank == 0 and self.clock() - self._looked >= POLL_INTERVAL:
             self._looked = self.clock()
             self._requested = max(self._requested, self._take_request())
         return self._requested

@@ -4,7 +4,7 @@ A loss or gradient norm that is not finite, or far above what it was lately, is 
 made of it may throw a run off for good, so none is made: the step is skipped. *Lately* is the last
 `window` steps that were not skipped, *far above* is more than `sigma` of their standard deviations
 above their mean. The judgement needs nothing but numbers that every rank has, and those of the
-window are saved with the run, so all ranks judge alike, and a resumed run like one that never
+window are saved with the run, so all ranks decide alike, and a resumed run like one that never
 stopped.
 
 A run that spikes again and again cannot be helped by skipping. After `training.max_skipped_steps`

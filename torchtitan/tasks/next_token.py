@@ -1,7 +1,7 @@
 """Predicting the next token of text: batches of token ids, cross entropy, and a tokenizer.
 
 Loss in nats a token says little across tokenizers: longer tokens are fewer and harder. So that of
-held-out text is also told by the bytes B that the targets stand for:
+held-out text is also reported per byte, with B bytes that the targets stand for:
 
     bits per byte = nats / (B ln 2)        perplexity per byte = exp(nats / B)
 

@@ -60,7 +60,7 @@ class Task:
     def open_stream(
         self, config: DataConfig, *, seed: int, seq_len: int, **part: int
     ) -> DataStream:
-        """The stream of one data-parallel rank; `part` is what `build_stream` is told of it."""
+        """The stream of one data-parallel rank; `part` is for `build_stream`."""
         source, packing = self.open_source(config, seed), self.packing(config, seq_len)
         return build_stream(config, source, packing, **part)
 

@@ -392,7 +392,7 @@ def test_a_sink_that_fails_does_not_end_the_run_and_is_named(at, asked, step, ca
     assert meter.summary()["failed_sinks"] == last.summary["failed_sinks"]
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.message == (
-        f"Broken failed to {at} at step {step}: OSError: disk full; the run goes on without it"
+        f"Broken failed to {at} at step {step}: OSError: disk full; the run continues without it"
     )
     assert record.exc_info[1] is broken.error
 

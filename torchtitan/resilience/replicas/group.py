@@ -88,7 +88,7 @@ class ReplicaGroup:
             self.manager.shutdown(wait=False)
 
     def _manager(self) -> "Manager":
-        os.environ.setdefault("RUST_LOG", "warn")  # else every meeting is told in ten lines
+        os.environ.setdefault("RUST_LOG", "warn")  # else every meeting takes ten lines
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # `should_commit` says what failed
         from torchft import Manager, ProcessGroupGloo
 

@@ -86,13 +86,13 @@ def compare(study: Study) -> Report:
         launch_all(todo, launcher(study))
     conditions = study.conditions
     last = conditions.warmup_steps + conditions.steps
-    told = conditions.model_dump(exclude={"title", "description", "baseline", "output"})
+    chosen = conditions.model_dump(exclude={"title", "description", "baseline", "output"})
     found = report(
         [_candidate(ready, todo, conditions.warmup_steps, last) for ready in variants],
         study.baseline,
         title=study.title,
         description=conditions.description,
-        conditions={"study": study.place} | told,
+        conditions={"study": study.place} | chosen,
         root=study.output,
     )
     write(found, study.output)

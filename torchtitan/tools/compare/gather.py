@@ -28,7 +28,7 @@ NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Keys, by how they begin, that tell nothing about how a run trains."""
 DATA = ("data.", "debug.seed", "training.seq_len")
 SMALL = 1e-3
-"""A pause that takes no more of the time is not told by itself."""
+"""A pause that takes no more of the time is not listed by itself."""
 MACHINE = ("device", "platform", "torchtitan", "git_commit", "torch", "python")
 
 

@@ -47,7 +47,7 @@ Rule = Callable[[Facts], Iterator[Advice]]
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """All that the numbers speak for, the largest losses first where that can be told."""
+    """All that the numbers speak for, the largest losses first where that is known."""
     return [advice for rule in RULES for advice in rule(facts)]
 
 
