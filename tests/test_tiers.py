@@ -68,3 +68,14 @@ def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
     assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
     assert 'set -- -m "not slow"' in (ROOT / "scripts/test").read_text()
+
+
+def test_the_guide_counts_the_layouts() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    gate = len(LAYOUTS) - len(DAILY) - len(LONG)
+    for words in (
+        f"{len(DAILY)} of {len(LAYOUTS)} layouts",
+        f"{gate} more layouts",
+        f"the {len(LONG)} longest layouts",
+    ):
+        assert words in guide
