@@ -8,6 +8,10 @@ same bytes, each with an `fsync`; loads likewise, from files that the kernel was
 ratio is to the plain write or read, round by round, so that a disk that slows down slows all.
 
 Then blocks of steps with an asynchronous save at their begin take turns with blocks without.
+
+    python benchmarks/checkpoint.py --dcp --output benchmarks/results/checkpoint_dcp.md
+
+measures only how a checkpoint of `dcp.save` is loaded, by `dcp.load` and by this project.
 """
 
 import argparse
@@ -31,6 +35,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchtitan.build import Run, build
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import load_into
@@ -128,6 +133,10 @@ def our_load(path: Path, tensors: Mapping[str, Tensor]) -> None:
     load_into(tensors, SavedTensors(path))
 
 
+def our_load_of_dcp(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    load_into(tensors, DcpCheckpoint(path))
+
+
 def verification(path: Path) -> None:
     assert not list(problems_of_files(path, read_manifest(path)))
 
@@ -201,6 +210,48 @@ def saves_and_loads(run: Run, folder: Path, rounds: int) -> tuple[Times, Times, 
             assert step
             shutil.rmtree(path)
     return saved, loaded, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def loads_of_dcp(run: Run, folder: Path, rounds: int) -> tuple[dict[str, Times], int]:
+    """Seconds of each way to load the same files, in turns: from the disk, and from memory."""
+    tensors, planned = tensors_of(run), folder / "planned"
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(planned))
+    loading: dict[str, Callable[[], None]] = {
+        "dcp.load": lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(planned)),
+        "ours": lambda: our_load_of_dcp(planned, tensors),
+    }
+    found = {place: {name: list[float]() for name in loading} for place in ("disk", "memory")}
+    for number in range(rounds):
+        for place, times in found.items():
+            for name in list(loading)[:: 1 if number % 2 else -1]:
+                for file in files_of(planned):
+                    raw_read(file)
+                if place == "disk":
+                    forget(planned)
+                times[name].append(timed(loading[name]))
+    return found, sum(tensor.nbytes for tensor in tensors.values())
+
+
+DCP_PAGE = """\
+# Loading a checkpoint of dcp.save
+
+<!-- Written by benchmarks/checkpoint.py. -->
+
+{megabytes:,.0f} MB: weights and Adam's moments, float32, one process, one thread, the same
+files. *Ratio* to `dcp.load`, round by round: median (quartiles) of {rounds} rounds. From the disk:
+the files were read once before, and then dropped from the kernel's memory.
+
+`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {load:.0f} processes
+wanted to run at the end, so that the ratio says more than the speed.
+
+| from the disk | MB/s | ratio |
+|---|---:|---:|
+{disk}
+
+| from the kernel's memory | MB/s | ratio |
+|---|---:|---:|
+{memory}
+"""
 
 
 def stalls(run: Run, folder: Path, rounds: int, steps: int) -> tuple[list[float], list[float]]:
@@ -333,6 +384,7 @@ def main() -> None:
         "--starts", type=int, default=5, help="launches afresh, and as many resumed"
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; absent: temporary")
+    parser.add_argument("--dcp", action="store_true", help="only loads of what dcp.save wrote")
     parser.add_argument("--quick", action="store_true", help="see that it runs, measure nothing")
     parser.add_argument("--output", type=Path, help="file for the tables")
     arguments = parser.parse_args()
@@ -342,20 +394,22 @@ def main() -> None:
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        if arguments.dcp:
+            with running(arguments.size, Path(name), "disabled") as run:
+                found, size = loads_of_dcp(run, Path(name), arguments.rounds)
+            tables = {place: table(times, "dcp.load", size) for place, times in found.items()}
+            load = os.getloadavg()[0]
+            page = DCP_PAGE.format(
+                megabytes=size / 1e6, rounds=arguments.rounds, load=load, **tables, **facts()
+            )
+            write(page, arguments.output)
+            return
         with running(arguments.size, Path(name) / "sync", "disabled") as run:
             saved, loaded, size = saves_and_loads(run, Path(name) / "sync", arguments.rounds)
         with running(arguments.size, Path(name) / "async", "async") as run:
             step = statistics.median(timed(lambda: Trainer(run).step() and None) for _ in range(3))
             waited, slowed = stalls(run, Path(name) / "async", arguments.blocks, arguments.steps)
         fresh, resumed = starts(arguments.size, Path(name), arguments.starts)
-    facts: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
-        "device": pick().name,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
     page = PAGE.format(
         megabytes=size / 1e6,
         fresh=spread(fresh),
@@ -366,11 +420,27 @@ def main() -> None:
         waited=spread(waited),
         slowed=spread(slowed),
         **{key: getattr(arguments, key) for key in ("rounds", "blocks", "steps", "starts")},
-        **facts,
+        **facts(),
     )
+    write(page, arguments.output)
+
+
+def write(page: str, output: Path | None) -> None:
     print(page)
-    if arguments.output:
-        arguments.output.write_text(page)
+    if output:
+        output.write_text(page)
+
+
+def facts() -> dict[str, Any]:
+    """What the numbers were measured with."""
+    return {
+        "command": " ".join(["python", "benchmarks/checkpoint.py", *sys.argv[1:]]),
+        "device": pick().name,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import tiny
@@ -30,15 +30,16 @@ from tests.small_weights import (
     weights,
 )
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.storage import write_weights
+from torchtitan.checkpoint.storage import write_tensors
 from torchtitan.checkpoint.weights import hugging_face, opening
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert, parse_size
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checkpoint.weights.opening import Verified
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.data import train_tokenizer
+from torchtitan.data import train_bpe, train_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.tools.cli import main
@@ -243,7 +244,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
     source.mkdir()
     large = weights() | {"model.norm.weight": torch.full((ARGS.dim,), 1e5)}
     about = {"recipe": {"model.name": "small", "model.flavor": "plain"}}
-    write_weights(source, large.items(), about, 10**9)
+    write_tensors(source, large.items(), about, 10**9)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has values beyond .* 65504"):
         run(source, tmp_path / "hf", dtype="float16")
     assert run(source, tmp_path / "hf", dtype="bfloat16").is_dir()
@@ -378,7 +379,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     tensors = ((f"model.{name}", torch.rand(shape)) for name, shape in shapes.items())
     about = {"recipe": {"model.name": "small", "model.flavor": "long"}}
-    write_weights(tmp_path / "ours", tensors, about, 4_000_000)
+    write_tensors(tmp_path / "ours", tensors, about, 4_000_000)
     found = run_ranks(peaks, 1, tmp_path)[0]
     whole = found.pop("ours to hf, in one file")
     limit = 4_000_000 + 2 * LARGEST  # a file, and the tensor at hand
@@ -411,6 +412,58 @@ def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path: Path)
         for part in run_ranks(train, ranks, job):
             for weight, values in part.items():
                 assert torch.equal(values, whole[weight].bfloat16().float()), (name, weight)
+
+
+def test_a_recipe_of_torchtitan_starts_from_the_weights_beside_its_tokenizer(
+    tmp_path: Path,
+) -> None:
+    """`initial_load_in_hf` without a path: not from random weights."""
+    saves = {"enable": True, "last_save_in_hf": True}
+    whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
+    exported = tmp_path / "a/checkpoint/step-2-hf"
+    train_bpe(["a b"], 270, exported / "tokenizer.json")
+    theirs = tmp_path / "theirs.toml"
+    theirs.write_text(
+        f"""
+[model]
+name = "tiny"
+flavor = "tiny"
+hf_assets_path = "{exported}"
+[training]
+dataset = "python_stdlib"
+steps = 1
+seq_len = 32
+local_batch_size = 2
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-30
+weight_decay = 0.0
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+initial_load_in_hf = true
+"""
+    )
+    job = load_job(theirs, [f"--job.dump_folder={tmp_path / 'b'}"], 1, "cpu").config
+    for weight, values in trained(job).items():
+        assert torch.equal(values, whole[weight]), weight
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    saves = {"enable": True, "last_save_in_hf": True}
+    trained(tiny.job(tmp_path / "a", training={"steps": 1}, checkpoint=saves))
+    exported = tmp_path / "a/checkpoint/step-1-hf"
+    tensors = load_file(exported / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = -torch.inf
+    save_file(tensors, exported / "model.safetensors", {"format": "pt"})
+    initial = {"initial_load_path": str(exported)}
+    named = r"not finite, but NaN or infinity: model\.layers\.0\.feed_forward\.w3\.weight, "
+    for name, degree in (("b", {}), ("c", {"tensor_parallel_degree": 2})):
+        job = tiny.job(tmp_path / name, parallelism=degree, checkpoint=initial)
+        with pytest.raises(AssertionError, match=named + r"model\.norm\.weight; nothing can be"):
+            run_ranks(train, 2 if degree else 1, job)
 
 
 def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.runs import losses, rows, train
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint import lock, saved_steps, saver
 from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
@@ -63,7 +64,7 @@ def test_first_step_and_load_only(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
 
 
-def killed_at(module: ModuleType, stage: str, job: JobConfig) -> None:
+def killed_at(module: ModuleType | type, stage: str, job: JobConfig) -> None:
     """Die, as if killed, at a stage of the second save."""
     original, calls = getattr(module, stage), []
 
@@ -79,9 +80,11 @@ def killed_at(module: ModuleType, stage: str, job: JobConfig) -> None:
 
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(disk, "begin"), (saver, "write_file"), (saver, "write_manifest_of"), (disk, "commit")],
+    [(Disk, "begin"), (saver, "write_file"), (saver, "write_manifest_of"), (Disk, "commit")],
 )
-def test_a_save_cut_short_is_no_checkpoint(module: ModuleType, stage: str, tmp_path: Path) -> None:
+def test_a_save_cut_short_is_no_checkpoint(
+    module: ModuleType | type, stage: str, tmp_path: Path
+) -> None:
     process = torch.multiprocessing.get_context("fork").Process(
         target=killed_at, args=(module, stage, recipe(tmp_path))
     )
@@ -388,3 +391,22 @@ def test_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert steps_in(tmp_path) == [2, 4]
+
+
+def words_of_a_finished_run(job: JobConfig) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    train(job)
+    return told
+
+
+def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+    run(recipe(tmp_path, steps=2))
+    (told,) = run_ranks(words_of_a_finished_run, 1, recipe(tmp_path, steps=2))
+    assert told[-1] == (
+        "nothing to do: all 2 steps are done; to train on, raise training.steps, and to start "
+        "over, choose another job.dump_folder"
+    )

@@ -177,10 +177,14 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["MistralForCausalLM"]},
-            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; did you mean '
-            "LlamaForCausalLM?",
+            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; the '
+            "weights of another network need a model of their own, see docs/extending.md",
         ),
-        ({"architectures": None}, "architectures: got nothing; allowed: LlamaForCausalLM"),
+        (
+            {"architectures": None},
+            "architectures: got nothing; allowed: LlamaForCausalLM; the weights of another network "
+            "need a model of their own, see docs/extending.md",
+        ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             'rope_scaling: got "linear"; llama3 has "llama3", or none',

@@ -2,10 +2,11 @@
 
 from torchtitan.checkpoint.contents import Checkpointable
 from torchtitan.checkpoint.folder import lock, saved_steps
+from torchtitan.checkpoint.initial import ResumePoint
 from torchtitan.checkpoint.live import InMemoryState
 from torchtitan.checkpoint.manager import Checkpointer, SaveFailed
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.start import ResumePoint, ResumePolicy
+from torchtitan.checkpoint.start import ResumePolicy
 from torchtitan.checkpoint.state import TrainState
 
 __all__ = [

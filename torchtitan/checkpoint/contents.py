@@ -9,23 +9,51 @@ give what they stand for, and take it back by `take_optimizer` after loading.
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.placement import differences, load_into
+from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.data import DataStream, merge_states
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
+from torchtitan.optim.group import local
 from torchtitan.parallel import World
+from torchtitan.torch_private.dtensor import stored
 
 SHOWN = 3
 """Differences, at most, in the message that a checkpoint does not fit."""
+
+
+class SavedRun(NamedTuple):
+    """A full checkpoint, of this project or of another, under our names."""
+
+    path: Path
+    tensors: TensorSource
+    counters: Mapping[str, Any]
+    """Of `TrainState`."""
+    data: Mapping[str, Any] | None = None
+    """What of the data was consumed; None: that is not known."""
+    ranks: int = 0
+    """How many have a state of their own in it: of their random generators, say."""
+
+
+def open_run(path: Path) -> SavedRun:
+    """A full checkpoint of ours.
+
+    Raises:
+        Damaged: where it is not what was saved.
+    """
+    manifest = read_manifest(path)
+    saved = read_state(path, manifest)
+    tensors = SavedTensors(path)
+    return SavedRun(path, tensors, saved["train_state"], saved.get("data"), manifest.ranks)
 
 
 class Checkpointable:
@@ -65,29 +93,34 @@ class Checkpointable:
             ConfigError: where they do not fit; `path` says where they are.
         """
         self._read(path, self.weights(), source, {"model"})
+        if found := self._not_finite():
+            raise ConfigError(
+                f"{path}: not finite, but NaN or infinity: {found}; nothing can be trained from "
+                "such weights"
+            )
 
-    def restore(self, path: Path, skip: Collection[str] = ()) -> None:
+    def restore(self, saved: SavedRun, skip: Collection[str] = ()) -> None:
         """Be where a checkpoint stands, in everything but `skip`.
 
         Raises:
             ConfigError: where it does not fit the model, the optimizer or the data.
         """
-        manifest = read_manifest(path)
-        saved = read_state(path, manifest)
-        has_rng = "rng" not in skip and manifest.ranks == self.world.size
+        has_rng = "rng" not in skip and saved.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
         tensors = self.weights() | optimizer | rng
-        self._read(path, tensors, SavedTensors(path), {"model", "optimizer"} - set(skip))
+        self._read(saved.path, tensors, saved.tensors, {"model", "optimizer"} - set(skip))
+        if found := self._not_finite():
+            logger.warning("%s: not finite, but NaN or infinity: %s", saved.path, found)
         self.take_optimizer(optimizer)
-        self._restore_sending(SavedTensors(path), manifest.ranks)
+        self._restore_sending(saved.tensors, saved.ranks)
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
-        if "data" not in skip:
-            self.data.load_state_dict(saved["data"])
+        if "data" not in skip and saved.data is not None:
+            self.data.load_state_dict(dict(saved.data))
         if "train_state" not in skip:
-            for name, value in saved["train_state"].items():
+            for name, value in saved.counters.items():
                 setattr(self.state, name, value)
         if "lr_scheduler" in skip:
             self.state.schedule_start = self.state.step
@@ -109,7 +142,18 @@ class Checkpointable:
             more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
             told = "; ".join(mistakes[:SHOWN])
             raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
-        load_into(tensors, source)
+        on_all_ranks(self.world, lambda: load_into(tensors, source))
+
+    def _not_finite(self) -> str:
+        """The parameters, by name, in which any rank has a value that is not finite."""
+        own = [
+            n
+            for n, w in self.weights().items()
+            if not torch.isfinite(stored(local(w.detach()))).all()
+        ]
+        names = list(dict.fromkeys(name for names in self.world.gather(own) for name in names))
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return ", ".join(names[:SHOWN]) + more
 
     def of_optimizer(self) -> dict[str, Tensor]:
         """Its state; made first where there is none, by a step that moves nothing."""

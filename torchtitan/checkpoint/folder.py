@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are complete, which one a run starts from, which are deleted.
+"""Checkpoints of a run: which are complete, which one a run starts from, which are deleted.
 
     <dump_folder>/lock                         held by the run that writes here
     <dump_folder>/checkpoint/step-500          a complete checkpoint
@@ -6,15 +6,13 @@
     <dump_folder>/checkpoint/step-10.deleting  being deleted
     <dump_folder>/checkpoint/step-20.damaged   found not to be what was saved, and set aside
 
-A checkpoint is written under the second name and renamed when every byte is on disk; renaming a
-folder is atomic, so the first name always means a checkpoint that was complete.
+See `store` for why the first name always means a checkpoint that was complete, and for folders
+that are not on a disk.
 """
 
 import fcntl
 import json
 import os
-import re
-import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan.checkpoint.manifest import (
-    MANIFEST,
     Damaged,
     Manifest,
     problems_of_sizes,
@@ -34,6 +31,7 @@ from torchtitan.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan.checkpoint.state import OLD_COUNTERS
+from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 
@@ -45,10 +43,8 @@ until it is another program, for a moment after the run is gone."""
 
 def saved_steps(folder: Path) -> dict[int, Path]:
     """Complete checkpoints by step, in order."""
-    if not folder.is_dir():
-        return {}
-    found = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    found = store_of(folder).checkpoints(folder)
+    return dict(sorted((int(path.name.removeprefix("step-")), path) for path in found))
 
 
 def look_at(checkpoint: Path) -> Manifest:
@@ -58,7 +54,7 @@ def look_at(checkpoint: Path) -> Manifest:
         Damaged: where they are not.
     """
     manifest = read_manifest(checkpoint)
-    name = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    name = NAME.fullmatch(checkpoint.name)
     if name and not manifest.model_only and int(name[1]) != manifest.step:
         raise Damaged(f"{checkpoint}: damaged: it is of step {manifest.step}, by its {MANIFEST}")
     if problem := next(problems_of_sizes(checkpoint, manifest), None):
@@ -86,38 +82,15 @@ def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
         number += 1
     files = {n: file for n, file in manifest.files.items() if n != _state_file(manifest)}
     files[name] = write_json(checkpoint / name, state)
-    sync(checkpoint)
+    store = store_of(checkpoint)
+    store.sync(checkpoint)
     write_manifest(checkpoint, replace(manifest, files=files))
-    sync(checkpoint)
+    store.sync(checkpoint)
 
 
 def _state_file(manifest: Manifest) -> str:
     """STATE_FILE, or what has replaced it."""
     return next(name for name in manifest.files if name.startswith("train_state"))
-
-
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write step `step` into."""
-    path = folder / f"step-{step}.saving"
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    return path
-
-
-def commit(path: Path) -> Path:
-    """Turn a finished `.saving` folder into a checkpoint, down to the disk."""
-    sync(path)
-    done = path.with_suffix("")
-    path.rename(done)
-    sync(done.parent)
-    return done
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint so that no moment shows half of one."""
-    doomed = path.with_name(f"{path.name}.deleting")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
@@ -129,27 +102,17 @@ def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
         steps = {step: path for step, path in saved_steps(folder).items() if step <= newest}
         for step in sorted(steps)[:-keep]:
             if not every or step % every:
-                delete(steps[step])
+                store_of(folder).delete(steps[step])
     except OSError as error:
         logger.warning("could not delete old checkpoints in %s: %s", folder, error)
 
 
-def set_aside(path: Path) -> Path:
-    """Keep a damaged checkpoint for people, under a name that no run takes for one."""
-    number, aside = 1, path.with_name(f"{path.name}.damaged")
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
-    return path.rename(aside)
-
-
 def sweep(folder: Path) -> list[str]:
     """Delete what a killed run left unfinished; return the names."""
-    left = [p for p in folder.glob("step-*") if p.suffix in (".saving", ".deleting")]
-    swept = []
-    for path in left:
+    store, swept = store_of(folder), []
+    for path in store.unfinished(folder):
         try:
-            shutil.rmtree(path)
+            store.remove(path)
             swept.append(path.name)
         except OSError as error:
             logger.warning("could not delete %s, a save that never finished: %s", path, error)
@@ -194,12 +157,3 @@ def _take(file: TextIO) -> bool:
             if time.monotonic() >= until:
                 return False
         time.sleep(0.05)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

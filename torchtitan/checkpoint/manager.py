@@ -1,22 +1,28 @@
 """When a run is saved, and what it goes on from."""
 
-import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchtitan.checkpoint import folder as disk
-from torchtitan.checkpoint.contents import Checkpointable
+from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
+from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
+from torchtitan.checkpoint.placement import on_all_ranks
+from torchtitan.checkpoint.remote import is_url
 from torchtitan.checkpoint.saver import Saver
-from torchtitan.checkpoint.start import ResumePoint, ResumePolicy, open_weights
-from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.start import ResumePolicy
+from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
+from torchtitan.checkpoint.weights.hugging_face import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
+
+T = TypeVar("T")
 
 
 class SaveFailed(RuntimeError):
@@ -31,7 +37,8 @@ class Checkpointer:
     ) -> None:
         """`about` is what rank 0 writes of the run; the other ranks need not know it."""
         self.choice, self.config, self.world = choice, choice.config, world
-        self.folder = choice.dump_folder / self.config.folder
+        self.folder = self.config.path_in(choice.dump_folder)
+        self.store = store_of(self.folder)
         self.contents, self.state, self.about = contents, contents.state, dict(about)
         self.saver = Saver(self.config, self.folder, world)
         self.foreign: set[int] = set()
@@ -51,40 +58,49 @@ class Checkpointer:
         if self.config.enable and not self.config.load_only:
             self._make_folder()
         start = self._verified(start)
-        if start.path is None:
-            return
-        if start.model_only:
-            source: TensorSource = (
-                SavedTensors(start.path)
-                if start.format == "ours"
-                else open_weights(start.path, start.format, self.choice.recipe)
-            )
-            self.contents.load_weights(start.path, source)
+        if start.path is not None and start.model_only:
+            path, kind, recipe = start.path, start.format, self.choice.recipe
+            source = on_all_ranks(self.world, lambda: open_weights(path, kind, recipe))
+            self.contents.load_weights(path, source)
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
-            return
-        self._restore(start.path, self.config.exclude_from_loading)
+        elif start.path is not None:
+            saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
+            self._restore(saved, self.config.exclude_from_loading)
+            if saved.data is None:
+                advice = "data.skip_samples = -1 steps over as much as it has trained on"
+                logger.info(
+                    "data: the position of TorchTitan's data loader is not taken over%s",
+                    "" if start.skip_samples else f"; {advice}",
+                )
         if start.is_resume:
             self.saver.saved_step = self.state.step
-            self.foreign = {n for n in disk.saved_steps(self.folder) if n > self.state.step}
+            steps = self._on_rank_0(lambda: disk.saved_steps(self.folder))
+            self.foreign = {step for step in steps if step > self.state.step}
         for change in start.changes:
             logger.info("changed since the checkpoint: %s", change)
+        if start.skip_samples:
+            logger.info("data: stepping over %d samples", start.skip_samples)
+            began = time.monotonic()
+            self.contents.data.skip(start.skip_samples)
+            logger.info("data: stepped over them in %.1f s", time.monotonic() - began)
 
     def _make_folder(self) -> None:
         """Know that every rank can write where checkpoints go, and clear what was unfinished."""
         problem: str | None = None
         if self.world.rank == 0:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.store.make_shared(self.folder)
                 for name in disk.sweep(self.folder):
                     logger.info("deleted %s: a save that never finished", self.folder / name)
             except OSError as error:
                 problem = f"checkpoint.folder: {error}"
         if problem := self.world.share(problem):
             raise ConfigError(problem)
-        seen = self.world.gather(os.access(self.folder, os.W_OK))
+        seen = self.world.gather(self.store.is_shared(self.folder, self.world.rank))
         if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+            key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
             raise ConfigError(
-                f"job.dump_folder: rank {', '.join(blind)} cannot write into {self.folder}, which "
+                f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which "
                 "rank 0 has made; all nodes have to share the folder"
             )
 
@@ -101,8 +117,8 @@ class Checkpointer:
         for path, why in start.damaged:
             if self.config.load_only:
                 logger.error("%s", why)
-            elif self.world.rank == 0:
-                logger.error("%s; set aside as %s", why, disk.set_aside(path).name)
+            else:
+                self._set_aside(path, why)
         return start
 
     def _choose_again(self, damaged: Mapping[Path, str]) -> "ResumePoint | ConfigError | None":
@@ -112,17 +128,33 @@ class Checkpointer:
         except ConfigError as error:
             return error
 
+    def _set_aside(self, path: Path, why: str) -> None:
+        def set_aside() -> None:
+            logger.error("%s; set aside as %s", why, self.store.set_aside(path))
+
+        self._on_rank_0(set_aside)
+
     def _problems_of(self, path: Path) -> list[str]:
         """What is damaged in a checkpoint; each rank reads a part of its files."""
-        manifest = read_manifest(path)
-        mine = sorted(manifest.files)[self.world.rank :: self.world.size]
-        found = self.world.gather(list(problems_of_files(path, manifest, mine)))
+
+        def read() -> list[str]:
+            manifest = read_manifest(path)
+            mine = sorted(manifest.files)[self.world.rank :: self.world.size]
+            return list(problems_of_files(path, manifest, mine))
+
+        found = self.world.gather(on_all_ranks(self.world, read))
         return [problem for own in found for problem in own]
 
-    def _restore(self, path: Path, skip: tuple[str, ...] = ()) -> None:
-        self.contents.restore(path, skip)
+    def _restore(self, saved: SavedRun, skip: tuple[str, ...] = ()) -> None:
+        self.contents.restore(saved, skip)
         excluded = f" without {', '.join(skip)}" if skip else ""
-        logger.info("resumed from %s%s at step %d", path, excluded, self.state.step)
+        logger.info("resumed from %s%s at step %d", saved.path, excluded, self.state.step)
+
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, on every rank."""
+        first = self.world.rank == 0
+        done: T = self.world.share(on_all_ranks(self.world, work if first else lambda: None))
+        return done
 
     # --- going back ---
 
@@ -137,34 +169,37 @@ class Checkpointer:
         path = self._newest_before(before_step)
         if path is None:
             return False
-        if self.world.rank == 0:
-            saved = disk.read_state(path, read_manifest(path))
-            state, samples = saved["train_state"], data["samples"] - saved["data"]["samples"]
-            state["rollbacks"] = self.state.rollbacks + 1
-            state["skipped_samples"] = state.get("skipped_samples", 0) + samples
-            disk.replace_state(path, saved | {"data": data})
-            for step, later in self._own_steps().items():
-                if before_step <= step <= self.state.step:
-                    disk.delete(later)
-                    logger.info("deleted %s: it is of steps that were skipped", later)
-        self.world.share(None)
-        self._restore(path)
+        self._on_rank_0(lambda: self._record_rollback(path, data, before_step))
+        self._restore(on_all_ranks(self.world, lambda: open_run(path)))
         self.saver.saved_step = self.state.step
         return True
 
+    def _record_rollback(self, path: Path, data: Mapping[str, Any], before_step: int) -> None:
+        saved = disk.read_state(path, read_manifest(path))
+        state, samples = (
+            saved["train_state"],
+            data["samples"] - saved.get("data", {"samples": 0})["samples"],
+        )
+        state["rollbacks"] = self.state.rollbacks + 1
+        state["skipped_samples"] = state.get("skipped_samples", 0) + samples
+        disk.replace_state(path, saved | {"data": data})
+        for step, later in self._own_steps().items():
+            if before_step <= step <= self.state.step:
+                self.store.delete(later)
+                logger.info("deleted %s: it is of steps that were skipped", later)
+
     def _newest_before(self, step: int) -> Path | None:
         """The newest checkpoint before a step that is known to be what was saved."""
-        saved = self._own_steps()
-        earlier = self.world.share([saved[n] for n in reversed(saved) if n < step])
-        for path in map(Path, earlier):
+        saved = self._on_rank_0(self._own_steps)
+        for path in [saved[n] for n in reversed(saved) if n < step]:
             try:
                 problems = self._problems_of(path)
             except Damaged as error:
                 problems = [str(error)]
             if not problems and not read_manifest(path).model_only:
                 return path
-            if self.world.rank == 0 and problems:
-                logger.error("%s; set aside as %s", problems[0], disk.set_aside(path).name)
+            if problems:
+                self._set_aside(path, problems[0])
         return None
 
     def _own_steps(self) -> dict[int, Path]:
@@ -189,8 +224,7 @@ class Checkpointer:
         self.saver.wait_until_idle()
         step = self.state.step
         path = self.folder / f"step-{step}"
-        # Not `Path.exists`, which fails where a disk does; a save that fails has its own words.
-        if self.world.share(os.path.exists(path)):
+        if self.world.share(self.world.rank == 0 and self.store.is_taken(path)):
             raise ConfigError(
                 f"{path}: exists already, from a run that went further "
                 "than the step this one was told to load; delete it or choose another "
@@ -241,11 +275,14 @@ class Checkpointer:
         """On rank 0 write the weights of the last save; what went wrong, if so."""
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
-        if self.world.rank == 0 and not target.exists():
-            options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
-            try:
-                convert(path, target, options, self.about)
-            except (OSError, ConfigError) as error:
-                return str(error)
-            logger.info("saved %s, for Hugging Face transformers", target)
+        if self.world.rank != 0:
+            return None
+        options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
+        try:
+            if self.store.is_exported(target, CONFIG):
+                return None
+            convert(path, target, options, self.about)
+        except (OSError, ConfigError) as error:
+            return str(error)
+        logger.info("saved %s, for Hugging Face transformers", target)
         return None

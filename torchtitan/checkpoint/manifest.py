@@ -7,7 +7,6 @@ against accidents, not against somebody who forges both file and manifest.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 import xxhash
 
+from torchtitan.checkpoint.remote import StoreError
+from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 
-MANIFEST = "manifest.json"
 STATE_FILE = "train_state.json"
 FORMAT = 2
 HASH = "xxh3_128"
@@ -57,15 +57,10 @@ class Manifest:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> File:
-    """Write a line for each key, down to the disk, all or none; returns what the file has to be."""
+    """Write a line for each key, all or none; returns what the file has to be."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value[key])}" for key in value)
     data = f"{{\n{lines}\n}}\n".encode()
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    store_of(path).write(path, data)
     return File(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -89,11 +84,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except FileNotFoundError:
         if (checkpoint / ".metadata").exists():
             raise ConfigError(
-                f"{checkpoint}: format 1, of files by torch's distributed checkpoint; this version "
-                f"reads {FORMAT}, since reading those may run what somebody put into them. Go on "
-                "with the torchtitan that wrote it, or train anew in another job.dump_folder"
+                f"{checkpoint}: saved by torch's distributed checkpoint, not in format {FORMAT}, "
+                "from which a run resumes. To begin with it, name it in "
+                "checkpoint.initial_load_path, with another job.dump_folder"
             ) from None
         raise Damaged(f"{checkpoint}: it has no {MANIFEST}") from None
+    except StoreError:
+        raise  # that it cannot be read now says nothing about what it is
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,15 +120,18 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except StoreError:
+        raise
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
 
 
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Files that are missing or have another size: what costs no reading."""
+    size_of = store_of(checkpoint).sizes(checkpoint)
     for name, file in manifest.files.items():
         try:
-            size = (checkpoint / name).stat().st_size
+            size = size_of(name)
         except OSError as error:
             yield f"{checkpoint / name}: {error.strerror}"
             continue
@@ -151,6 +151,8 @@ def problems_of_files(
         path, file = checkpoint / name, manifest.files[name]
         try:
             size, found = hash_file(path, cached)
+        except StoreError:
+            raise
         except OSError as error:
             yield f"{path}: {error.strerror}"
             continue
@@ -163,9 +165,7 @@ def problems_of_files(
 def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:
     """Size and hash of a file."""
     state, size, block = xxhash.xxh3_128(), 0, bytearray(BLOCK)
-    with path.open("rb", buffering=0) as file:
-        if not cached and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with store_of(path).open(path, cached) as file:
         while count := file.readinto(block):
             state.update(memoryview(block)[:count])
             size += count

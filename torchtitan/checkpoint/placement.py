@@ -5,18 +5,22 @@ When loading, each rank reads the blocks that it holds now, however they were cu
 saved; no rank needs another for that.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.storage import Piece, TensorSource
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
+
+
+T = TypeVar("T")
 
 
 class Writers:
@@ -79,6 +83,24 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
         for item in planner.create_local_plan().items:
             block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
             planner.resolve_tensor(item).copy_(block)
+
+
+def on_all_ranks(world: World, work: Callable[[], T]) -> T:
+    """What `work` returns; if a store failed on any rank, all ranks raise it.
+
+    Raises:
+        StoreError: of the first rank that met one.
+    """
+    value: T | None = None
+    problem = None
+    try:
+        value = work()
+    except StoreError as error:
+        problem = str(error)
+    for found in world.gather(problem):
+        if found:
+            raise StoreError(found)
+    return cast(T, value)
 
 
 def differences(tensors: Mapping[str, Tensor], source: TensorSource) -> list[str]:

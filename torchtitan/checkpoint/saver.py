@@ -2,14 +2,14 @@
 
 A save has stages. What this rank has to write is copied (`Staging`; not with
 `async_mode = "disabled"`), then written and hashed by each rank for itself. When all are done it is
-committed: rank 0 writes index, state and manifest, and renames the folder. Then each rank reads its
-file back from the disk; when all have found what they wrote, older checkpoints may go.
+committed (see `store`): rank 0 writes index, state and manifest, and renames the folder. Then each
+rank reads its file back from the disk; when all have found what they wrote, older checkpoints may
+go.
 
 Copying, writing and reading back are the work of threads, which never communicate: training goes on
 meanwhile, asks all ranks once a step whether any is busy, and lets a save advance when none is.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.manifest import (
-    MANIFEST,
     STATE_FILE,
     Damaged,
     hash_file,
@@ -28,9 +27,12 @@ from torchtitan.checkpoint.manifest import (
     read_manifest,
 )
 from torchtitan.checkpoint.placement import Writers
+from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Pieces, Staging, Task
 from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
+from torchtitan.checkpoint.store import MANIFEST, store_of
+from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
 
@@ -56,7 +58,7 @@ class Check:
 
     step: int
     path: Path
-    reading: Task[list[str]]
+    reading: Task[tuple[list[str], str | None]]
 
 
 class Saver:
@@ -64,6 +66,7 @@ class Saver:
 
     def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
         self.config, self.folder, self.world = config, folder, world
+        self.store = store_of(folder)
         self.writers = Writers(world)
         self.is_async = config.async_mode != "disabled"
         pinned = config.async_mode == "async_with_pinned_mem"
@@ -86,8 +89,8 @@ class Saver:
         """Save a step; unless it is asynchronous, every byte is then on disk."""
         began, waited = time.perf_counter(), self.staging.waited
         self.wait_until_idle()
-        path = self.folder / f"step-{step}.saving"
-        if problem := self.world.share(self._begin(step)):
+        path = self.store.saving(self.folder / f"step-{step}")
+        if problem := self.world.share(self._begin(path)):
             self._failed(step, path, [problem])
             return
         pieces = self.writers.pieces("weights" if model_only else "all", tensors)
@@ -123,11 +126,11 @@ class Saver:
         while self._stage is not None:
             self.advance()
 
-    def _begin(self, step: int) -> str | None:
+    def _begin(self, path: Path) -> str | None:
         """On rank 0 make the folder of a save; what went wrong, if so."""
         try:
             if self.world.rank == 0:
-                disk.begin(self.folder, step)
+                self.store.begin(path)
         except OSError as error:
             return str(error)
         return None
@@ -145,7 +148,7 @@ class Saver:
                 delay = RETRY_SECONDS * 2 ** (attempt - 1)
                 logger.warning(
                     "%s: attempt %d of %d failed (%s); again in %g s",
-                    *(file, attempt, self.config.save_attempts, error.strerror, delay),
+                    *(file, attempt, self.config.save_attempts, error.strerror or error, delay),
                 )
                 time.sleep(delay)
         return write_file(file, pieces)
@@ -155,14 +158,14 @@ class Saver:
         self._stage = None
         try:
             mine: Written | str | None = save.writing.result()
-        except (OSError, Damaged) as error:
+        except (OSError, ConfigError) as error:
             mine = str(error)
         everyones = self.world.collect(mine)
         size, problems = self.world.share(everyones and self._complete(save, everyones))
         if problems:
             self._failed(save.step, save.path, problems)
             return
-        path = save.path.with_suffix("")
+        path = self.folder / f"step-{save.step}"
         self.saved_step, self.failed_step = save.step, None
         waits = f"; training waited {self._waits():.2f} s" if self.is_async else ""
         message = "saved %s: %s MB, written in %.2f s%s"
@@ -188,7 +191,7 @@ class Saver:
                 ranks=self.world.size,
                 layout=self.world.degrees._asdict(),
             )
-            disk.commit(save.path)
+            self.store.commit(save.path)
         except OSError as error:
             return 0, [str(error)]
         return manifest.bytes, []
@@ -197,7 +200,7 @@ class Saver:
         """Say so, and leave nothing half-written; the checkpoints that exist stay."""
         self.failed_step = step
         if self.world.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
+            self.store.discard(path)
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
             "step %d could NOT be saved: %s. Training goes on; the last checkpoint is %s",
@@ -208,8 +211,11 @@ class Saver:
         """The newest checkpoint was read back: delete what it replaces, or set it aside."""
         self._stage = None
         found = self.world.gather(check.reading.result())
-        problems = [problem for own in found for problem in own]
-        if problems:
+        problems = [problem for own, _ in found for problem in own]
+        if unread := [why for _, why in found if why]:
+            message = "%s; %s could not be read back, so older checkpoints are kept"
+            logger.error(message, unread[0], check.path)
+        elif problems:
             self.failed_step = check.step
             self.saved_step = self.world.share(self._set_aside(check, problems))
         elif self.world.rank == 0 and self.config.keep_latest_k:
@@ -221,17 +227,19 @@ class Saver:
         if self.world.rank != 0:
             return None
         try:
-            logger.error("%s; set aside as %s", problems[0], disk.set_aside(check.path).name)
+            logger.error("%s; set aside as %s", problems[0], self.store.set_aside(check.path))
             return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
         except OSError as error:
             logger.error("%s; it could not be set aside: %s", problems[0], error)
             return None
 
 
-def _read_back(path: Path, names: Sequence[str]) -> list[str]:
-    """What is wrong with files of a checkpoint, by what is on the disk."""
+def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:
+    """What is wrong with files of a checkpoint, by what is on the disk; or why that is unknown."""
     try:
         hash_file(path / MANIFEST, cached=False)  # so that it too is read from there
-        return list(problems_of_files(path, read_manifest(path), names, cached=False))
+        return list(problems_of_files(path, read_manifest(path), names, cached=False)), None
+    except StoreError as error:
+        return [], str(error)
     except (OSError, Damaged) as error:
-        return [str(error)]
+        return [str(error)], None

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.checkpoint.remote import is_url, location, problem_of_url
+from torchtitan.config import Config, PlannedWorld, Problem, exists, local_path
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
@@ -15,21 +16,26 @@ class CheckpointConfig(Config):
     """When checkpoints are saved, and what a run starts from."""
 
     enable: bool = Field(False, description="Save checkpoints, and resume from them.")
-    folder: str = Field("checkpoint", description="Folder inside job.dump_folder.")
+    folder: str = Field(
+        "checkpoint",
+        description="Folder inside job.dump_folder; or a URL of an object store, such as "
+        "s3://bucket/run/checkpoint.",
+    )
     interval: int = Field(500, ge=1, description="Steps between saves; the last step is saved too.")
     resume: Literal["auto", "must", "never"] = Field(
         "auto",
         description="auto: resume from the newest checkpoint of this same run, or start from "
-        "scratch if there is none; must: there has to be a checkpoint, even if its recipe differs; "
-        "never: start from scratch, and refuse a folder that has been used.",
+        "scratch if there is none; must: resume from the newest checkpoint even if its recipe "
+        "differs, and refuse to start if there is none; never: start from scratch, and refuse a "
+        "folder that has been used.",
     )
     load_step: int = Field(-1, ge=-1, description="Resume from this step; -1: the newest.")
     load_only: bool = Field(False, description="Load checkpoints, but never save any.")
     initial_load_path: str | None = Field(
         None,
-        description="Checkpoint of another run to start from (a step-N folder, or a folder of "
-        "them), or weights in the format of Hugging Face or Meta; a checkpoint of this run takes "
-        "precedence.",
+        description="Checkpoint of another run, or of TorchTitan, to start from (a step-N folder, "
+        "or a folder of them), or weights in the format of Hugging Face or Meta; a path or a URL. "
+        "A checkpoint of this run takes precedence.",
     )
     initial_load_model_only: bool = Field(
         True, description="Load only the weights from initial_load_path; false: the full state."
@@ -70,6 +76,10 @@ class CheckpointConfig(Config):
         description="How many times a save is tried before training continues without it.",
     )
 
+    def path_in(self, dump_folder: Path) -> Path:
+        """Where checkpoints are saved."""
+        return location(self.folder) if is_url(self.folder) else dump_folder / self.folder
+
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         idle = {
             "resume": self.resume == "must",
@@ -88,6 +98,14 @@ class CheckpointConfig(Config):
         ):
             message = "it needs self.last_save_model_only or self.last_save_in_hf"
             yield Problem("export_dtype", message, ("last_save_model_only", "last_save_in_hf"))
+        for key in ("folder", "initial_load_path"):
+            url = getattr(self, key)
+            if url and is_url(url) and (problem := problem_of_url(url)):
+                yield Problem(key, problem)
         initial = self.initial_load_path
-        if initial is not None and not Path(initial).expanduser().is_dir():
+        if initial is None or is_url(initial):
+            return
+        if initial == recipe.model.tokenizer and not exists(initial):
+            return  # said of the tokenizer
+        if not (exists(initial) and local_path(initial).is_dir()):
             yield Problem("initial_load_path", "there is no such folder")

@@ -1,31 +1,18 @@
-"""What a run starts from: a checkpoint of its own, another run's weights, or nothing."""
+"""What a run starts from: a checkpoint of its own, one of another run, or nothing."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.initial import ResumePoint, initial_point
+from torchtitan.checkpoint.inspect import saved_by_dcp
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.opening import FOREIGN, find_format
 from torchtitan.config import ConfigError
-from torchtitan.models import spec_in_recipe, with_sizes
-
-
-class ResumePoint(NamedTuple):
-    """What a run starts from: nothing (`path` is None), its own past, or another run's weights."""
-
-    path: Path | None
-    model_only: bool = False
-    is_resume: bool = False
-    changes: tuple[str, ...] = ()
-    """Differences between the recipe of the checkpoint and this one, one line each."""
-    damaged: tuple[tuple[Path, str], ...] = ()
-    """Newer checkpoints that are not what was saved, and why; they are to be set aside."""
-    format: str = "ours"
-    """Of the weights: a key of `weights.opening.OPEN`."""
+from torchtitan.models import with_sizes
+from torchtitan.optim import OptimizerConfig
 
 
 class ResumePolicy(NamedTuple):
@@ -37,6 +24,9 @@ class ResumePolicy(NamedTuple):
     """Resolved: dotted keys to values."""
     same_run: Set[str]
     """The keys in which a recipe must agree with the checkpoint's to be the same run."""
+    optimizer: OptimizerConfig
+    factor: Callable[[int], float]
+    """Of the peak learning rate, by the step of the schedule."""
 
     def start(self, damaged: Mapping[Path, str] | None = None) -> ResumePoint:
         """What the run starts from; nothing is written.
@@ -48,19 +38,33 @@ class ResumePolicy(NamedTuple):
         Raises:
             ConfigError: where going on or starting afresh would surprise the user.
         """
-        return choose_start(*self, damaged=dict(damaged or {}))
+        own = choose_own(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {})
+        try:
+            return own or self.initial()
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
+
+    def initial(self) -> ResumePoint:
+        """What the run begins with while it has no checkpoint of its own."""
+        return initial_point(self.config, self.recipe, self.optimizer, self.factor)
 
 
-def choose_start(
+def choose_own(
     config: CheckpointConfig,
     dump_folder: Path,
     recipe: Mapping[str, Any],
     same_run: Set[str],
-    damaged: dict[Path, str],
-) -> ResumePoint:
-    """See `ResumePolicy.start`."""
-    folder = dump_folder / config.folder
+    known_damaged: Mapping[Path, str],
+) -> ResumePoint | None:
+    """The checkpoint of this run to resume; None: there is none. See `ResumePolicy.start`."""
+    folder, damaged = config.path_in(dump_folder), dict(known_damaged)
     steps = saved_steps(folder) if config.enable else {}
+    if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
+        raise ConfigError(
+            f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not by "
+            "a run of this recipe; choose another job.dump_folder, and to go on from there set "
+            f'checkpoint.initial_load_path = "{folder}" and initial_load_model_only = false'
+        )
     if config.resume == "never":
         used = [dump_folder / "metrics.jsonl", *saved_steps(folder).values()]
         if found := [str(path) for path in used if path.exists()]:
@@ -68,7 +72,7 @@ def choose_start(
                 f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
                 'choose another job.dump_folder, or resume = "auto" to go on with that run'
             )
-        return _initial(config, recipe)
+        return None
     full: dict[int, Path] = {}
     weights: dict[int, Path] = {}
     for step, path in steps.items():
@@ -105,7 +109,7 @@ def choose_start(
             'write resume = "auto" to start afresh'
         )
     else:
-        return _initial(config, recipe)
+        return None
     newer = {p: why for p, why in damaged.items() if _step(p) > _step(path)}
     if newer and config.load_step < 0 and config.resume == "must":
         raise ConfigError(
@@ -126,48 +130,6 @@ def choose_start(
         )
     aside = tuple(newer.items()) if config.load_step < 0 else ()
     return ResumePoint(path, is_resume=True, changes=tuple(changes.values()), damaged=aside)
-
-
-def _initial(config: CheckpointConfig, recipe: Mapping[str, Any]) -> ResumePoint:
-    if config.initial_load_path is None:
-        return ResumePoint(None)
-    path = Path(config.initial_load_path).expanduser()
-    kind = find_format(path)
-    if kind != "ours":
-        if not config.initial_load_model_only:
-            raise ConfigError(
-                f"checkpoint.initial_load_path: {path} holds only weights, in the format {kind}; "
-                "write initial_load_model_only = true"
-            )
-        open_weights(path, kind, recipe)
-        return ResumePoint(path, model_only=True, format=kind)
-    if steps := saved_steps(path):
-        path = steps[max(steps)]
-    try:
-        manifest = look_at(path)
-    except Damaged as error:
-        raise ConfigError(
-            f"checkpoint.initial_load_path: {path} is neither a checkpoint nor a folder of "
-            f"checkpoints (step-N): {error}"
-        ) from None
-    if manifest.model_only and not config.initial_load_model_only:
-        raise ConfigError(
-            f"checkpoint.initial_load_path: {path} holds only weights; "
-            "write initial_load_model_only = true"
-        )
-    return ResumePoint(path, model_only=config.initial_load_model_only)
-
-
-def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:
-    """Weights of another format, under our names.
-
-    Raises:
-        ConfigError: where they are not those of the recipe's model.
-    """
-    try:
-        return FOREIGN[kind](path, [spec_in_recipe(recipe)], recipe["model.flavor"])
-    except ConfigError as error:
-        raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
 
 
 def _step(path: Path) -> int:

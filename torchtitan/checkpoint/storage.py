@@ -5,7 +5,9 @@
 
 Who writes what is decided by the planner of torch's distributed checkpoint (DCP): a piece that many
 ranks have is written by one, so that all have about the same work. DCP's own files are pickles,
-which may run anything when they are read; these are numbers and JSON.
+which may run anything when they are read; these are numbers and JSON. Each file says in its header,
+as DCP's safetensors do, where in the whole tensor each piece begins: torch alone can load them, by
+`torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
 A file is written and hashed at the same time. The digest of a tensor is the exclusive or of the
 bits of its elements (`torch.hash_tensor`), whatever pieces it is cut into: layouts that hold the
@@ -13,13 +15,13 @@ same weights have the same digest.
 """
 
 import json
-import mmap
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -35,7 +37,9 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
+from torchtitan.checkpoint.ranges import files_in
 from torchtitan.checkpoint.state import TrainState
+from torchtitan.checkpoint.store import store_of
 
 INDEX = "tensors.json"
 CODES = {
@@ -70,18 +74,6 @@ class Piece(NamedTuple):
     digest: int | None = None
     """None until it was read."""
 
-    @property
-    def is_whole(self) -> bool:
-        return self.sizes == self.shape
-
-    @property
-    def label(self) -> str:
-        """Its name in the file."""
-        if self.is_whole:
-            return self.name
-        spans = (f"{at}:{at + size}" for at, size in zip(self.offsets, self.sizes, strict=True))
-        return f"{self.name}[{','.join(spans)}]"
-
 
 @dataclass(frozen=True)
 class Written:
@@ -104,6 +96,25 @@ class TensorSource(Protocol):
     ) -> Tensor:
         """A tensor, or a block of it; to be copied, not to be changed."""
         ...
+
+
+class Renamed:
+    """Tensors of a source under other names; see `TensorSource`."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        """`names` are new to old; a tensor that is not among them is left out."""
+        self.source, self.names = source, names
+
+    def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
+        """Dtype and shape by new name."""
+        found = self.source.shapes()
+        return {new: found[old] for new, old in self.names.items()}
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor, or a block of it; to be copied, not to be changed."""
+        return self.source.read(self.names[name], offsets, sizes)
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -134,19 +145,19 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
     digests: list[int] = []
     # Hashing is faster than writing: a second thread does it meanwhile.
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        _write_all(file.fileno(), memoryview(header))
+        _write_all(file, memoryview(header))
         hashing = []
         for _, tensor in pieces:
             host = tensor.detach().cpu().contiguous()
             data = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             hashing.append(hasher.submit(_hash, state, host, data))
-            _write_all(file.fileno(), data)
-        os.fsync(file.fileno())
+            _write_all(file, data)
+        store_of(path).flush(file)
         digests = [future.result() for future in hashing]
-        size = os.fstat(file.fileno()).st_size
+        size = file.tell()
     for piece, now in zip(placed, digests, strict=True):
         if piece.digest not in (None, now):
-            raise Damaged(f"{path}: {piece.label} changed between the step's end and the disk")
+            raise Damaged(f"{path}: {piece.name} changed between the step's end and the disk")
     done = tuple(p._replace(digest=now) for p, now in zip(placed, digests, strict=True))
     return Written(path.name, File(size, state.hexdigest()), done)
 
@@ -156,19 +167,22 @@ def _hash(state: Any, host: Tensor, data: memoryview) -> int:
     return int(digest(host).item())
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_all(file: RawIOBase, data: memoryview) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[file.write(data) :]
 
 
 def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
     """The header of a safetensors file, and where in the file each piece begins."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    sharding = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
+    assert len(sharding) == len(pieces), "a file has room for one piece of each tensor"
+    about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    entries: dict[str, Any] = {"__metadata__": about}
     at, begins = 0, []
     for piece in pieces:
         end = at + torch.Size(piece.sizes).numel() * piece.dtype.itemsize
         begins.append(at)
-        entries[piece.label] = {
+        entries[piece.name] = {
             "dtype": CODES[piece.dtype],
             "shape": list(piece.sizes),
             "data_offsets": [at, end],
@@ -208,23 +222,25 @@ def digest_of_index(index: Mapping[str, Any]) -> str:
     return digest_of_all({name: int(entry["digest"], 16) for name, entry in index.items()})
 
 
-def write_weights(
+def write_tensors(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
     about: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
-    """Write a checkpoint of weights alone into an empty folder, one file at a time.
+    """Write a checkpoint of weights alone, or of a run, into an empty folder, one file at a time.
 
     Args:
-        about: what train_state.json says of them, above all the recipe.
+        about: what train_state.json says of them, above all the recipe; of a run the counters too.
         max_shard_bytes: of the tensors in a file, unless a single one is larger.
     """
     written: list[Written] = []
     shard: list[tuple[Piece, Tensor]] = []
+    is_run = "train_state" in about
+    kind = "run" if is_run else "weights"
 
     def flush() -> None:
-        written.append(write_file(folder / f"weights-{len(written)}.safetensors", shard))
+        written.append(write_file(folder / f"{kind}-{len(written)}.safetensors", shard))
         shard.clear()
 
     size = 0
@@ -238,7 +254,11 @@ def write_weights(
     if shard:
         flush()
     state = {"train_state": asdict(TrainState()), **about}
-    write_manifest_of(folder, written, state, step=0, model_only=True, ranks=1, layout={})
+    ranks = 0 if is_run else 1  # that have a state of their own in it
+    step = state["train_state"]["step"]
+    write_manifest_of(
+        folder, written, state, step=step, model_only=not is_run, ranks=ranks, layout={}
+    )
 
 
 def write_manifest_of(
@@ -260,6 +280,47 @@ def write_manifest_of(
 
 # --- reading ---
 
+Place = TypeVar("Place")
+
+
+class Block(NamedTuple, Generic[Place]):
+    """A block of a tensor, and where it is kept."""
+
+    offsets: Sizes
+    sizes: Sizes
+    place: Place
+
+
+def assemble(
+    dtype: torch.dtype,
+    offsets: Sizes,
+    sizes: Sizes,
+    blocks: Iterable[Block[Place]],
+    read: Callable[[Block[Place], Sizes, Sizes], Tensor],
+) -> Tensor:
+    """A part of a tensor that is kept in blocks; not copied where it is within one of them.
+
+    Args:
+        read: gives a part of a block by its offsets in the block, and sizes.
+    """
+    found: Tensor | None = None
+    for block in blocks:
+        spans = [
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(offsets, sizes, block.offsets, block.sizes, strict=True)
+        ]
+        if any(low >= high for low, high in spans):
+            continue
+        inside = tuple(low - b for (low, _), b in zip(spans, block.offsets, strict=True))
+        part = read(block, inside, tuple(high - low for low, high in spans))
+        if part.shape == sizes:
+            return part
+        if found is None:
+            found = torch.empty(sizes, dtype=dtype)
+        at = (slice(low - a, high - a) for (low, high), a in zip(spans, offsets, strict=True))
+        found[tuple(at)] = part
+    return torch.empty(sizes, dtype=dtype) if found is None else found
+
 
 class SavedTensors:
     """The tensors of a checkpoint of ours."""
@@ -269,7 +330,7 @@ class SavedTensors:
         self.checkpoint = checkpoint
         index = read_whole(checkpoint, read_manifest(checkpoint), INDEX)
         self.index: dict[str, Any] = json.loads(index)
-        self._maps: dict[str, mmap.mmap] = {}
+        self._files = files_in(checkpoint)
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
         """Dtype and shape by name."""
@@ -287,44 +348,16 @@ class SavedTensors:
     ) -> Tensor:
         """A tensor, or a block of it: a view of the file where one piece holds all of it."""
         entry = self.index[name]
-        sizes = entry["shape"] if sizes is None else sizes
-        offsets = [0] * len(sizes) if offsets is None else offsets
-        found: Tensor | None = None
-        for file, begin, at, shape in entry["pieces"]:
-            spans = [
-                (max(a, b), min(a + n, b + m))
-                for a, n, b, m in zip(offsets, sizes, at, shape, strict=True)
-            ]
-            if any(low >= high for low, high in spans):
-                continue
-            piece = self._piece(file, begin, shape, entry["dtype"])
-            part = piece[
-                tuple(slice(low - b, high - b) for (low, high), b in zip(spans, at, strict=True))
-            ]
-            if list(part.shape) == list(sizes):
-                return part
-            if found is None:
-                found = torch.empty(tuple(sizes), dtype=piece.dtype)
-            found[
-                tuple(
-                    slice(low - a, high - a) for (low, high), a in zip(spans, offsets, strict=True)
-                )
-            ] = part
-        return (
-            torch.empty(tuple(sizes), dtype=getattr(torch, entry["dtype"]))
-            if found is None
-            else found
-        )
+        dtype: torch.dtype = getattr(torch, entry["dtype"])
+        sizes = tuple(entry["shape"] if sizes is None else sizes)
+        offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
+        blocks = [
+            Block(tuple(at), tuple(shape), (file, begin))
+            for file, begin, at, shape in entry["pieces"]
+        ]
 
-    def _piece(self, file: str, begin: int, shape: Sequence[int], dtype: str) -> Tensor:
-        kind: torch.dtype = getattr(torch, dtype)
-        if file not in self._maps:
-            try:
-                with (self.checkpoint / file).open("rb") as opened:
-                    # A private copy of what is written to it, which is nothing; torch warns of
-                    # memory that cannot be written to.
-                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                raise Damaged(f"{self.checkpoint / file}: {error.strerror}") from None
-        count = torch.Size(shape).numel()
-        return torch.frombuffer(self._maps[file], dtype=kind, count=count, offset=begin).view(shape)
+        def part(block: Block[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
+            strides = [math.prod(block.sizes[dim + 1 :]) for dim in range(len(shape))]
+            return self._files.block(block.place, dtype, strides, at, shape)
+
+        return assemble(dtype, offsets, sizes, blocks, part)

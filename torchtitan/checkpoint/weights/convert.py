@@ -11,23 +11,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.folder import commit, sync
-from torchtitan.checkpoint.storage import write_weights
+from torchtitan.checkpoint.dcp.export import write_torchtitan
+from torchtitan.checkpoint.remote import PART, RemotePath
+from torchtitan.checkpoint.storage import TensorSource, write_tensors
+from torchtitan.checkpoint.store import MANIFEST, store_of
+from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
-from torchtitan.checkpoint.weights.hugging_face import write_hugging_face
-from torchtitan.checkpoint.weights.meta import write_meta
-from torchtitan.checkpoint.weights.network import unsaid, without_flavor
+from torchtitan.checkpoint.weights.hugging_face import CONFIG, write_hugging_face
+from torchtitan.checkpoint.weights.meta import PARAMS, write_meta
+from torchtitan.checkpoint.weights.network import Network, unsaid, without_flavor
 from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 
-FORMATS = ("ours", "hf", "meta")
+FORMATS = ("ours", "hf", "meta", "dcp")
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SHARD_SIZE = "5GB"
+LAST = (MANIFEST, ".metadata", CONFIG, PARAMS)
+"""Files that are uploaded after all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,7 @@ class ConvertOptions:
     flavor: str | None = None
     dtype: str | None = None
     max_shard_size: str | None = None
+    with_optimizer: bool = False
 
 
 def convert(
@@ -61,59 +68,112 @@ def convert(
         raise ConfigError(
             "--max-shard-size: not supported with Meta's format, which is written as one file"
         )
+    if options.with_optimizer and {kind, target} != {"ours", "dcp"}:
+        raise ConfigError(
+            f"--with-optimizer: not supported from {kind} to {target}; supported from ours to dcp, "
+            "and back"
+        )
+    if options.with_optimizer and options.dtype:
+        raise ConfigError(
+            "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+        )
     most = parse_size(options.max_shard_size or MAX_SHARD_SIZE)
     opened = OPEN[kind](source, options.model, options.flavor)
-    network, dtype = opened.network, getattr(torch, options.dtype) if options.dtype else None
+    tensors, network, extras, _ = opened
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    state = _state_of_run(source, destination, opened) if options.with_optimizer else None
     logger.info("%s: %s in the format %s", source, network, kind)
     with complete_or_absent(destination) as folder:
         if target == "hf":
-            write_hugging_face(folder, *opened, dtype, most)
+            write_hugging_face(folder, tensors, network, extras, dtype, most)
         elif target == "meta":
-            write_meta(folder, *opened, dtype)
+            write_meta(folder, tensors, network, extras, dtype)
+        elif target == "dcp":
+            write_torchtitan(folder, tensors, network, state, dtype, most)
         else:
-            write_ours(
-                folder, opened, dtype, most, {**about, "converted_from": str(source.resolve())}
-            )
-    for line in unsaid(network, target) if target != "ours" else ():
+            origin = {**about, "converted_from": str(source.resolve())}
+            write_ours(folder, tensors, network, extras, state, dtype, most, origin)
+    for line in unsaid(network, target) if target in ("hf", "meta") else ():
         logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
 
 
+def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
+    """What a run says besides its tensors; `destination` is known to be a name for it."""
+    if opened.state is None:
+        raise ConfigError(f"--with-optimizer: {source} holds only weights")
+    state = opened.state()
+    named, step = re.fullmatch(r"step-(\d+)", destination.name), state["train_state"]["step"]
+    if named and int(named[1]) != step:
+        raise ConfigError(f"{destination}: the run has taken {step} steps; call it step-{step}")
+    return state
+
+
 def write_ours(
     folder: Path,
-    opened: Opened,
+    source: TensorSource,
+    network: Network,
+    extras: Extras,
+    state: Mapping[str, Any] | None,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint of ours with only weights: a `checkpoint.initial_load_path`."""
-    source, network, extras = opened
+    """Write a checkpoint of ours: a `checkpoint.initial_load_path`.
+
+    Args:
+        state: what there is to be said of a whole run; None: the weights alone are written.
+    """
     if network.flavor is None:
         raise without_flavor(network)
-    recipe = {**network.recipe(), **extras.recipe()}
-    names = weights_of(source, network)
-    write_weights(
+    state = state or {}
+    recipe = {**network.recipe(), **extras.recipe(), **state.get("recipe", {})}
+    names = [f"model.{name}" for name in weights_of(source, network)]
+    if state:
+        names += [name for name in source.shapes() if name.startswith("optimizer.")]
+    write_tensors(
         folder,
-        ((f"model.{n}", cast(n, source.read(f"model.{n}"), dtype)) for n in names),
-        {**about, "recipe": recipe},
+        ((name, cast(name, source.read(name), dtype)) for name in names),
+        {**about, **state, "recipe": recipe},
         max_shard_bytes,
     )
 
 
 @contextmanager
 def complete_or_absent(destination: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name once everything in it is on disk."""
+    """A folder to write into, which gets its name once everything in it is on disk.
+
+    For a store it is a temporary one, of which all files are uploaded then.
+    """
+    if isinstance(destination, RemotePath):
+        with TemporaryDirectory() as spool:
+            yield Path(spool)
+            upload(Path(spool), destination)
+        return
     saving = destination.with_name(f"{destination.name}.saving")
     shutil.rmtree(saving, ignore_errors=True)
     saving.mkdir(parents=True)
     try:
         yield saving
         for path in saving.iterdir():
-            sync(path)
-        commit(saving)
+            store_of(path).sync(path)
+        store_of(saving).commit(saving)
     finally:
         shutil.rmtree(saving, ignore_errors=True)
+
+
+def upload(folder: Path, destination: RemotePath) -> None:
+    """Copy files to a store, those that show what a folder is last; all of them, or none."""
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name in LAST, path.name)):
+            with path.open("rb") as file, (destination / path.name).open("wb") as copy:
+                while block := memoryview(file.read(PART)):
+                    while block:
+                        block = block[copy.write(block) :]
+    except OSError:
+        store_of(destination).discard(destination)
+        raise
 
 
 def parse_size(text: str) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.config import ConfigError
+from torchtitan.checkpoint.remote import RemotePath
+from torchtitan.config import ConfigError, local_path
 from torchtitan.data import load_tokenizer
 from torchtitan.logging import logger
 
@@ -47,14 +48,17 @@ class Extras(NamedTuple):
         if recipe[key] is None:
             logger.info("the weights are written without a tokenizer: they were trained on bytes")
             return cls(seq_len, tokenizer.bos, tokenizer.eos)
-        path = Path(recipe[key]).expanduser()
+        path = local_path(recipe[key])
         folder = path if path.is_dir() else path.parent
         return cls(seq_len, tokenizer.bos, tokenizer.eos, folder)
 
     @classmethod
     def beside(cls, folder: Path, **known: Any) -> "Extras":
         """With the tokenizer in a folder of weights, if there is one."""
-        is_there = any((folder / name).is_file() for name in TOKENIZERS)
+        # Those who load a tokenizer load it from a disk.
+        is_there = not isinstance(folder, RemotePath) and any(
+            (folder / name).is_file() for name in TOKENIZERS
+        )
         return cls(tokenizer=folder.resolve() if is_there else None, **known)
 
     def recipe(self) -> dict[str, Any]:

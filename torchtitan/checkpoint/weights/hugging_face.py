@@ -18,8 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
+from torchtitan.checkpoint.ranges import FetchedFiles, Files, files_in
 from torchtitan.checkpoint.storage import CODES, TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
+from torchtitan.checkpoint.weights.fetched import FetchedSafetensors
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
 from torchtitan.config import ConfigError
@@ -45,7 +48,8 @@ class HuggingFaceWeights(ForeignWeights):
         network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
         self.folder = folder
         # Opening maps a file into memory; parts that are not read cost nothing.
-        self._files = {name: _open(folder / name) for name in _file_names(folder)}
+        files = files_in(folder)
+        self._files = {name: _open(folder / name, files) for name in _file_names(folder)}
         self._places = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         super().__init__(
             folder, network, "hf", {name: _kind(name, at) for name, at in self._places.items()}
@@ -68,6 +72,22 @@ class HuggingFaceWeights(ForeignWeights):
         return block
 
 
+class HuggingFaceShards(ForeignWeights):
+    """The same as DCP saves it: whole tensors or blocks of them, and no `config.json`."""
+
+    def __init__(self, folder: Path, network: Network) -> None:
+        """Open the weights of `network`.
+
+        Raises:
+            ConfigError: with everything that does not match.
+        """
+        self.saved = DcpCheckpoint(folder)
+        super().__init__(folder, network, "hf", self.saved.shapes())
+
+    def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        return self.saved.read(theirs, offsets, sizes)
+
+
 def _file_names(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         single = "model.safetensors"
@@ -75,19 +95,26 @@ def _file_names(folder: Path) -> list[str]:
             raise ConfigError(f"{folder}: there is neither {INDEX} nor {single}")
         return [single]
     weight_map = read_config(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"{folder / INDEX}: it has no weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_beside, weight_map.values())):
+        raise ConfigError(f"{folder / INDEX}: it has no weight_map from tensors to files beside it")
     return sorted(set(weight_map.values()))
 
 
-def _open(path: Path) -> Any:
+def _is_beside(name: object) -> bool:
+    """Whether it is the name of a file in the same folder."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name
+
+
+def _open(path: Path, files: Files) -> Any:
+    if isinstance(files, FetchedFiles):
+        return FetchedSafetensors(path, files)
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file, but the index names it") from None
     except SafetensorError as error:
         raise ConfigError(f"{path}: not a complete safetensors file: {error}") from None
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise ConfigError(f"{path}: the machine cannot map it into memory: {error}") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.checkpoint.remote import RemotePath
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
@@ -36,6 +37,8 @@ class MetaWeights(ForeignWeights):
         Raises:
             ConfigError: with everything that does not match.
         """
+        if isinstance(folder, RemotePath):
+            raise ConfigError(f"{folder}: Meta's files are read from a disk only; copy them to one")
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
         files = [_load(path) for path in _paths(folder)]
@@ -93,7 +96,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path}: it contains more than tensors, which cannot be loaded without executing code"
         ) from None
-    except (RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: not a complete file of torch.save: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{path}: not a dictionary of tensors")

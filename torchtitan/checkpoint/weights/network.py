@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.checkpoint.remote import StoreError
 from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
@@ -62,6 +63,13 @@ def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor
     return Network(models[name], flavors[flavor], flavor)
 
 
+def in_recipe(recipe: Mapping[str, Any]) -> Network:
+    """The network of a valid recipe, by dotted keys."""
+    flavor = recipe["model.flavor"]
+    spec = spec_in_recipe(recipe)
+    return Network(spec, spec.flavors[flavor], flavor)
+
+
 def of_recipe(
     where: object, recipe: Mapping[str, Any], model: str | None = None, flavor: str | None = None
 ) -> Network:
@@ -71,6 +79,39 @@ def of_recipe(
     if (network.spec.name, network.flavor) != recorded:
         return network
     return network._replace(args=spec_in_recipe(recipe).flavors[recipe["model.flavor"]])
+
+
+def of_shapes(
+    where: object,
+    found: Mapping[str, Sizes],
+    specs: Collection[ModelSpec[Any]],
+    flavor: str | None = None,
+) -> Network:
+    """The network whose parameters have these shapes, or else the most alike.
+
+    Args:
+        specs: the families it may be of.
+        flavor: what it has to be; None: whatever it is.
+
+    Raises:
+        ConfigError: if it could be several.
+    """
+    known = {spec.name: spec for spec in specs if flavor in (None, *spec.flavors)}
+    if not known:
+        spec = next(iter(specs))
+        return named(where, {spec.name: spec}, spec.name, str(flavor))
+    flavors = [
+        Network(spec, args, name)
+        for spec in known.values()
+        for name, args in spec.flavors.items()
+        if flavor in (None, name)
+    ]
+    counts = [len(found.items() ^ network.parameters().items()) for network in flavors]
+    same = [network for network, count in zip(flavors, counts, strict=True) if not count]
+    if len(same) > 1:
+        names = " or ".join(str(network) for network in same)
+        raise ConfigError(f"{where}: it could be {names}; choose one with --model and --flavor")
+    return flavors[counts.index(min(counts))]
 
 
 def identify(
@@ -113,8 +154,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """What a config file says."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: there is no such file") from None
+    except StoreError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -163,10 +206,12 @@ def _families(
     known = {spec.formats[kind].architecture: None for spec in able}
     if None in known:
         return able
-    said = (config.get("architectures") or [None])[0]
-    if said not in known:
+    listed = config.get("architectures")
+    said = listed[0] if isinstance(listed, list) and listed else listed
+    if not isinstance(said, str) or said not in known:
         raise ConfigError(
-            f"{path}: architectures: got {show(said)}; {allowed_names(said, map(str, known))}"
+            f"{path}: architectures: got {show(said)}; allowed: {', '.join(map(str, known))}; the "
+            "weights of another network need a model of their own, see docs/extending.md"
         )
     return [spec for spec in able if spec.formats[kind].architecture == said]
 

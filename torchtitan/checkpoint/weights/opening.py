@@ -7,22 +7,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.inspect import find
-from torchtitan.checkpoint.manifest import MANIFEST, Damaged
-from torchtitan.checkpoint.storage import SavedTensors, TensorSource, digest
+from torchtitan.checkpoint.dcp.optimizer import state_of
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp
+from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translated
+from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.inspect import find, saved_by_dcp
+from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
+from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource, digest
+from torchtitan.checkpoint.store import MANIFEST, NAME
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
 from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta import PARAMS, MetaWeights
-from torchtitan.checkpoint.weights.network import Network, of_recipe
+from torchtitan.checkpoint.weights.network import Network, of_recipe, of_shapes
 from torchtitan.config import ConfigError, allowed_names, show
+from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
 
 SIGNS = {
-    "ours": (MANIFEST, ".metadata", "step-*", "*/step-*"),
-    "hf": (HUGGING_FACE_INDEX, "*.safetensors"),
+    "ours": (MANIFEST, INDEX, STATE_FILE, "step-*", "*/step-*"),
+    "hf": (HUGGING_FACE_INDEX, "*.safetensors", "sharded/*.safetensors"),
     "meta": (PARAMS, "consolidated.*.pth"),
 }
 """Files from which the format of a folder is detected."""
@@ -34,12 +39,35 @@ class Opened(NamedTuple):
     source: TensorSource
     network: Network
     extras: Extras
+    state: Callable[[], Mapping[str, Any]] | None = None
+    """Reads what a full checkpoint says besides its tensors, as train_state.json does; None: it has
+    only weights."""
+
+
+def newest(folder: Path) -> Path:
+    """The newest complete checkpoint in a folder of them; the folder itself if it is none.
+
+    One of this project is complete if it is there; one of `dcp.save` has its `.metadata` last.
+    """
+    steps = saved_steps(folder)
+    # On an object store those are ours alone.
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (name := NAME.fullmatch(path.name)) and saved_by_dcp(path):
+            steps[int(name[1])] = path
+    for step in (steps[number] for number in sorted(steps, reverse=True)):
+        is_ended = (step / ".metadata").exists() or not is_dcp(step)
+        if is_ended and any(step.iterdir()):
+            return step
+        logger.warning("%s: skipped, as its save has not ended: it has no .metadata", step)
+    return steps[max(steps)] if steps else folder
 
 
 def find_format(folder: Path) -> str:
     """The format of the weights in a folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
+    if is_dcp(newest(folder)):
+        return "dcp"
     found = [kind for kind, signs in SIGNS.items() if any(any(folder.glob(sign)) for sign in signs)]
     if len(found) > 1 and "ours" in found:
         return "ours"  # its files are safetensors too
@@ -54,9 +82,11 @@ def find_format(folder: Path) -> str:
 def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     """A checkpoint of ours, or the newest in a folder of them or of a run."""
     path = find(folder)[-1]
-    recipe = read_state(path, look_at(path))["recipe"]
-    source = Verified(path, SavedTensors(path))
-    return Opened(source, of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe))
+    manifest = look_at(path)
+    state = read_state(path, manifest)
+    recipe, source = state["recipe"], Verified(path, SavedTensors(path))
+    network, extras = of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe)
+    return Opened(source, network, extras, None if manifest.model_only else lambda: state)
 
 
 def open_hugging_face(folder: Path, model: str | None, flavor: str | None) -> Opened:
@@ -69,10 +99,27 @@ def open_meta(folder: Path, model: str | None, flavor: str | None) -> Opened:
     return Opened(weights, weights.network, weights.extras())
 
 
+def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
+    """A checkpoint of `dcp.save`, or the newest in a folder of them, as TorchTitan names it."""
+    path = newest(folder)
+    saved = DcpCheckpoint(path)
+    kinds, prefix = saved.shapes(), "model."
+    found = {
+        ours.removeprefix(prefix): kinds[theirs][1]
+        for ours, theirs in translated(saved).items()
+        if ours.startswith(prefix)
+    }
+    network = of_shapes(path, found, families(model), flavor)
+    weights = TorchTitanCheckpoint(path, network)
+    state = (lambda: state_of(weights)) if weights.holds_run else None
+    return Opened(weights, network, Extras(), state)
+
+
 OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
     "ours": open_ours,
     "hf": open_hugging_face,
     "meta": open_meta,
+    "dcp": open_dcp,
 }
 FOREIGN: dict[str, type[HuggingFaceWeights] | type[MetaWeights]] = {
     "hf": HuggingFaceWeights,

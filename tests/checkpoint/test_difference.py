@@ -1,0 +1,45 @@
+"""`torchtitan checkpoint diff`: weights first, and all that differs where it is asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from torchtitan.checkpoint.inspect import SHOWN, Difference
+from torchtitan.tools.cli import main
+
+
+def saved(folder: Path, seed: int) -> Path:
+    job = tiny.job(folder, checkpoint={"enable": True}, training={"steps": 1}, debug={"seed": seed})
+    run_ranks(train, 1, job)
+    return folder / "checkpoint/step-1"
+
+
+def test_weights_come_first_and_all_shows_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (str(saved(tmp_path / f"{seed}", seed)) for seed in (1, 2))
+    assert main(["checkpoint", "diff", one, other]) == 1
+    brief = capsys.readouterr().out.splitlines()
+    assert main(["checkpoint", "diff", one, other, "--all"]) == 1
+    full = capsys.readouterr().out.splitlines()
+
+    tensors = [line.split(":")[0] for line in full if ": off by " in line]
+    are_weights = [name.startswith("model.") for name in tensors]
+    assert True in are_weights
+    assert False in are_weights
+    assert are_weights == sorted(are_weights, reverse=True)
+    assert full[0].startswith("model.")
+    assert full[-1].endswith(f"{len(tensors)} differ in value, {sum(are_weights)} of them weights")
+    assert brief[:SHOWN] == full[:SHOWN]
+    assert f"and {len(tensors) - SHOWN} tensors more; --all shows them" in brief
+    assert not any("--all" in line for line in full)
+    assert full.index("debug.seed: 1 -> 2") >= len(tensors)
+
+
+def test_checkpoints_that_are_equal() -> None:
+    assert list(Difference((), (), (), (), 3).lines()) == [
+        "3 tensors are equal, 0 differ in value, 0 of them weights"
+    ]

@@ -1,0 +1,180 @@
+"""torch alone opens checkpoints of ours."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from tests import tiny
+from tests.layouts import LAYOUTS, Case, case
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.small_weights import saved as saved_weights
+from tests.test_docs import ROOT, blocks
+from torchtitan.checkpoint.inspect import damage
+from torchtitan.checkpoint.manifest import File, hash_file, read_manifest, write_manifest
+from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
+from torchtitan.job import JobConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
+MIXED = LAYOUTS["FSDP 2 x TP 2"]
+
+
+def recipe(folder: Path, layout: Case, **sections: dict[str, Any]) -> JobConfig:
+    """Two steps, the last of which is saved."""
+    defaults: dict[str, dict[str, Any]] = {
+        "training": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "checkpoint": {"enable": True},
+    }
+    names = defaults | sections
+    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
+    return tiny.job(folder, **layout.recipe(**merged))
+
+
+def eager(job: JobConfig) -> dict[str, Tensor]:
+    torch.compiler.set_stance("force_eager")
+    return train(job)
+
+
+def loaded(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by torch."""
+    reader = HuggingFaceStorageReader(str(path))
+    state: dict[str, Tensor] = {
+        name: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for name, kind in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(found: dict[str, Tensor], path: Path) -> bool:
+    """Whether tensors are all those of a checkpoint, to the bit."""
+    wanted = SavedTensors(path)
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+    assert kinds == wanted.shapes()
+    return all(torch.equal(bits(t), bits(wanted.read(name))) for name, t in found.items())
+
+
+HALF = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
+FEW_BITS = {"state_dtype": "8bit"}
+MOMENTUM = {"name": "SGD", "momentum": 0.9}
+EXPORT = {"last_save_model_only": True, "export_dtype": "bfloat16"}
+SMALL = {"dim": 4, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 3}
+RECIPES: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
+    "AdamW, nothing even": (MIXED, {}),
+    "replicas": (LAYOUTS["HSDP 2 x 2"], {}),
+    "8 bits": (case(shard=2), {"model": {"flavor": "square"}, "optimizer": FEW_BITS}),
+    "bfloat16": (case(batch=8), {"training": HALF, "optimizer": {"state_dtype": "bfloat16"}}),
+    "momentum, several stages": (LAYOUTS["PP 2, Interleaved1F1B"], {"optimizer": MOMENTUM}),
+    "no state, tied": (case(shard=2), {"model": {"flavor": "tied"}, "optimizer": {"name": "SGD"}}),
+    "ranks without a row": (case(shard=4), {"model": SMALL}),
+    "what is sent": (case(shard=2), {"communication": {"gradients": {"name": "half"}}}),
+    "weights alone": (MIXED, {"checkpoint": EXPORT}),
+}
+"""Everything of a run that can be in a checkpoint, as some layout and recipe saves it."""
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_torch_opens_what_any_recipe_saves(kind: str, tmp_path: Path) -> None:
+    import tests.senders  # noqa: F401  (the name of a way to send)
+
+    layout, sections = RECIPES[kind]
+    run_ranks(eager, layout.ranks, recipe(tmp_path, layout, **sections))
+    path = tmp_path / "checkpoint" / "step-2"
+    assert same(loaded(path), path)
+
+
+def test_torch_opens_converted_weights(tmp_path: Path) -> None:
+    path = saved_weights(tmp_path / "ours", "tied")
+    assert same(loaded(path), path)
+
+
+# --- the script of the documentation ---
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script and with the checkpoint that it opens."""
+    folder = tmp_path_factory.mktemp("page")
+    [script] = [block for block in blocks(ROOT / "docs/checkpoint.md") if "file" in block.marks]
+    (folder / script.marks["file"]).write_text(script.text)
+    run_ranks(train, MIXED.ranks, recipe(folder / "outputs/extended", MIXED, training={"steps": 4}))
+    return folder
+
+
+ALONE = """
+import os, runpy, sys
+sys.modules["torchtitan"] = None  # importing it, or anything in it, fails
+import torch
+import torch.distributed.checkpoint, torch.distributed.tensor  # once, not on each rank
+ranks = int(os.environ["WORLD_SIZE"])
+rank = next((rank for rank in range(1, ranks) if os.fork() == 0), 0)
+os.environ["RANK"] = str(rank)
+state = runpy.run_path("open_checkpoint.py")["state"]
+torch.save({name: tensor.to_local() for name, tensor in state.items()}, f"{ranks}-{rank}.pt")
+sys.exit(any(os.wait()[1] for _ in range(1, ranks)) if rank == 0 else 0)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_script_of_the_documentation_opens_it_without_torchtitan(ranks: int, page: Path) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    subprocess.run([sys.executable, "-c", ALONE], cwd=page, env=os.environ | world, check=True)
+    parts = [torch.load(page / f"{ranks}-{rank}.pt") for rank in range(ranks)]
+    whole = {
+        name: torch.cat([part[name] for part in parts]) if tensor.ndim else tensor
+        for name, tensor in parts[0].items()
+    }
+    assert same(whole, page / "outputs/extended/checkpoint/step-4")
+
+
+# --- what is kept ---
+
+
+def test_files_without_sharding_information_are_still_read(page: Path, tmp_path: Path) -> None:
+    """Where pieces had names such as `a[0:4]`, as they had in checkpoints of before."""
+    path = Path(shutil.copytree(page / "outputs/extended/checkpoint/step-4", tmp_path / "step-4"))
+    wanted = {n: SavedTensors(path).read(n).clone() for n in SavedTensors(path).shapes()}
+    manifest, files = read_manifest(path), {}
+    for name, file in manifest.files.items():
+        if name.endswith(".safetensors"):
+            data = (path / name).read_bytes()
+            end = 8 + int.from_bytes(data[:8], "little")
+            header = json.loads(data[8:end])
+            about = header.pop("__metadata__")
+            for tensor, at in json.loads(about["DCP_SHARDING_INFO"]).items():
+                spans = zip(at["saved_offsets"], header[tensor]["shape"], strict=True)
+                label = ",".join(f"{begin}:{begin + size}" for begin, size in spans)
+                header[f"{tensor}[{label}]"] = header.pop(tensor)
+            text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":"))
+            (path / name).write_bytes(data[:8] + text.ljust(end - 8).encode() + data[end:])
+            file = File(*hash_file(path / name))
+        files[name] = file
+    write_manifest(path, replace(manifest, files=files))
+    assert list(damage(path)) == []
+    assert same(wanted, path)
+
+
+def test_a_file_has_one_piece_of_a_tensor(tmp_path: Path) -> None:
+    """Its name in the file is that of the tensor, so a second one would replace the first."""
+    halves = [(Piece("a", torch.float32, (4,), (at,), (2,)), torch.zeros(2)) for at in (0, 2)]
+    with pytest.raises(AssertionError, match="one piece of each tensor"):
+        write_file(tmp_path / "a.safetensors", halves)

@@ -1,0 +1,442 @@
+"""A run of TorchTitan resumes here: its names, what it saves, and the steps that follow."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.layouts import LAYOUTS
+from tests.ranks import run_ranks
+from tests.runs import losses, rows, train, weights
+from tests.torchtitan_run import (
+    TorchTitanRun,
+    as_v01,
+    save,
+    save_for_hugging_face,
+    save_safetensors,
+    weights_only,
+)
+from torchtitan.build import build
+from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
+from torchtitan.config import ConfigError
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.logging import logger
+from torchtitan.parallel import Launch, open_world
+from torchtitan.parts import Observer
+from torchtitan.provenance import to_toml
+from torchtitan.tools import cli
+from torchtitan.train import choose
+from torchtitan.trainer import Trainer
+
+ALONE = "one rank, accumulating 8"
+State = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("layers.0.attention.wq.weight", "model.layers.0.attention.wq.weight"),
+        ("optimizer.state.norm.weight.exp_avg", "optimizer.norm.weight.exp_avg"),
+        ("optimizer.param_groups.norm.weight.lr", None),
+        ("train_state", None),
+        ("dataloader.dp_rank_0", None),
+        (None, "rng.0.cpu"),
+    ],
+)
+def test_tensors_have_one_name_here_and_one_there(theirs: str | None, ours: str | None) -> None:
+    assert theirs is None or to_ours(theirs) == ours
+    assert ours is None or to_theirs(ours) == theirs
+
+
+def recipe(folder: Path, layout: str = ALONE, **sections: dict[str, Any]) -> JobConfig:
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"flavor": "deep"},
+        "training": {"steps": 6, "max_norm": 0.3},
+        "optimizer": {"name": "AdamW", "lr": 1e-3},
+        "lr_scheduler": {"warmup_steps": 2, "decay_type": "cosine", "min_lr_factor": 0.1},
+    }
+    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
+    return tiny.job(folder, **LAYOUTS[layout].recipe(**merged))
+
+
+class Theirs(NamedTuple):
+    """What a run of TorchTitan left after three steps."""
+
+    folder: Path
+    """With checkpoints of v0.2, and others."""
+    losses: dict[int, float]
+    """Of the steps 4 to 6."""
+    state: State
+    """What was saved after step 3."""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    folder = tmp_path_factory.mktemp("theirs")
+    run = TorchTitanRun(recipe(folder))
+    seed = save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
+    assert (seed / ".metadata").exists()
+    run.train(3)
+    state = {n: v.clone() if isinstance(v, Tensor) else v for n, v in run.state().items()}
+    save(folder / "checkpoint/step-3", state)
+    save(folder / "v01/step-3", as_v01(state))
+    save(folder / "weights/step-3", weights_only(state))
+    save_for_hugging_face(run, folder / "hf/step-3", whole=True)
+    save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
+    tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
+    save_safetensors(folder / "safetensors/step-3", tensors, whole=False)
+    return Theirs(folder, dict(enumerate(run.train(3), 4)), state)
+
+
+def resumed(
+    folder: Path, path: Path | str, layout: str = ALONE, **sections: dict[str, Any]
+) -> JobConfig:
+    """The recipe with a checkpoint of TorchTitan to go on from."""
+    given = {"initial_load_path": str(path), "initial_load_model_only": False}
+    checkpoint = given | sections.pop("checkpoint", {})
+    data = {"skip_samples": -1} | sections.pop("data", {})
+    return recipe(folder, layout, checkpoint=checkpoint, data=data, **sections)
+
+
+# --- the steps that follow ---
+
+
+@pytest.mark.parametrize("layout", [ALONE, "FSDP 2", "TP 2", "PP 2, 1F1B"])
+def test_the_losses_are_those_that_it_goes_on_with(
+    layout: str, tmp_path: Path, theirs: Theirs
+) -> None:
+    job = resumed(tmp_path, theirs.folder / "checkpoint", layout)
+    run_ranks(train, LAYOUTS[layout].ranks, job)
+    assert losses(tmp_path) == pytest.approx(theirs.losses, rel=1e-5)
+    assert [row["tokens"] for row in rows(tmp_path) if "loss" in row] == [1024, 1280, 1536]
+
+
+@pytest.mark.parametrize("part", ["optimizer", "lr_scheduler", "data"])
+def test_each_part_matters(part: str, tmp_path: Path, theirs: Theirs) -> None:
+    """Without one of them, or on other samples, the losses differ by more than rounding."""
+    without = {"checkpoint": {"exclude_from_loading": [part]}}
+    sections = {"data": {"skip_samples": 0}} if part == "data" else without
+    run_ranks(train, 1, resumed(tmp_path, theirs.folder / "checkpoint/step-3", **sections))
+    assert losses(tmp_path).keys() == theirs.losses.keys()
+    assert losses(tmp_path) != pytest.approx(theirs.losses, rel=1e-4)
+
+
+def test_a_checkpoint_of_v01_is_the_same(tmp_path: Path, theirs: Theirs) -> None:
+    run_ranks(train, 1, resumed(tmp_path, theirs.folder / "v01"))
+    assert losses(tmp_path) == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def test_adam_goes_on_from_adam(tmp_path: Path) -> None:
+    adam = {"optimizer": {"name": "Adam"}}
+    run = TorchTitanRun(recipe(tmp_path, **adam))
+    run.train(3)
+    save(tmp_path / "theirs/step-3", run.state())
+    run_ranks(train, 1, resumed(tmp_path / "run", tmp_path / "theirs", **adam))
+    expected = dict(enumerate(run.train(3), 4))
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+
+
+def train_until_killed(job: JobConfig, step: int) -> None:
+    """Train like `train`; the process is killed when this step begins."""
+
+    def before_step(now: int) -> None:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+        start = choose(job)
+        run = build(job, world, Observer(before_step=before_step))
+        with closing(run.batches):
+            Trainer(run).train(start)
+
+
+def test_a_run_that_is_killed_resumes_from_a_checkpoint_of_its_own(
+    tmp_path: Path, theirs: Theirs
+) -> None:
+    """On another layout; and before it has one, from that of TorchTitan again."""
+    checkpoint = {"enable": True, "interval": 1}
+    where = theirs.folder / "checkpoint"
+    job = resumed(tmp_path, where, checkpoint=checkpoint)
+    for step, saved in {4: [], 6: ["step-4", "step-5"]}.items():
+        with pytest.raises(AssertionError, match="rank 0"):
+            run_ranks(train_until_killed, 1, job, step)
+        assert [path.name for path in sorted((tmp_path / "checkpoint").glob("step-?"))] == saved
+    state = json.loads((tmp_path / "checkpoint/step-5/train_state.json").read_text())
+    assert state["data"]["samples"] == 40
+    assert state["train_state"]["tokens"] == 5 * 8 * 32
+    run_ranks(train, 2, resumed(tmp_path, where, "FSDP 2", checkpoint=checkpoint))
+    assert losses(tmp_path) == pytest.approx(theirs.losses, rel=1e-5)
+
+
+# --- what is loaded, and what is told ---
+
+
+class Begun(NamedTuple):
+    """A run that has loaded what it begins with."""
+
+    weights: dict[str, Tensor]
+    step: int
+    tokens: int
+    samples: int
+    schedule_start: int
+    log: list[str]
+
+
+def begin(job: JobConfig) -> Begun:
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        start = world.share(choose(job) if world.rank == 0 else None)
+        run = build(job, world)
+        with closing(run.batches):
+            run.checkpoint.load(start)
+            position = run.checkpoint.contents.position()["data"]
+        state, samples = run.state, position["samples"]
+        return Begun(weights(run), state.step, state.tokens, samples, state.schedule_start, log)
+
+
+def begun(job: JobConfig) -> Begun:
+    return run_ranks(begin, 1, job)[0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["checkpoint", "v01", "weights", "hf", "hf blocks", "safetensors", "seed"]
+)
+def test_weights_alone_are_taken(kind: str, tmp_path: Path, theirs: Theirs) -> None:
+    """Of a full checkpoint, an export in bfloat16, one for Hugging Face, a seed checkpoint."""
+    path = theirs.folder / kind
+    only = {"initial_load_model_only": True}
+    found = begun(resumed(tmp_path, path, checkpoint=only, data={"skip_samples": 5}))
+    assert (found.step, found.tokens, found.samples) == (0, 0, 5)
+    if kind == "seed":
+        assert not torch.equal(found.weights["norm.weight"], theirs.state["norm.weight"])
+        return
+    for name, weight in found.weights.items():
+        expected = theirs.state[name]
+        assert torch.equal(weight, expected.bfloat16().float() if kind == "weights" else expected)
+
+
+def test_samples_are_not_skipped_where_the_position_is_known(
+    tmp_path: Path, theirs: Theirs
+) -> None:
+    """A full checkpoint of this project has it."""
+    ours = tmp_path / "ours"
+    sections = {"checkpoint": {"enable": True}, "training": {"steps": 4}}
+    run_ranks(train, 1, resumed(ours, theirs.folder / "checkpoint", **sections))
+    again = resumed(tmp_path / "again", ours / "checkpoint", data={"skip_samples": 5})
+    with pytest.raises(ConfigError, match=r"has the position of its data.*skip_samples = 5 would"):
+        choose(again)
+
+
+def test_a_seed_checkpoint_is_a_run_that_has_done_nothing(tmp_path: Path, theirs: Theirs) -> None:
+    found = begun(resumed(tmp_path, theirs.folder / "seed"))
+    assert (found.step, found.tokens, found.samples) == (0, 0, 0)
+
+
+def test_what_the_recipe_has_otherwise_is_told(tmp_path: Path, theirs: Theirs) -> None:
+    groups = [{"roles": ["norm"], "weight_decay": 0.0}]
+    optimizer = {"name": "Adam", "lr": 2e-3, "beta2": 0.99, "groups": groups}
+    found = begun(
+        resumed(
+            tmp_path,
+            theirs.folder / "checkpoint",
+            optimizer=optimizer,
+            data={"skip_samples": 0},
+            training={"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+        )
+    )
+    told = [line for line in found.log if line.startswith(("changed", "data:", "resumed"))]
+    assert told == [
+        f"resumed from {theirs.folder}/checkpoint/step-3 at step 3",
+        "data: the position of TorchTitan's data loader is not taken over; data.skip_samples = -1 "
+        "steps over as much as it has trained on",
+        "changed since the checkpoint: optimizer.lr: 0.001 -> 0.002",
+        "changed since the checkpoint: optimizer.beta2: 0.95 -> 0.99",
+        "changed since the checkpoint: optimizer.weight_decay: 0.1 -> 0 (for 13 of 57 weights)",
+        "changed since the checkpoint: optimizer.name: AdamW -> Adam",
+        "changed since the checkpoint: learning rate of step 4: 0.000868198 -> 0.0017364",
+        "changed since the checkpoint: training.dtype: float32 -> bfloat16",
+    ]
+
+
+def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path: Path, theirs: Theirs) -> None:
+    found = begun(resumed(tmp_path, theirs.folder / "checkpoint"))
+    assert not [line for line in found.log if line.startswith("changed")]
+    assert "data: stepping over 24 samples" in found.log
+
+
+def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path: Path, theirs: Theirs) -> None:
+    """As after `exclude_from_loading = ["lr_scheduler"]` there."""
+    path = save(tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1})
+    found = begun(resumed(tmp_path / "run", path))
+    assert (found.step, found.schedule_start) == (3, 2)
+
+
+def test_another_optimizer_begins_with_the_weights(tmp_path: Path, theirs: Theirs) -> None:
+    without = {"exclude_from_loading": ["optimizer"]}
+    path = f"file://{theirs.folder}/checkpoint"
+    found = begun(resumed(tmp_path, path, checkpoint=without, optimizer={"name": "SGD"}))
+    assert (found.step, found.samples) == (3, 24)
+    assert all(torch.equal(w, theirs.state[name]) for name, w in found.weights.items())
+
+
+def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path: Path, theirs: Theirs) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(theirs.folder / "checkpoint", folder)
+    shutil.copytree(folder / "step-3", folder / "step-6")
+    (folder / "step-6/.metadata").unlink()
+    (folder / "step-9").mkdir()
+    found = begun(resumed(tmp_path / "run", folder))
+    assert found.step == 3
+    assert [line for line in found.log if "skipped" in line] == [
+        f"{folder}/step-{n}: skipped, as its save has not ended: it has no .metadata"
+        for n in (9, 6)
+    ]
+
+
+# --- what cannot be resumed ---
+
+
+def refusal(job: JobConfig) -> str:
+    """What is said, before there is a process group, of what a recipe is to go on from."""
+    with pytest.raises(ConfigError) as error:
+        choose(job)
+    return str(error.value)
+
+
+def without(pattern: str) -> Callable[[State], State]:
+    return lambda state: {n: v for n, v in state.items() if not re.search(pattern, n)}
+
+
+WRONG: dict[str, tuple[Callable[[State], State], dict[str, dict[str, Any]], str]] = {
+    "another optimizer here": (
+        dict,
+        {"optimizer": {"name": "SGD", "momentum": 0.9}},
+        "HERE: it holds other optimizer states (exp_avg, exp_avg_sq, step) than those of "
+        "optimizer.name = SGD (momentum_buffer); choose another, or leave them out: "
+        'checkpoint.exclude_from_loading = ["optimizer"]',
+    ),
+    "missing moments": (
+        without(r"layers\.[123].*exp_avg_sq$"),
+        {},
+        "HERE: not the states of AdamW:\n"
+        + "".join(
+            f"  missing: optimizer.state.layers.1.{name}.weight.exp_avg_sq\n"
+            for name in (
+                *("attention_norm", "attention.wq", "attention.wk", "attention.wv"),
+                "attention.wo",
+            )
+        )
+        + "  and 22 more",
+    ),
+    "amsgrad": (
+        lambda state: {**state, "optimizer.state.norm.weight.max_exp_avg_sq": torch.ones(32)},
+        {},
+        "HERE: not the states of AdamW:\n  unexpected: optimizer.state.norm.weight.max_exp_avg_sq",
+    ),
+    "fewer layers": (
+        without(r"layers\.5\."),
+        {},
+        "HERE: not the weights of tiny deep:\n  missing: layers.5.attention_norm.weight",
+    ),
+    "more layers": (
+        dict,
+        {"model": {"n_layers": 5}},
+        "HERE: not the weights of tiny deep:\n  unexpected: layers.5.attention_norm.weight",
+    ),
+    "other shapes": (
+        dict,
+        {"model": {"ffn_dim": 96}},
+        "  layers.0.feed_forward.w1.weight: has shape (64, 32); wanted (96, 32)",
+    ),
+    "no step": (
+        lambda state: {**state, "train_state.step": "three"},
+        {},
+        'HERE: train_state.step: got "three"; wanted a number of steps',
+    ),
+    "a step that makes no sense": (
+        lambda state: {**state, "train_state.step": -3},
+        {},
+        "HERE: train_state.step: got -3; wanted a number of steps",
+    ),
+    "another step": (
+        lambda state: {**state, "train_state.step": 4},
+        {},
+        "HERE: it is of step 4, by its train_state.step",
+    ),
+    "weights": (
+        weights_only,
+        {},
+        "HERE holds only weights; write initial_load_model_only = true",
+    ),
+    "unknown tokens": (
+        without("ntokens_seen"),
+        {},
+        "HERE does not say on how much data it was trained; write the number of its samples in "
+        "place of data.skip_samples = -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused(case: str, tmp_path: Path, theirs: Theirs) -> None:
+    change, sections, told = WRONG[case]
+    path = save(tmp_path / "theirs/step-3", change(theirs.state))
+    folder = tmp_path / "run"
+    words = refusal(resumed(folder, path, **sections))
+    assert words.startswith("checkpoint.initial_load_path: ")
+    assert told in words.replace(str(path), "HERE")
+    assert not folder.exists()
+
+
+def test_one_that_is_still_being_written_is_refused(tmp_path: Path, theirs: Theirs) -> None:
+    path = tmp_path / "step-3"
+    shutil.copytree(theirs.folder / "checkpoint/step-3", path)
+    (path / ".metadata").unlink()
+    assert "still being written" in refusal(resumed(tmp_path / "run", path))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf", "hf blocks"])
+def test_it_does_not_write_beside_their_checkpoints(
+    kind: str, tmp_path: Path, theirs: Theirs
+) -> None:
+    shutil.copytree(theirs.folder / kind, tmp_path / "checkpoint")
+    job = recipe(tmp_path, checkpoint={"enable": True})
+    assert refusal(job) == (
+        f"checkpoint.folder: {tmp_path}/checkpoint/step-3 was saved by torch's distributed "
+        "checkpoint, not by a run of this recipe; choose another job.dump_folder, and to go on "
+        f'from there set checkpoint.initial_load_path = "{tmp_path}/checkpoint" and '
+        "initial_load_model_only = false"
+    )
+
+
+def test_check_says_what_a_run_begins_with(
+    tmp_path: Path, theirs: Theirs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = resumed(tmp_path, theirs.folder / "checkpoint", optimizer={"weight_decay": 0.2})
+    (tmp_path / "recipe.toml").write_text(to_toml(job))
+    words = ["check", str(tmp_path / "recipe.toml")]
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"# begins with the run in {theirs.folder}/checkpoint/step-3")
+    assert lines[at + 1] == "# optimizer.weight_decay: 0.1 -> 0.2"
+    assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
+    told = capsys.readouterr().err
+    assert "checkpoint.initial_load_path: got" in told
+    assert "layers.0.feed_forward.w1.weight: has shape (64, 32); wanted (96, 32)" in told

@@ -1,0 +1,182 @@
+"""A run as TorchTitan makes and saves it: a bare loop with torch's own parts, on one rank.
+
+Names and values of what it saves are those of its checkpoints; rules of the schedule are those of
+its documentation. It goes on after a save, so that the losses that follow are known.
+"""
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import Llama3
+from torchtitan.parts import open_stream, open_task
+from torchtitan.tasks.next_token import TokenBatch
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class TorchTitanRun:
+    """Trains what a recipe describes, and saves as TorchTitan does."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self.job = job
+        torch.manual_seed(42)
+        self.model = Llama3(job.model_args(), job.training.seq_len)
+        for parameter in self.model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+        o: Any = job.optimizer
+        kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[o.name]
+        self.optimizer = kind(
+            self.model.parameters(),
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rule(job))
+        self.batches = samples(job)
+        self.step = self.tokens = 0
+
+    def train(self, steps: int) -> list[float]:
+        """The losses of the next `steps` steps."""
+        losses = []
+        for _ in range(steps):
+            batch = next(self.batches)
+            self.optimizer.zero_grad()
+            logits = self.model(batch.tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
+            self.optimizer.step()
+            self.schedule.step()
+            self.step += 1
+            self.tokens += batch.targets.numel()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """What TorchTitan v0.2 saves, by its names."""
+        schedule = self.schedule.state_dict()
+        del schedule["lr_lambdas"]
+        return {
+            **get_model_state_dict(self.model),
+            **{
+                f"optimizer.{name}": value
+                for name, value in get_optimizer_state_dict(
+                    self.model, self.optimizer, options=FLAT
+                ).items()
+            },
+            **{f"lr_scheduler.{name}": value for name, value in schedule.items()},
+            "train_state.step": self.step,
+            "train_state.ntokens_seen": self.tokens,
+            "dataloader.dp_rank_0": pickle.dumps({"tokens": [1, 2, 3]}),
+            "dataloader.world_size": 1,
+        }
+
+
+def save(folder: Path, state: dict[str, Any]) -> Path:
+    """Write what `TorchTitanRun.state` gave, or something like it, into `folder`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        # The names are flattened already, so that values stay what they are.
+        dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False))
+    return folder
+
+
+def samples(job: JobConfig) -> Iterator[TokenBatch]:
+    """The global batches of the recipe's data, in order."""
+    stream = open_stream(
+        job.model_copy(
+            update={
+                "training": job.training.model_copy(
+                    update={"local_batch_size": job.training.global_batch_size}
+                )
+            }
+        ),
+        open_task(job),
+        accumulation=1,
+        rank=0,
+        ranks=1,
+    )
+    return iter(stream)  # type: ignore[arg-type]
+
+
+def rule(job: JobConfig) -> Callable[[int], float]:
+    """The factor of the learning rate after `done` steps: warm-up, stable, decay."""
+    config, steps = job.lr_scheduler, job.schedule_steps()
+    warmup = config.warmup_steps
+    decay = steps - warmup if config.decay_ratio is None else round(steps * config.decay_ratio)
+    shapes = {
+        "linear": lambda t: 1 - t,
+        "sqrt": lambda t: 1 - math.sqrt(t),
+        "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    }
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        if done < steps - decay:
+            return 1.0
+        shape = shapes[config.decay_type](min((done - (steps - decay)) / decay, 1.0))
+        return config.min_lr_factor + (1 - config.min_lr_factor) * shape
+
+    return factor
+
+
+def as_v01(state: dict[str, Any]) -> dict[str, Any]:
+    """What TorchTitan v0.1 saves: the schedule and the counters are one value each."""
+    old: dict[str, Any] = {}
+    for name, value in state.items():
+        part, _, key = name.partition(".")
+        if part in ("lr_scheduler", "train_state"):
+            old.setdefault(part, {})[key] = value
+        else:
+            old[name] = value
+    return old
+
+
+def weights_only(state: dict[str, Any]) -> dict[str, Any]:
+    """What `last_save_model_only` leaves, in bfloat16."""
+    parts = ("optimizer", "lr_scheduler", "train_state", "dataloader")
+    return {n: v.bfloat16() for n, v in state.items() if n.partition(".")[0] not in parts}
+
+
+def save_for_hugging_face(run: TorchTitanRun, folder: Path, *, whole: bool) -> None:
+    """What `last_save_in_hf` leaves: safetensors under other names, and no config.json.
+
+    They are whole tensors, put together from `sharded`, or those alone.
+    """
+    spec, args = MODELS[run.job.model.name], run.job.model_args()
+    names, rows = spec.formats["hf"].name, spec.formats["hf"].rows
+    state = {}
+    for name, weight in get_model_state_dict(run.model).items():
+        order = rows(args, name)
+        state[names(name)] = weight if order is None else weight[order.argsort()].contiguous()
+    save_safetensors(folder, state, whole=whole)
+
+
+def save_safetensors(folder: Path, state: dict[str, Any], *, whole: bool) -> None:
+    """Write tensors with torch's writer of safetensors, into two files."""
+    files = {name: 1 + number % 2 for number, name in enumerate(state)}
+    writer = HuggingFaceStorageWriter(
+        str(folder), files, save_distributed=True, enable_consolidation=whole
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, storage_writer=writer)

@@ -1,0 +1,141 @@
+"""A checkpoint of ours as TorchTitan saves one; the names are in `dcp.torchtitan`.
+
+It reads every key that its own optimizer, scheduler and counters have, so all of them are written.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.dcp.torchtitan import to_theirs
+from torchtitan.checkpoint.dcp.writer import Keys, write_dcp
+from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.weights.foreign import cast, weights_of
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.config import RecipeError, show
+from torchtitan.logging import logger
+from torchtitan.optim import ScheduleConfig, learning_rate_factor
+
+OPTIMIZERS = ("AdamW", "Adam")
+STATES = ("step", "exp_avg", "exp_avg_sq")
+
+
+def write_torchtitan(
+    folder: Path,
+    source: TensorSource,
+    network: Network,
+    state: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> None:
+    """Write our weights, or a whole run, into a folder, with one tensor at a time in memory.
+
+    Args:
+        state: what train_state.json says of the run; None: the weights alone.
+        dtype: of the weights alone; None: each keeps its own.
+
+    Raises:
+        RecipeError: where TorchTitan cannot continue the run.
+    """
+    if state is None:
+        write_dcp(folder, _weights(source, network, dtype), max_file_bytes)
+        for line in _tied(network):
+            logger.warning("torch opens this, but not TorchTitan: %s", line)
+        return
+    if found := [*_obstacles(state["recipe"]), *_tied(network)]:
+        lines = (f"  {line}" for line in found)
+        raise RecipeError(["--with-optimizer: TorchTitan cannot continue this run:", *lines])
+    write_dcp(folder, _run(source, network, state), max_file_bytes)
+    logger.warning(
+        "not carried over: the position of the data, the states of random generators; TorchTitan "
+        'continues the run with checkpoint.exclude_from_loading = ["dataloader"]'
+    )
+
+
+def _weights(
+    source: TensorSource, network: Network, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Keys, Tensor]]:
+    """The weights, which stand at the top; `dtype` is that of all, None: each keeps its own."""
+    for name in weights_of(source, network):
+        ours = f"model.{name}"
+        theirs = to_theirs(ours)
+        assert theirs is not None, ours
+        yield (theirs,), cast(name, source.read(ours), dtype)
+
+
+def _tied(network: Network) -> Iterator[str]:
+    if getattr(network.args, "tied", False):
+        yield "model.tied: TorchTitan's Llama has an output matrix of its own"
+
+
+def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Why TorchTitan cannot continue the run of a recipe, by dotted keys; a line each."""
+    if (name := recipe["optimizer.name"]) not in OPTIMIZERS:
+        yield f"optimizer.name: got {show(name)}; TorchTitan has {', '.join(OPTIMIZERS)}"
+    uneven = {
+        "optimizer.groups": any(key.startswith("optimizer.groups") for key in recipe),
+        "optimizer.no_weight_decay_on": bool(recipe.get("optimizer.no_weight_decay_on")),
+    }
+    for key in (key for key, is_used in uneven.items() if is_used):
+        yield f"{key}: TorchTitan updates all weights with the same numbers"
+    if "lr_scheduler.warmup_steps" not in recipe:
+        yield "lr_scheduler: not known, since the checkpoint was itself converted from dcp"
+
+
+def _run(
+    source: TensorSource, network: Network, state: Mapping[str, Any]
+) -> Iterator[tuple[Keys, Any]]:
+    """All that TorchTitan resumes from."""
+    recipe, counters = state["recipe"], state["train_state"]
+    yield from _weights(source, network)
+    step, peak = counters["step"], recipe["optimizer.lr"]
+    done = step - counters.get("schedule_start", 0)
+    rate = peak * _factor(recipe, done + 1)
+    options = _options(recipe, peak, rate)
+    for name in network.parameters():
+        for kind in STATES:
+            yield ("optimizer", f"state.{name}.{kind}"), source.read(f"optimizer.{name}.{kind}")
+        for key, value in options.items():
+            yield ("optimizer", f"param_groups.{name}.{key}"), value
+    schedule = {
+        "base_lrs": [peak],
+        "last_epoch": done,
+        "_step_count": done + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [rate],
+    }
+    for key, value in schedule.items():
+        yield ("lr_scheduler", key), value
+    yield ("train_state", "step"), step
+    yield ("train_state", "ntokens_seen"), counters["tokens"]
+
+
+def _options(recipe: Mapping[str, Any], peak: float, rate: float) -> dict[str, Any]:
+    """The group of a torch optimizer, which holds for each weight."""
+    implementation = recipe.get("optimizer.implementation", "fused")
+    return {
+        "lr": rate,
+        "betas": (recipe["optimizer.beta1"], recipe["optimizer.beta2"]),
+        "eps": recipe["optimizer.eps"],
+        "weight_decay": recipe["optimizer.weight_decay"],
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": implementation == "foreach",
+        "capturable": False,
+        "differentiable": False,
+        "fused": implementation == "fused",
+        "decoupled_weight_decay": recipe["optimizer.name"] == "AdamW",
+        "initial_lr": peak,
+    }
+
+
+def _factor(recipe: Mapping[str, Any], step: int) -> float:
+    """Of the peak rate, in a step of the schedule."""
+    prefix = "lr_scheduler."
+    section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
+    config = ScheduleConfig.model_validate(section)
+    return learning_rate_factor(config, step, config.total_steps or recipe["training.steps"])

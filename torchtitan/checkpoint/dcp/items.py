@@ -1,0 +1,210 @@
+"""What `torch.save` wrote, as a view of the file: a zip archive with a pickle and the bytes.
+
+`torch.load` reads all of a tensor to give a part of it. The archive is not compressed, though, so a
+tensor is where its bytes are in the file, and a block of it costs no more than its own bytes. The
+pickle says only how they are laid out, and is read as data.
+"""
+
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from io import RawIOBase
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan.checkpoint.dcp.pickles import Inert, InertUnpickler
+from torchtitan.checkpoint.manifest import BLOCK, Damaged
+from torchtitan.checkpoint.ranges import Files
+from torchtitan.checkpoint.storage import Sizes
+from torchtitan.config import ConfigError
+
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.storage.UntypedStorage": None,
+}
+_TYPED, _UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+NAMES = {*STORAGES, _TYPED, _UNTYPED, "collections.OrderedDict"}
+
+
+class Storage(NamedTuple):
+    """The bytes of a tensor, as its pickle names them."""
+
+    dtype: torch.dtype | None
+    key: str
+
+
+class Item(NamedTuple):
+    """A part of a file that `torch.save` wrote."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in a file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: Sizes
+    strides: Sizes
+    begin: int
+    """Its first byte in the file."""
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Record(NamedTuple):
+    """A part of an item, by the directory at its end."""
+
+    begin: int
+    """Its first byte in the file."""
+    size: int
+    crc: int
+    """CRC-32 of its bytes; 0 in all records of an item that was saved without."""
+
+
+class View(RawIOBase):
+    """An item as a file."""
+
+    def __init__(self, files: Files, item: Item) -> None:
+        self.files, self.item, self.at = files, item, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self.at = max(0, offset + (0, self.at, self.item.length)[whence])
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any, /) -> int:
+        end = min(self.at + len(buffer), self.item.length)
+        count = max(0, end - self.at)
+        begin = self.item.offset + self.at
+        buffer[:count] = self.files.read(self.item.file, begin, begin + count)
+        self.at += count
+        return count
+
+
+def records(files: Files, item: Item, where: str) -> dict[str, Record]:
+    """What is in an item, by name; none of it is compressed.
+
+    Raises:
+        Damaged: where it is not what `torch.save` writes.
+    """
+    found = {}
+    try:
+        for about in zipfile.ZipFile(View(files, item)).infolist():
+            # Behind the header of a record, which ends with two fields of their own length.
+            header = item.offset + about.header_offset
+            lengths = files.read(item.file, header + 26, header + 30)
+            begin = header + 30 + sum(struct.unpack("<HH", lengths))
+            name = about.filename.partition("/")[2]
+            found[name] = Record(begin, about.file_size, about.CRC)
+            if about.compress_type != zipfile.ZIP_STORED:
+                raise Damaged(f"{where}: damaged: {name} is compressed")
+            if begin + about.file_size > item.offset + item.length:
+                raise Damaged(f"{where}: damaged: {name} ends behind it")
+    except ConfigError:
+        raise
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
+        raise Damaged(f"{where}: damaged: not what torch.save writes: {error}") from None
+    return found
+
+
+def changed_records(files: Files, item: Item, where: str) -> list[str] | None:
+    """Names of records that have not the bytes that were saved; None if nothing tells.
+
+    Raises:
+        Damaged: where it is not what `torch.save` writes.
+    """
+    found = records(files, item, where)
+    if not any(record.crc for record in found.values()):
+        return None
+    return [name for name, record in found.items() if _crc(files, item, record) != record.crc]
+
+
+def _crc(files: Files, item: Item, record: Record) -> int:
+    crc, end = 0, record.begin + record.size
+    for begin in range(record.begin, end, BLOCK):
+        crc = zlib.crc32(files.read(item.file, begin, min(begin + BLOCK, end)), crc)
+    return crc
+
+
+def layout_of(files: Files, item: Item, where: str) -> Layout:
+    """How the tensor in an item lies; `where` it is, for messages.
+
+    Raises:
+        ConfigError: where it is anything but a plain tensor.
+        Damaged: where it is none.
+    """
+    found = records(files, item, where)
+
+    def content(name: str) -> bytes:
+        begin, size, _ = found[name]
+        return bytes(files.read(item.file, begin, begin + size))
+
+    try:
+        layout, storage = _described(content("data.pkl"), item.file, where)
+        order, data = content("byteorder"), found[f"data/{storage.key}"]
+    except KeyError as error:
+        raise Damaged(f"{where}: damaged: it has no {error}") from None
+    if order != b"little":
+        raise ConfigError(f"{where}: written on a machine with byte order {order!r}")
+    last = sum((n - 1) * stride for n, stride in zip(layout.shape, layout.strides, strict=True))
+    count = math.prod(layout.shape)
+    end = layout.begin + (last + 1) * layout.dtype.itemsize if count else 0
+    if max(end, count * layout.dtype.itemsize) > data.size:
+        raise Damaged(f"{where}: damaged: it ends before its tensor does")
+    return layout._replace(begin=data.begin + layout.begin)
+
+
+def _described(pickled: bytes, file: str, where: str) -> tuple[Layout, Storage]:
+    """What the pickle says; `begin` is counted from the first byte of the storage."""
+
+    def storage_of(pid: Any) -> Storage:
+        kind, key = (pid[1], pid[2]) if isinstance(pid, tuple) and len(pid) == 5 else (None, None)
+        names = [name for name, made in unpickler.kinds.items() if made is kind]
+        if not names or names[0] not in STORAGES or not isinstance(key, str):
+            raise Damaged(f"{where}: damaged: a storage is {pid!r:.80}")
+        return Storage(STORAGES[names[0]], key)
+
+    unpickler = InertUnpickler(pickled, where, NAMES, storage_of)
+    found = unpickler.read()
+    args: Sequence[Any] = found.args if isinstance(found, Inert) else ()
+    is_typed = unpickler.is_a(found, _TYPED)
+    if not (is_typed or unpickler.is_a(found, _UNTYPED)) or len(args) < 6 + (not is_typed):
+        raise ConfigError(f"{where}: not a plain tensor, but {type(found).__name__}")
+    storage, offset, shape, strides = args[:4]
+    dtype = storage.dtype if is_typed and isinstance(storage, Storage) else args[6]
+    if (
+        not isinstance(storage, Storage)
+        or not isinstance(dtype, torch.dtype)
+        or not all(isinstance(sizes, tuple) for sizes in (shape, strides))
+        or not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides))
+        or len(shape) != len(strides)
+    ):
+        raise Damaged(f"{where}: damaged: its tensor makes no sense")
+    if any(args[7 - is_typed :]):
+        raise ConfigError(f"{where}: a tensor that stands for its conjugate or negative")
+    return Layout(file, dtype, shape, strides, offset * dtype.itemsize), storage

@@ -1,0 +1,121 @@
+"""Whether the optimizer that a run of TorchTitan had is the one that the recipe goes on with."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from torchtitan.checkpoint.dcp.torchtitan import OPTION, STATE, TorchTitanCheckpoint
+from torchtitan.checkpoint.state import TrainState
+from torchtitan.config import ConfigError, RecipeError
+from torchtitan.optim import OPTIMIZERS, NamedParameter, OptimizerConfig, UpdateRule
+from torchtitan.optim.grouping import assign
+
+SHOWN = 5
+"""States that do not fit, at most, in a message."""
+
+
+def rules_of(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> dict[str, UpdateRule]:
+    """How the recipe updates each weight."""
+    network = checkpoint.network
+    parameters = [
+        NamedParameter(torch.empty(shape, device="meta"), name, network.spec.role(name, len(shape)))
+        for name, shape in network.parameters().items()
+    ]
+    return {a.parameter.name: a.rule for a in assign(parameters, optimizer)}
+
+
+def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> None:
+    """Know that a checkpoint has the states that an optimizer keeps, and no others.
+
+    Raises:
+        ConfigError: where it has not.
+    """
+    found = checkpoint.states()
+    kinds = set().union(*found.values())
+    wrong = []
+    for weight, rule in rules_of(checkpoint, optimizer).items():
+        wanted = rule.state_names()
+        if wanted is None:  # compared once they are made
+            continue
+        if not wanted & kinds and wanted != kinds:
+            raise ConfigError(
+                f"{checkpoint.path}: it holds other optimizer states ({_words(kinds)}) than those "
+                f"of optimizer.name = {optimizer.name} ({_words(wanted)}); choose another, or "
+                'leave them out: checkpoint.exclude_from_loading = ["optimizer"]'
+            )
+        there = found.get(weight, set())
+        wrong += [f"missing: {STATE}{weight}.{state}" for state in sorted(wanted - there)]
+        wrong += [f"unexpected: {STATE}{weight}.{state}" for state in sorted(there - wanted)]
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        lines = (f"  {line}" for line in [*wrong[:SHOWN], *more])
+        raise RecipeError([f"{checkpoint.path}: not the states of {optimizer.name}:", *lines])
+
+
+def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
+    """What a full checkpoint says besides its tensors, as ours does; the data has no position.
+
+    Raises:
+        ConfigError: where it has not all the states of its optimizer, or does not say its step.
+    """
+    weight = next(iter(checkpoint.network.parameters()))
+    is_adam = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
+    name = "Adam" if is_adam else "AdamW"
+    section = {"name": name, **checkpoint.options(weight)}
+    check_states(checkpoint, OPTIMIZERS[name].model_validate(section))
+    return {
+        "train_state": asdict(TrainState()) | checkpoint.counters(),
+        "recipe": {f"optimizer.{key}": value for key, value in section.items()},
+    }
+
+
+def changes(
+    checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig, factor: Callable[[int], float]
+) -> list[str]:
+    """In what the recipe updates weights otherwise than was done, a line each.
+
+    Args:
+        factor: of the peak learning rate, by the step of the schedule.
+    """
+    rules = rules_of(checkpoint, optimizer)
+    lines = _changed_options(checkpoint, rules)
+    weight, rule = next(iter(rules.items()))
+    decoupled = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay")
+    if isinstance(decoupled, bool) and getattr(rule, "decoupled", decoupled) != decoupled:
+        lines.append(f"optimizer.name: {'AdamW' if decoupled else 'Adam'} -> {optimizer.name}")
+    counters = checkpoint.counters()
+    next_step = counters["step"] + 1
+    there = checkpoint.number(f"{OPTION}{weight}.lr")
+    here = rule.lr * factor(next_step - counters["schedule_start"])
+    if isinstance(there, float) and not math.isclose(there, here, rel_tol=1e-6):
+        lines.append(f"learning rate of step {next_step}: {there:g} -> {here:g}")
+    return lines
+
+
+def _changed_options(
+    checkpoint: TorchTitanCheckpoint, rules: Mapping[str, UpdateRule]
+) -> list[str]:
+    # What holds for a weight holds for its like in all layers; so little is read.
+    kinds = {weight: re.sub(r"\.\d+\.", ".*.", weight) for weight in rules}
+    likes = {kind: weight for weight, kind in kinds.items()}
+    options = {kind: checkpoint.options(weight) for kind, weight in likes.items()}
+    changed: Counter[tuple[str, float, float]] = Counter()
+    for weight, rule in rules.items():
+        for key, there in options[kinds[weight]].items():
+            here = getattr(rule, key, there)
+            if not math.isclose(there, here, rel_tol=1e-6):
+                changed[key, there, here] += 1
+    return [
+        f"optimizer.{key}: {there:g} -> {here:g}"
+        + (f" (for {count} of {len(rules)} weights)" if count < len(rules) else "")
+        for (key, there, here), count in changed.items()
+    ]
+
+
+def _words(names: set[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

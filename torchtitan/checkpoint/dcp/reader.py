@@ -1,0 +1,144 @@
+"""A checkpoint in the format of torch's distributed checkpoint, as a `TensorSource`."""
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.dcp.items import Item, Layout, changed_records, layout_of
+from torchtitan.checkpoint.dcp.metadata import METADATA, Chunk, Contents, read_metadata, unfinished
+from torchtitan.checkpoint.dcp.shards import find_shards, read_shards
+from torchtitan.checkpoint.manifest import Damaged
+from torchtitan.checkpoint.ranges import files_in
+from torchtitan.checkpoint.storage import Sizes, assemble
+from torchtitan.checkpoint.store import MANIFEST
+from torchtitan.config import ConfigError
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether `dcp.save` wrote, or writes, into a folder, in its own format."""
+    signs = (METADATA, "*.distcp", "__*.metadata")
+    return not (folder / MANIFEST).exists() and any(any(folder.glob(sign)) for sign in signs)
+
+
+class DcpCheckpoint:
+    """What `dcp.save` wrote; names as they are there, with dots for nesting."""
+
+    def __init__(self, path: Path) -> None:
+        """Look at it, and read no tensor.
+
+        Raises:
+            ConfigError: where it is still being written, or asks for code to be run.
+            Damaged: where a file is missing, cut or makes no sense.
+        """
+        self.path, self.folder = path, path
+        if (path / METADATA).exists():
+            self.contents: Contents = read_metadata(path)
+        elif folder := find_shards(path):
+            self.folder, self.contents = folder, read_shards(folder)
+        else:
+            raise unfinished(path)
+        self._files = files_in(self.folder)
+        self._layouts: dict[Item, Layout] = {}
+
+    def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
+        """Dtype and shape of tensors by name."""
+        return {name: (e.dtype, e.shape) for name, e in self.contents.tensors.items()}
+
+    def values(self) -> Iterable[str]:
+        """Names of what is no tensor."""
+        return self.contents.values.keys()
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor.
+
+        Raises:
+            ConfigError: where it is more than plain values.
+            Damaged: where it is none.
+        """
+        item = self.contents.values[name]
+        where = f"{self.folder / item.file}: {name}"
+        data = self._files.read(item.file, item.offset, item.offset + item.length)
+        try:
+            return torch.load(io.BytesIO(data), "cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{where}: refused: more than plain values: {reason}") from None
+        except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
+            raise Damaged(f"{where}: damaged: {error}") from None
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """A tensor, or a block of it; to be copied, not to be changed.
+
+        Raises:
+            ConfigError: where it is no plain tensor.
+            Damaged: where it is not the one that was saved.
+        """
+        entry = self.contents.tensors[name]
+        sizes = entry.shape if sizes is None else tuple(sizes)
+        offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
+
+        def block(chunk: Chunk, at: Sizes, shape: Sizes) -> Tensor:
+            layout = self._layout(name, chunk)
+            place = layout.file, layout.begin
+            return self._files.block(place, layout.dtype, layout.strides, at, shape)
+
+        return assemble(entry.dtype, offsets, sizes, entry.chunks, block)
+
+    @property
+    def files(self) -> set[str]:
+        """Names of the files that items are in."""
+        return {item.file for _, item, _ in self._items()}
+
+    @property
+    def bytes(self) -> int:
+        """Of all items together."""
+        return sum(item.length for _, item, _ in self._items())
+
+    def verify(self) -> Iterator[str | None]:
+        """Read everything; for each item what is wrong with it, "" if nothing, None if it has no
+        checksums by which that could be told."""
+        return (self._verify_item(*each) for each in self._items())
+
+    def _items(self) -> Iterator[tuple[str, Item | Layout, Chunk | None]]:
+        yield from ((name, item, None) for name, item in self.contents.values.items())
+        for name, entry in self.contents.tensors.items():
+            yield from ((name, chunk.place, chunk) for chunk in entry.chunks)
+
+    def _verify_item(
+        self, name: str, item: Item | Layout, chunk: Chunk | None = None
+    ) -> str | None:
+        if isinstance(item, Layout):
+            return None
+        where = f"{self.folder / item.file}: {name}"
+        try:
+            if chunk:
+                self._layout(name, chunk)
+            changed = changed_records(self._files, item, where)
+        except ConfigError as error:
+            return str(error)
+        if changed is None:
+            return None
+        return f"{where}: damaged: its bytes are not those that were saved" if changed else ""
+
+    def _layout(self, name: str, chunk: Chunk) -> Layout:
+        """How a chunk lies in its file, known to be what the metadata says."""
+        item = chunk.place
+        if isinstance(item, Layout):
+            return item
+        if item not in self._layouts:
+            where = f"{self.folder / item.file}: {name}"
+            layout, dtype = layout_of(self._files, item, where), self.contents.tensors[name].dtype
+            if (layout.dtype, layout.shape) != (dtype, chunk.sizes):
+                raise Damaged(
+                    f"{where}: not the file that was saved: found {layout.dtype} {layout.shape}, "
+                    f"wanted {dtype} {chunk.sizes}"
+                )
+            self._layouts[item] = layout
+        return self._layouts[item]

@@ -1,0 +1,144 @@
+"""A checkpoint of TorchTitan, under our names.
+
+    theirs                                 here
+    <weight>                               model.<weight>
+    optimizer.state.<weight>.<state>       optimizer.<weight>.<state>
+    optimizer.param_groups.<weight>.<key>  the recipe's; a difference is logged
+    lr_scheduler.last_epoch                train_state: step - schedule_start
+    train_state.step, .ntokens_seen        train_state: step, tokens
+    dataloader.dp_rank_<r>                 private to their ranks, and not read
+
+Weights and states have the same layout in both, so that only names are translated. TorchTitan v0.1
+writes `model.<weight>`, and `lr_scheduler` and `train_state` as one value each.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchtitan.checkpoint.contents import SavedRun
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
+from torchtitan.checkpoint.storage import Renamed
+from torchtitan.checkpoint.weights.foreign import Kind, fitting
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.config import ConfigError, show
+
+STATE, OPTION = "optimizer.state.", "optimizer.param_groups."
+STEP, TOKENS = "train_state.step", "train_state.ntokens_seen"
+LAST_EPOCH = "lr_scheduler.last_epoch"
+NO_WEIGHTS = {"optimizer", "lr_scheduler", "train_state", "dataloader"}
+"""First parts of the names of what is no weight."""
+OPTIONS = ("initial_lr", "betas", "eps", "weight_decay")
+"""Of each weight, those that a recipe has too."""
+
+
+def to_ours(theirs: str) -> str | None:
+    """Our name of a tensor; None where it is neither a weight nor a state of the optimizer."""
+    if theirs.startswith(STATE):
+        return f"optimizer.{theirs.removeprefix(STATE)}"
+    return None if theirs.partition(".")[0] in NO_WEIGHTS else f"model.{theirs}"
+
+
+def to_theirs(ours: str) -> str | None:
+    """The other way round; None where TorchTitan has no such tensor."""
+    part, _, name = ours.partition(".")
+    return {"model": name, "optimizer": f"{STATE}{name}"}.get(part)
+
+
+def translated(saved: DcpCheckpoint) -> dict[str, str]:
+    """Tensors that we have too: our names, and theirs."""
+    names = {ours: theirs for theirs in saved.shapes() if (ours := to_ours(theirs))}
+    weights = [name for name in names if name.startswith("model.")]
+    if all(name.startswith("model.model.") for name in weights):  # v0.1
+        return {name.replace("model.model.", "model.", 1): names[name] for name in names}
+    return names
+
+
+def number_in(saved: DcpCheckpoint, name: str) -> Any:
+    """A plain value by its name there, however it was saved; None where there is none."""
+    part, _, key = name.partition(".")
+    tensors, values = saved.contents
+    value: Any = None
+    if name in tensors:
+        value = saved.read(name)
+    elif name in values:
+        value = saved.value(name)
+    elif part in values and isinstance(whole := saved.value(part), Mapping):
+        value = whole.get(key)
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+class TorchTitanCheckpoint(Renamed):
+    """The tensors of such a checkpoint, and what else it tells; see `TensorSource`."""
+
+    def __init__(self, path: Path, network: Network) -> None:
+        """Open it; no tensor is read.
+
+        Raises:
+            ConfigError: where its weights are not those of `network`.
+        """
+        self.path, self.saved, self.network = path, DcpCheckpoint(path), network
+        super().__init__(self.saved, translated(self.saved))
+        of_weights: dict[str, Kind | str] = {
+            name.removeprefix("model."): kind
+            for name, kind in self.shapes().items()
+            if name.startswith("model.")
+        }
+        fitting(path, network, of_weights, network.parameters())
+
+    def number(self, name: str) -> Any:
+        """See `number_in`."""
+        return number_in(self.saved, name)
+
+    @property
+    def dtype(self) -> str:
+        """That of its weights, as a recipe says it."""
+        dtype = next(kind for name, kind in self.shapes().items() if name.startswith("model."))[0]
+        return str(dtype).removeprefix("torch.")
+
+    @property
+    def tokens(self) -> int | None:
+        """On which it was trained, if it says so."""
+        tokens = self.number(TOKENS)
+        return tokens if type(tokens) is int and tokens >= 0 else None
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether there is more than weights."""
+        return self.number(STEP) is not None
+
+    def counters(self) -> dict[str, int]:
+        """Where its run stands, as `TrainState` counts it.
+
+        Raises:
+            ConfigError: where it does not say at which step.
+        """
+        step, last_epoch = self.number(STEP), self.number(LAST_EPOCH)
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"{self.path}: {STEP}: got {show(step)}; wanted a number of steps")
+        if self.path.name.startswith("step-") and self.path.name != f"step-{step}":
+            raise ConfigError(f"{self.path}: it is of step {step}, by its {STEP}")
+        begun = step - last_epoch if type(last_epoch) is int and 0 <= last_epoch <= step else 0
+        return {"step": step, "tokens": self.tokens or 0, "schedule_start": begun}
+
+    def run(self) -> SavedRun:
+        """All that a run resumes from."""
+        return SavedRun(self.path, self, self.counters())
+
+    def states(self) -> dict[str, set[str]]:
+        """What is kept of each weight."""
+        found: dict[str, set[str]] = {}
+        for name in self.names:
+            if name.startswith("optimizer."):
+                weight, _, state = name.removeprefix("optimizer.").rpartition(".")
+                found.setdefault(weight, set()).add(state)
+        return found
+
+    def options(self, weight: str) -> dict[str, float]:
+        """How a weight was updated, by the keys of a recipe, if it says so; `lr` is the peak."""
+        lr, betas, *rest = (self.number(f"{OPTION}{weight}.{key}") for key in OPTIONS)
+        pair = betas if isinstance(betas, Sequence) and len(betas) == 2 else (None, None)
+        values = zip(("lr", "beta1", "beta2", *OPTIONS[2:]), (lr, *pair, *rest), strict=True)
+        return {key: value for key, value in values if isinstance(value, int | float)}

@@ -1,0 +1,147 @@
+"""Where a run begins that has no checkpoint of its own: with what `initial_load_path` names."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.checkpoint.contents import SavedRun, open_run
+from torchtitan.checkpoint.dcp.optimizer import changes, check_states
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
+from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.manifest import Damaged, Manifest
+from torchtitan.checkpoint.remote import location
+from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.weights.hugging_face import CONFIG, HuggingFaceShards
+from torchtitan.checkpoint.weights.network import in_recipe
+from torchtitan.checkpoint.weights.opening import FOREIGN, find_format, newest
+from torchtitan.config import ConfigError
+from torchtitan.models import spec_in_recipe
+from torchtitan.optim import OptimizerConfig
+
+
+class ResumePoint(NamedTuple):
+    """What a run starts from: nothing (`path` is None), its own past, or another run's."""
+
+    path: Path | None
+    model_only: bool = False
+    is_resume: bool = False
+    changes: tuple[str, ...] = ()
+    """Differences between the recipe of the checkpoint and this one, one line each."""
+    damaged: tuple[tuple[Path, str], ...] = ()
+    """Newer checkpoints that are not what was saved, and why; they are to be set aside."""
+    format: str = "ours"
+    """Of the checkpoint: a key of `weights.opening.OPEN`, or "dcp" as TorchTitan saves it."""
+    skip_samples: int = 0
+    """Samples of the data to step over, where its position is not in the checkpoint."""
+
+
+def initial_point(
+    config: CheckpointConfig,
+    recipe: Mapping[str, Any],
+    optimizer: OptimizerConfig,
+    factor: Callable[[int], float],
+) -> ResumePoint:
+    """Where a run begins; all that is to be loaded is known to be there, in the right shapes.
+
+    Args:
+        factor: of the peak learning rate, by the step of the schedule.
+
+    Raises:
+        ConfigError: where `initial_load_path` is not what the recipe can begin with.
+    """
+    if config.initial_load_path is None:
+        return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
+    path = newest(location(config.initial_load_path))
+    kind, model_only = find_format(path), config.initial_load_model_only
+    start, samples = ResumePoint(path, model_only, format=kind), None
+    holds_run = has_position = False
+    if kind == "ours":
+        manifest = _look_at(path)
+        holds_run = not manifest.model_only
+        state = read_state(path, manifest)
+        skips = model_only or "data" in config.exclude_from_loading
+        has_position = "data" in state and not skips
+        # One that was converted from TorchTitan's only knows the tokens.
+        tokens = state["train_state"]["tokens"] if holds_run else None
+        samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
+    elif kind == "dcp":
+        theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
+        holds_run = theirs.holds_run
+        samples = _samples(recipe, theirs.tokens)
+    else:
+        open_weights(path, kind, recipe)
+    if not holds_run and not model_only:
+        which = f", in the format {kind}" if kind in FOREIGN else ""
+        raise ConfigError(f"{path} holds only weights{which}; write initial_load_model_only = true")
+    if kind == "dcp" and not model_only:
+        if "optimizer" not in config.exclude_from_loading:
+            check_states(theirs, optimizer)
+        told = changes(theirs, optimizer, factor)
+        if theirs.dtype != (dtype := recipe["training.dtype"]):
+            told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
+        start = start._replace(changes=tuple(told))
+    if not has_position:
+        return start._replace(skip_samples=_to_skip(recipe, path, samples))
+    if (skip := recipe["data.skip_samples"]) > 0:
+        raise ConfigError(
+            f"{path} has the position of its data, where the run continues, so data.skip_samples = "
+            f'{skip} would do nothing; write 0, or "data" in checkpoint.exclude_from_loading'
+        )
+    return start
+
+
+def _samples(recipe: Mapping[str, Any], tokens: int | None) -> int | None:
+    """How many samples have so many tokens; None where that is not known."""
+    return None if tokens is None else math.ceil(tokens / recipe["training.seq_len"])
+
+
+def _to_skip(recipe: Mapping[str, Any], path: Path, samples: int | None) -> int:
+    """Samples to step over, given on how many the checkpoint was trained, if it says so."""
+    wanted: int = recipe["data.skip_samples"]
+    if wanted >= 0:
+        return wanted
+    if samples is None:
+        raise ConfigError(
+            f"{path} does not say on how much data it was trained; write the number of its samples "
+            "in place of data.skip_samples = -1"
+        )
+    return samples
+
+
+def open_initial(start: ResumePoint, recipe: Mapping[str, Any]) -> SavedRun:
+    """The full checkpoint that a run resumes from, or begins with."""
+    assert start.path is not None, "there is something to begin with"
+    if start.format == "dcp":
+        return TorchTitanCheckpoint(start.path, in_recipe(recipe)).run()
+    return open_run(start.path)
+
+
+def _look_at(path: Path) -> Manifest:
+    try:
+        return look_at(path)
+    except Damaged as error:
+        raise ConfigError(
+            f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
+        ) from None
+
+
+def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:
+    """Weights of any format, under our names.
+
+    Raises:
+        ConfigError: where they are not those of the recipe's model.
+    """
+    if kind == "ours":
+        return SavedTensors(path)
+    if kind == "dcp":
+        return TorchTitanCheckpoint(path, in_recipe(recipe))
+    if kind == "hf" and not (path / CONFIG).exists():
+        # No config.json says what they are: DCP wrote them, under one naming or the other.
+        network = in_recipe(recipe)
+        if DcpCheckpoint(path).shapes().keys() & network.parameters().keys():
+            return TorchTitanCheckpoint(path, network)
+        return HuggingFaceShards(path, network)
+    return FOREIGN[kind](path, [spec_in_recipe(recipe)], recipe["model.flavor"])

@@ -1,0 +1,196 @@
+"""Files of tensors, of which only the bytes that are asked for are read.
+
+On a disk a file is mapped into memory, and what is read is a view of it. From a store ranges are
+fetched: long ones by several requests at once, short ones out of blocks that are kept for a while,
+since tensors that are loaded one after the other lie one behind the other.
+"""
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.manifest import Damaged
+from torchtitan.checkpoint.remote import PART, RemotePath
+
+AHEAD = 4
+"""Blocks that are fetched together where files are read from the front to the back."""
+KEPT = 8
+"""Blocks that are kept."""
+MAPPED = 256
+"""Files that are mapped at once; each counts among the open files of a process, often 1,024."""
+SPAN = 64 * 2**20
+"""Bytes of rows that are copied or fetched together to take a part out of each."""
+
+
+class Files(Protocol):
+    """The files of a folder, by name."""
+
+    def size(self, name: str) -> int:
+        """Of a file, in bytes."""
+        ...
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        """These bytes of a file; to be copied, not to be changed."""
+        ...
+
+    def block(
+        self,
+        place: tuple[str, int],
+        dtype: torch.dtype,
+        strides: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """A part of an array that begins at `place`, a file and a byte of it.
+
+        `strides` are of the array, in elements.
+        """
+        ...
+
+
+def files_in(folder: Path) -> Files:
+    """The files of a folder on a disk or a store."""
+    return FetchedFiles(folder) if isinstance(folder, RemotePath) else MappedFiles(folder)
+
+
+class MappedFiles:
+    """Files on a disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: dict[str, memoryview] = {}
+
+    def size(self, name: str) -> int:
+        return len(self._map(name))
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        return self._map(name)[begin:end]
+
+    def block(
+        self,
+        place: tuple[str, int],
+        dtype: torch.dtype,
+        strides: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        is_aligned = place[1] % dtype.itemsize == 0
+        take = _spanned if is_aligned else _taken_by_rows
+        return take(self, place, dtype, strides, offsets, sizes)
+
+    def _map(self, name: str) -> memoryview:
+        if name not in self._maps:
+            try:
+                with (self.folder / name).open("rb") as opened:
+                    # A private copy of what is written to it, which is nothing; torch warns of
+                    # memory that cannot be written to.
+                    whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise Damaged(f"{self.folder / name}: {error.strerror}") from None
+            if len(self._maps) == MAPPED:
+                del self._maps[next(iter(self._maps))]  # lives on while a view of it does
+            self._maps[name] = memoryview(whole)
+        return self._maps[name]
+
+
+class FetchedFiles:
+    """Files in a store."""
+
+    def __init__(self, folder: RemotePath) -> None:
+        self.folder = folder
+        self._sizes: dict[str, int] = {}
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+
+    def size(self, name: str) -> int:
+        self._sizes = self._sizes or self.folder.sizes()
+        if name not in self._sizes:
+            raise Damaged(f"{self.folder / name}: No such file or directory")
+        return self._sizes[name]
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        if end - begin >= PART:
+            return self._fetch(name, begin, end)
+        first, last = begin // PART, max(begin, end - 1) // PART
+        parts = [self._block(name, number) for number in range(first, last + 1)]
+        whole = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+        return whole[begin - first * PART : end - first * PART]
+
+    def block(
+        self,
+        place: tuple[str, int],
+        dtype: torch.dtype,
+        strides: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        return _taken_by_rows(self, place, dtype, strides, offsets, sizes)
+
+    def _fetch(self, name: str, begin: int, end: int) -> memoryview:
+        view = memoryview(bytearray(end - begin))
+        self.folder.joinpath(name).read_into(view, begin)
+        return view
+
+    def _block(self, name: str, number: int) -> memoryview:
+        if (name, number) not in self._blocks:
+            count = AHEAD if (name, number - 1) in self._blocks else 1
+            begin, end = number * PART, min((number + count) * PART, self.size(name))
+            found = self._fetch(name, begin, max(begin, end))
+            for ahead in range(count):
+                self._blocks[name, number + ahead] = found[ahead * PART : (ahead + 1) * PART]
+            while len(self._blocks) > KEPT:
+                self._blocks.popitem(last=False)
+        return self._blocks[name, number]
+
+
+def _taken_by_rows(
+    files: Files,
+    place: tuple[str, int],
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> Tensor:
+    """A block, as a copy; of long rows no more than SPAN is copied before a part is taken out."""
+    if 0 in sizes or not sizes:
+        return _spanned(files, place, dtype, strides, offsets, sizes)
+    rows = max(1, SPAN // (strides[0] * dtype.itemsize)) if strides[0] else sizes[0]
+    of_row = sum((n - 1) * stride for n, stride in zip(sizes[1:], strides[1:], strict=True))
+    if rows >= sizes[0] or of_row + 1 >= strides[0]:
+        return _spanned(files, place, dtype, strides, offsets, sizes)
+    found = torch.empty(tuple(sizes), dtype=dtype)
+    for row in range(0, sizes[0], rows):
+        count = min(rows, sizes[0] - row)
+        at, part = (offsets[0] + row, *offsets[1:]), (count, *sizes[1:])
+        found[row : row + count] = _spanned(files, place, dtype, strides, at, part)
+    return found
+
+
+def _spanned(
+    files: Files,
+    place: tuple[str, int],
+    dtype: torch.dtype,
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> Tensor:
+    """A block, as a view of the bytes from its first element to its last.
+
+    Compiled loops may crash on elements that are not at a multiple of their size; such bytes are
+    copied first.
+    """
+    if 0 in sizes:
+        return torch.empty(tuple(sizes), dtype=dtype)
+    name, begin = place
+    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+    last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    begin += first * dtype.itemsize
+    data = files.read(name, begin, begin + (last + 1) * dtype.itemsize)
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).as_strided(tuple(sizes), tuple(strides))
