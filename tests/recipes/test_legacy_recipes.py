@@ -21,11 +21,13 @@ DEFAULTS = JobConfig().flat()
 SETTINGS = {
     f"{place.path}.{key}" for place in places(JobConfig) for key in place.settings.model_fields
 }
+DATA = ("--data.dataset", "c4", "--data.dataset_path", "none")
 every_old_recipe = pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
 
 
 def read(path: Path) -> Recipe[JobConfig]:
-    return load_job(path, ["--model.tokenizer_path", "none"], 4, "cpu")
+    """Without the files that a recipe of TorchTitan needs."""
+    return load_job(path, ["--model.tokenizer_path", "none", *DATA], 4, "cpu")
 
 
 def written(path: Path, text: str) -> Path:
@@ -42,6 +44,11 @@ def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
     return result
 
 
+def is_of_key(notice: str) -> bool:
+    """Whether a notice is about a key of the recipe, and not about what it does not say."""
+    return "a recipe of TorchTitan" not in notice and "TorchTitan would draw" not in notice
+
+
 def test_old_recipes_are_there() -> None:
     names = ["converters_v0_1", "converters_v0_2", "dec_2024", "v0_1", "v0_2"]
     assert [path.stem for path in OLD] == names
@@ -50,7 +57,7 @@ def test_old_recipes_are_there() -> None:
 @every_old_recipe
 def test_every_key_has_its_notice(path: Path) -> None:
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    noticed = [notice.split(": ")[1] for notice in read(path).notices]
+    noticed = [notice.split(": ")[1] for notice in read(path).notices if is_of_key(notice)]
     renamed = [key for key in keys(table) if key not in DEFAULTS and key != "optimizer.name"]
     optimizer = {f"optimizer.{name}" for name in type(read(path).config.optimizer).model_fields}
     changed = {
@@ -151,7 +158,7 @@ FLOAT8_KEYS = "[float8]\nfilter_fqns = ['output', 'wk']\nrecipe_name = 'rowwise'
     ],
 )
 def test_converters(old: str, flags: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
-    path = written(tmp_path / "old.toml", old)
+    path = written(tmp_path / "old.toml", old + "[data]\n")
     assert load_job(path, flags.split(), 1, "cpu").config.convert == expected
 
 
@@ -170,7 +177,7 @@ def test_converters(old: str, flags: str, expected: tuple[Any, ...], tmp_path: P
             "[float8]\nrecipe_name = 'colwise'",
             '4: convert.0.recipe: got "colwise"; allowed: tensorwise, ',
         ),
-        ("[float8]\nmoe_fqns = ['experts']", '4: float8.moe_fqns: got ["experts"]; there are no '),
+        ("[float8]\nmoe_fqns = ['experts']", '4: float8.moe_fqns: got ["experts"]; it converts '),
         ("[float8]\nscaling_type_input = 'delayed'", "4: float8.scaling_type_input: got "),
     ],
 )
@@ -179,7 +186,7 @@ def test_keys_of_converters_that_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name = keys[1 : keys.index("]")]
-    written(tmp_path / "old.toml", f"[model]\nconverters = ['{name}']\n{keys}\n")
+    written(tmp_path / "old.toml", f"[model]\nconverters = ['{name}']\n{keys}\n[data]\n")
     with pytest.raises(RecipeError) as error:
         load_job("old.toml", [], 1, "cpu")
     (found,) = error.value.lines
@@ -190,7 +197,7 @@ def test_keys_of_converters_that_are_refused(
 def test_migrated_recipe_is_the_same(path: Path, tmp_path: Path) -> None:
     text, notices = migrate(path)
     migrated = read(written(tmp_path / "new.toml", text))
-    assert notices == read(path).notices
+    assert list(filter(is_of_key, notices)) == list(filter(is_of_key, read(path).notices))
     assert migrated.config == read(path).config
     assert migrated.notices == []
 

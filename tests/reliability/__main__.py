@@ -19,7 +19,6 @@ from torchtitan.device import Device
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "reliability.md"
-TABLE = re.compile(r"(?<=<!-- TABLE -->\n).*(?=<!-- END -->)", re.DOTALL)
 
 
 class Outcomes:
@@ -50,16 +49,31 @@ class Outcomes:
             for (trial, expected, outcome), number in sorted(numbers.items(), key=_place)
         ]
         lines += [f"| `{name}` | 1 | see there | **failed** |" for name in self.failed]
-        memory = Device("cpu").memory_capacity()
         about = (
             f"{sum(numbers.values())} trials, of which {len(self.failed)} failed and "
             f"{len(self.skipped)} could not be made, in {seconds / 60:.0f} minutes on "
-            f"{time.strftime('%d %B %Y')}: {Device('cpu').name}, {os.cpu_count()} cores, "
-            f"{memory:.0f} GiB; {platform.system()} {platform.release().split('-')[0]}, Python "
-            f"{platform.python_version()}, torch {torch.__version__}, torchtitan "
-            f"{version('torchtitan')}. Every random choice has its seed in the trial."
+            f"{machine()} Every random choice has its seed in the trial."
         )
         return "\n".join([about, "", *lines]) + "\n"
+
+
+def machine() -> str:
+    """When and where this is, as a sentence's end."""
+    memory = Device("cpu").memory_capacity()
+    return (
+        f"{time.strftime('%d %B %Y')}: {Device('cpu').name}, {os.cpu_count()} cores, "
+        f"{memory:.0f} GiB; {platform.system()} {platform.release().split('-')[0]}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, torchtitan "
+        f"{version('torchtitan')}."
+    )
+
+
+def write_table(page: Path, name: str, text: str) -> None:
+    """Replace what stands in a page between the marks of that name."""
+    place = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- END -->)", re.DOTALL)
+    found, count = place.subn(lambda match: text, page.read_text(encoding="utf-8"), count=1)
+    assert count == 1, f"{page} has no place for the table {name}"
+    page.write_text(found, encoding="utf-8")
 
 
 def _place(item: tuple[tuple[str, str, str], int]) -> tuple[str, str]:
@@ -70,13 +84,12 @@ def _place(item: tuple[tuple[str, str, str], int]) -> tuple[str, str]:
 def main() -> int:
     """Run all trials; returns the exit status of pytest."""
     outcomes, began = Outcomes(), time.monotonic()
-    words = ["-q", "-m", "slow or not slow", str(FOLDER), *sys.argv[1:]]
+    # The long run takes hours, and has a table of its own.
+    words = ["-q", "-m", "slow or not slow", str(FOLDER), f"--ignore={FOLDER / 'test_soak.py'}"]
+    words += sys.argv[1:]
     status = pytest.main(words, plugins=[outcomes])
     if outcomes.rows and "-k" not in words:
-        text = outcomes.text(time.monotonic() - began)
-        page, count = TABLE.subn(lambda match: text, PAGE.read_text(encoding="utf-8"))
-        assert count == 1, f"{PAGE} has no place for the table"
-        PAGE.write_text(page, encoding="utf-8")
+        write_table(PAGE, "TABLE", outcomes.text(time.monotonic() - began))
     return int(status)
 
 

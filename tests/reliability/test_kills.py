@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def finish(folder: Path, layout: str, newest: int, **checkpoint: Any) -> None:
 
 
 def half_written(write: Callable[..., Any], path: Path, pieces: list[Any]) -> None:
-    def torn(write: Callable[..., Any], descriptor: int, data: memoryview) -> None:
-        write(descriptor, data[: len(data) // 2])
+    def torn(write: Callable[..., Any], file: RawIOBase, data: memoryview) -> None:
+        write(file, data[: len(data) // 2])
         die()
 
     at_call(f"{CHECKPOINT}.storage:_write_all", len(pieces) // 2, torn)()
@@ -93,7 +94,7 @@ def done_and_dead(function: Callable[..., Any], *arguments: Any) -> None:
 CHECKPOINT = "torchtitan.checkpoint"
 STAGES: dict[str, tuple[Trap, str, int]] = {
     "while weights are copied": (at_call(f"{CHECKPOINT}.staging:Staging._copy", 2), "any", 2),
-    "before its folder is made": (at_call(f"{CHECKPOINT}.folder:begin", 2), "first", 2),
+    "before its folder is made": (at_call(f"{CHECKPOINT}.store:Disk.begin", 2), "first", 2),
     "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
     "halfway through the data": (
         at_call(f"{CHECKPOINT}.saver:write_file", 2, half_written),
@@ -109,14 +110,14 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
         "first",
         2,
     ),
-    "before it is renamed": (at_call(f"{CHECKPOINT}.folder:commit", 2), "first", 2),
+    "before it is renamed": (at_call(f"{CHECKPOINT}.store:Disk.commit", 2), "first", 2),
     "after it is renamed": (at_call("os:fsync", 12), "first", 4),
     "while it is read back": (
         at_call(f"{CHECKPOINT}.saver:_read_back", 2),
         "any",
         4,
     ),
-    "before an old one is deleted": (at_call(f"{CHECKPOINT}.folder:delete", 1), "first", 4),
+    "before an old one is deleted": (at_call(f"{CHECKPOINT}.store:Disk.delete", 1), "first", 4),
     "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
     "after the weights have changed": (
         at_call("torchtitan.optim.group:Optimizers.step", 6, done_and_dead),
@@ -163,7 +164,9 @@ def test_a_kill_at_a_stage_of_a_save(
     played = play(recipe(folder, layout, checkpoint=saves), ranks_of(layout), {rank: trap})
     assert played.was_killed, played.log
     newest = look(folder, played)
-    assert newest == expected, played.log
+    # A save that goes on beside training may not have ended by then.
+    may_be_late = mode != "disabled" and stage == "after the weights have changed"
+    assert newest in ({2, expected} if may_be_late else {expected}), played.log
     finish(folder, layout, newest, **saves)
     End.of(folder).assert_same(undisturbed(layout)[0], to_the_bit=True)
     tell(f"SIGKILL of a rank {stage}", EXPECTED, "as expected")

@@ -171,7 +171,7 @@ def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = Non
     """Dies when a function is called for the `number`-th time, or has `action` done instead.
 
     Args:
-        place: module and name, as in `torchtitan.checkpoint.folder:commit`.
+        place: module and name, as in `torchtitan.checkpoint.store:Disk.commit`.
         number: 0 stands for every time.
         action: called with the function and its arguments.
     """

@@ -3,7 +3,7 @@
 Each section says what is wrong with itself (`Config.problems`). A rule here says what cannot work
 between sections: one file a subject, one function a rule, all of one form. Training, `check`,
 `compare`, `verify` and the launcher collect them all by `problems`, before any process group exists
-and without touching more than file names.
+and without touching more than file names, and the tokenizer of a debug model.
 """
 
 import importlib
@@ -18,15 +18,32 @@ from torchtitan.checks import (
     converting,
     files,
     layout,
+    limits,
+    memory,
     model,
     optimizing,
     pipelining,
     resuming,
     sharding,
     steps,
+    validating,
 )
-from torchtitan.config import Config, KeyPath, PlannedWorld, Problem, Recipe, Setting, load, show
+from torchtitan.checks.vocabulary import follow_tokenizer
+from torchtitan.config import (
+    Config,
+    KeyPath,
+    PlannedWorld,
+    Problem,
+    Recipe,
+    Setting,
+    Translation,
+    load,
+    shorten,
+    show,
+)
 from torchtitan.job import JobConfig
+
+Settings = dict[KeyPath, Setting]
 
 __all__ = ["RULES", "load_job", "problems"]
 
@@ -42,6 +59,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     compiling.recomputation,
     compiling.cuda_graphs,
     sharding.communication,
+    sharding.never_whole,
     sharding.in_hooks,
     sharding.in_graph,
     layout.sequences,
@@ -57,9 +75,14 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     optimizing.schedule,
     files.folders,
     resuming.formats,
+    resuming.skipped,
     resuming.restarts,
     steps.rollbacks,
     steps.spikes,
+    validating.shapes,
+    validating.whole,
+    validating.held_out,
+    memory.fits,
 )
 
 
@@ -71,8 +94,9 @@ def load_job(
     *,
     is_here: bool = False,
     may_restart: bool = False,
+    local_ranks: int | None = None,
     spared: Collection[str] = (),
-    over: Sequence[dict[KeyPath, Setting]] = (),
+    over: Sequence[Settings] = (),
 ) -> Recipe[JobConfig]:
     """Read and check a recipe for so many ranks; None: for any number that fits it.
 
@@ -80,6 +104,7 @@ def load_job(
         ranks: a range: for each of these numbers, as the run may change from one to another.
         is_here: whether what this very machine lacks is a mistake, too.
         may_restart: whether processes that die are started again; with a range they are.
+        local_ranks: how many of them share this machine, whose memory they have to fit in.
         spared: keys that need not fit the others and this machine.
         over: settings that win over those of the recipe.
 
@@ -89,7 +114,7 @@ def load_job(
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
-        world = PlannedWorld(None, device_type, is_here, may_restart)
+        world = PlannedWorld(None, device_type, is_here, may_restart, local_ranks)
         if isinstance(ranks, range):
             found = problems_of_range(job, ranks, replace(world, may_restart=True))
         else:
@@ -103,9 +128,19 @@ def load_job(
         over=over,
         translate=legacy_recipes.translate,
         new_name=legacy_recipes.new_name,
+        unsaid=_unsaid,
         prepare=_import_first,
         check=check,
     )
+
+
+def _unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
+    """The defaults of TorchTitan in a recipe of its own, and a vocabulary for the tokenizer."""
+    theirs = legacy_recipes.unsaid(files, flags, settings)
+    vocabulary = follow_tokenizer(theirs.settings | settings)
+    theirs.settings.update(vocabulary.settings)
+    theirs.notices.extend(vocabulary.notices)
+    return theirs
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
@@ -121,11 +156,14 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            yield f"{where}; it cannot be imported: {error}"
+            yield f"{where}; it cannot be imported: {shorten(str(error))}"
 
 
 def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Everything about a recipe, valid in form, that cannot work or deserves a word."""
+    if too_large := list(limits.numbers(job, world)):
+        yield from too_large
+        return
     yield from of_sections(job, job, world)
     for rule in RULES:
         yield from rule(job, world)

@@ -1,9 +1,11 @@
 """Whether a run can write what the recipe names."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.checkpoint.remote import is_url
+from torchtitan.config import PlannedWorld, Problem, local_path
 from torchtitan.job import JobConfig
 
 FOLDERS = (
@@ -17,7 +19,27 @@ FOLDERS = (
 
 def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """What is written lies in the dump folder."""
+    values, dump = job.flat(), local_path(job.job.dump_folder)
     for key in FOLDERS:
-        folder = Path(job.flat()[key])
+        if key == "checkpoint.folder" and is_url(job.checkpoint.folder):
+            continue
+        folder = Path(values[key])
         if folder.is_absolute() or ".." in folder.parts or folder == Path():
             yield Problem(key, "wanted the name of a folder inside job.dump_folder")
+        elif why := _refused(dump / folder):
+            yield Problem(key, why, ("job.dump_folder",))
+    if is_url(job.job.dump_folder):
+        message = "wanted a folder on a disk; only checkpoint.folder may be a URL"
+        yield Problem("job.dump_folder", message)
+    elif why := _refused(dump):
+        yield Problem("job.dump_folder", why)
+
+
+def _refused(path: Path) -> str | None:
+    """Why the file system has no such name."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return "the file system has no names so long"
+    return None

@@ -54,7 +54,7 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """The ranks that share a sequence have equal parts of it."""
-    p, length = job.parallelism, job.training.seq_len
+    p = job.parallelism
     factors = {}
     if p.tensor_parallel_degree > 1 and not p.disable_sequence_parallel:
         factors["tensor_parallel_degree"] = p.tensor_parallel_degree
@@ -63,11 +63,17 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         if p.context_parallel_load_balancer == "headtail":
             factors["2 (a part from the head and one from the tail each)"] = 2
     parts = math.prod(factors.values())
-    if length % parts:
-        why = " x ".join(f"{key} {n}" if key[0] != "2" else key for key, n in factors.items())
-        near = max(round(length / parts), 1) * parts
-        message = f"it is not a multiple of {parts} ({why}); use {near}"
-        yield Problem("training.seq_len", message, DEGREES)
+    lengths = {"training.seq_len": job.training.seq_len}
+    if job.validation.enable and job.validation.seq_len:
+        lengths["validation.seq_len"] = job.validation.seq_len
+    for key, length in lengths.items():
+        if length % parts:
+            why = " x ".join(
+                f"{name} {n}" if name[0] != "2" else name for name, n in factors.items()
+            )
+            near = max(round(length / parts), 1) * parts
+            message = f"it is not a multiple of {parts} ({why}); use {near}"
+            yield Problem(key, message, DEGREES)
 
 
 def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

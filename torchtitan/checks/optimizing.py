@@ -91,16 +91,14 @@ def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Warm-up and decay fit into the steps there are."""
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
-    if s.warmup_steps > steps:
-        message = f"the schedule has only {steps} steps; the run ends within the warm-up"
+    warmup, decay = s.shares(steps)
+    if s.warmup_steps > warmup:
+        message = f"the schedule has only {steps} steps, and all of them warm up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
-    elif s.warmup_steps + s.decay_steps(steps) > steps:
-        message = (
-            f"of {steps} steps it reaches into the {s.warmup_steps} steps of warm-up; the decay "
-            "begins after them, already under way"
-        )
+    elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:
+        message = f"after {warmup} steps of warm-up, {decay} of {steps} are left for the decay"
         yield Problem("lr_scheduler.decay_ratio", message, also, "note")
-    if steps < job.training.steps and s.decay_steps(steps) and not s.min_lr_factor:
+    if steps < job.training.steps and decay and not s.min_lr_factor:
         message = (
             f"after {steps} steps the learning rate is 0, but there are {job.training.steps} steps"
         )

@@ -15,6 +15,15 @@ def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("checkpoint.last_save_in_hf", message, ("model.name",))
 
 
+def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """How much data there is to step over."""
+    if job.data.skip_samples == -1 and job.checkpoint.initial_load_path is None:
+        message = (
+            "it asks checkpoint.initial_load_path, which is absent; wanted a number of samples"
+        )
+        yield Problem("data.skip_samples", message, ("checkpoint.initial_load_path",))
+
+
 def restarts(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """What keeps a run that is started again from continuing where it was."""
     c = job.checkpoint

@@ -23,13 +23,62 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A way to shard sends as `[communication]` says, or as it always does."""
+    """A way to shard sends as `[communication]` says, and there is something to send."""
     for what in ("weights", "gradients"):
-        is_plain = getattr(job.communication, what).name == "plain"
-        if not is_plain and what not in job.sharding.follows:
+        key = f"communication.{what}.name"
+        if getattr(job.communication, what).name == "plain":
+            continue
+        if what not in job.sharding.follows:
             name = f'sharding.name = "{job.sharding.name}"'
             message = f'{name} sends {what} in its own way; use "plain", or "fsdp2" there'
-            yield Problem(f"communication.{what}.name", message, ("sharding.name",))
+            yield Problem(key, message, ("sharding.name",))
+        elif job.degrees(world.ranks).fsdp == 1:
+            # On more ranks the same recipe may have some to send.
+            message = f"no two ranks share {what}, so none are sent, and this does nothing"
+            yield Problem(key, message, ("parallelism",), "note")
+    yield from _replicas(job, world)
+    ways = job.communication
+    packing = [each.packs_weights for each in job.convert if each.packs_weights]
+    if ways.weights.reads_numbers and packing:
+        message = f'{packing[0]} gathers weights in another form; use "plain", or false there'
+        yield Problem("communication.weights.name", message, ("convert",))
+    if ways.gradients.remembers and job.metrics.precision_freq:
+        message = (
+            "errors of gradients that metrics.precision_freq drops would be sent later; use 0 there"
+        )
+        yield Problem("communication.gradients.name", message, ("metrics.precision_freq",))
+
+
+def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """There are replicas, and what they agree on can be clipped."""
+    way, copies = job.communication.replicas, job.degrees(world.ranks).dp_replicate
+    if way.name != "all_reduce" and copies == 1:
+        message = "there is one replica; use parallelism.data_parallel_replicate_degree above 1"
+        yield Problem("communication.replicas.name", message, ("parallelism",))
+    if way.gives_signs and job.training.max_norm:
+        message = (
+            "the norm of signs is that of their number, and clipping it would change the learning "
+            "rate; use training.max_norm = 0, or false here"
+        )
+        yield Problem("communication.replicas.sign", message, ("training.max_norm",))
+
+
+def never_whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Nothing else wants matrices that no rank has."""
+    if not job.sharding.never_whole:
+        return
+    others = {
+        "parallelism.tensor_parallel_degree": job.parallelism.tensor_parallel_degree > 1,
+        "parallelism.pipeline_parallel_degree": job.parallelism.pipeline_parallel_degree > 1,
+        "compile.enable": job.compile.compiles("model"),
+        "convert": bool(job.convert),
+        "loss.vocabulary_chunk": bool(job.loss.vocabulary_chunk),
+        "training.enable_cpu_offload": job.training.enable_cpu_offload,
+        "model.tied": bool(getattr(job.model_args(), "tied", False)),
+    }
+    for key in (key for key, is_on in others.items() if is_on):
+        message = f'it is not supported together with {key}; use "fsdp2", or leave that out'
+        yield Problem("sharding.name", message, (key,))
 
 
 def in_graph(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
-from torchtitan.data.sources import SOURCES, open_source
+from torchtitan.data.sources import SOURCES, check_local, open_source
 from torchtitan.data.stream import DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -16,6 +16,7 @@ __all__ = [
     "Dataset",
     "Tokenizer",
     "build_stream",
+    "check_local",
     "check_vocabulary",
     "load_tokenizer",
     "merge_states",

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, local_path
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import ByteTokenizer, TiktokenTokenizer
@@ -68,7 +68,7 @@ def train_tokenizer(
     config = DataConfig.model_validate(
         {"dataset": dataset, "dataset_path": dataset_path, "text_key": text_key}
     )
-    path = Path(output).expanduser()
+    path = local_path(output)
     if path.suffix != ".json":
         path = path / "tokenizer.json"
     texts = itertools.islice(_one_epoch(config, seed), documents)

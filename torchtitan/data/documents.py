@@ -4,6 +4,7 @@ Opening one finds out how many documents there are and where each begins, withou
 `collection[i]` then reads just that document. Every mistake in a file is reported with its place.
 """
 
+import codecs
 import functools
 import itertools
 import json
@@ -50,11 +51,13 @@ class TextDocuments:
         with path.open("rb") as file:
             file.seek(begin)
             content = file.read(end - begin)
+        if not begin:
+            content = content.removeprefix(codecs.BOM_UTF8)
         try:
             return content.decode()
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1 + _lines_before(path, begin)
-            raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
+            raise ConfigError(f"{path}:{line}: {not_text(error)}") from None
 
 
 def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
@@ -107,19 +110,11 @@ class JsonlDocuments:
         end = data.find(b"\n", start)
         line = data[start : end if end >= 0 else len(data)]
 
-        def place() -> str:
-            line_number = data[:start].count(b"\n") + 1
-            return f"{self._files[number]}:{line_number}"
-
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{place()}: not a line of JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place()}: not a JSON object, but {type(row).__name__}")
-        if not isinstance(row.get(self._text_key), str):
-            raise ConfigError(f"{place()}: {wrong_text(row, self._text_key)}")
-        return clean(row[self._text_key])
+            return text_of(line, self._text_key)
+        except ConfigError as error:
+            line_number = data[:start].count(b"\n") + 1
+            raise ConfigError(f"{self._files[number]}:{line_number}: {error}") from None
 
 
 def _line_starts(data: mmap.mmap, block: int = 1 << 26) -> npt.NDArray[np.int64]:
@@ -158,7 +153,7 @@ class ParquetDocuments:
             try:
                 with pyarrow.parquet.ParquetFile(path) as file:
                     metadata, columns = file.metadata, file.schema_arrow.names
-            except pyarrow.ArrowInvalid as error:
+            except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(f"{path}: not a Parquet file: {error}") from None
             if text_key not in columns:
                 raise ConfigError(
@@ -187,7 +182,10 @@ class ParquetDocuments:
 
     def __getitem__(self, index: int) -> str:
         group = int(np.searchsorted(self._ends, index, side="right")) - 1
-        text = self._group(group)[index - int(self._ends[group])].as_py()
+        try:
+            text = self._group(group)[index - int(self._ends[group])].as_py()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self._groups[group][0]}: {not_text(error)}") from None
         if not isinstance(text, str):
             path, first = self._groups[group][0], self._groups.index((self._groups[group][0], 0))
             row = {self._text_key: text}
@@ -196,11 +194,44 @@ class ParquetDocuments:
         return text
 
     def _read_group(self, group: int) -> Any:
+        import pyarrow
         import pyarrow.parquet
 
         path, number = self._groups[group]
-        with pyarrow.parquet.ParquetFile(path) as file:
-            return file.read_row_group(number, columns=[self._text_key]).column(0)
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                return file.read_row_group(number, columns=[self._text_key]).column(0)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path}: row group {number + 1} is damaged: {error}") from None
+
+
+def not_text(error: UnicodeDecodeError) -> str:
+    """What is wrong with bytes that are no text."""
+    is_wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    hint = "; is it UTF-16?" if is_wide else ""
+    return f"not UTF-8 text ({error.reason} 0x{error.object[error.start]:02x}){hint}"
+
+
+def text_of(line: bytes, text_key: str) -> str:
+    """The text of a line of JSON.
+
+    Raises:
+        ConfigError: it has none, and why.
+    """
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ConfigError(not_text(error)) from None
+    except (ValueError, RecursionError) as error:
+        is_begun = line.strip() in (b"{", b"[") or line.lstrip()[:1] == b"["
+        hint = "; wanted JSON Lines, a whole object on each line" if is_begun else ""
+        raise ConfigError(f"not a line of JSON: {error}{hint}") from None
+    if not isinstance(row, dict):
+        hint = "; wanted JSON Lines, an object on each line" if isinstance(row, list) else ""
+        raise ConfigError(f"not a JSON object, but {type(row).__name__}{hint}")
+    if not isinstance(row.get(text_key), str):
+        raise ConfigError(wrong_text(row, text_key))
+    return clean(row[text_key])
 
 
 def wrong_text(row: dict[str, Any], text_key: str) -> str:

@@ -15,10 +15,14 @@ SUFFIXES: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
+COMPRESSED = (".gz", ".zst")
+ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
+ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
+"""Suffixes and names of files that stand beside data; they make no folder one of several kinds."""
 
 
 def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
-    """The data files at `path`, sorted by name, and what they are (told by suffix if not given)."""
+    """The data files at `path`, sorted by name, and what they are (by suffix if not given)."""
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
         return [path], _kind_of(path) if compressed or kind is None else kind
@@ -27,26 +31,44 @@ def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
         key=lambda file: file.relative_to(path).as_posix(),
     )
     if kind is None:
-        kinds = {_kind_of(file) for file in files} - {"text"}
-        if len(kinds) > 1:
+        by_kind = {_kind_of(file): file for file in reversed(files) if not _is_about(file)}
+        if len(by_kind) > 1:
+            found = " and ".join(f"{what} ({by_kind[what].name})" for what in sorted(by_kind))
             raise ConfigError(
-                f"{path} holds {' and '.join(sorted(kinds))} files: choose one kind by "
-                'data.dataset = "jsonl" or "parquet", with this folder as data.dataset_path'
+                f"{path} holds files of several kinds: {found}; choose one by data.dataset = "
+                '"text", "jsonl" or "parquet", with this folder as data.dataset_path'
             )
-        kind = kinds.pop() if kinds else "text"
+        found_kinds: list[Kind] = [*by_kind, "text"]
+        kind = found_kinds[0]
     if kind == "jsonl" and all(_kind_of(file) != "jsonl" for file in files):
         kind = "compressed"
+    if kind == "jsonl" and (packed := [f for f in files if _kind_of(f) == "compressed"]):
+        raise ConfigError(
+            f"{path} holds JSON Lines both plain and compressed ({packed[0].name}), which are read "
+            "in different orders; put them into two folders, or compress all"
+        )
     if kind != "text":
         files = [file for file in files if _kind_of(file) == kind]
     if not files:
         raise ConfigError(f"{path} holds no {kind} files")
+    if kind == "text" and (packed := [file for file in files if file.suffix in COMPRESSED]):
+        raise ConfigError(
+            f"{packed[0]}: compressed text is not read, only compressed JSON Lines; unpack it first"
+        )
     return files, kind
 
 
 def _kind_of(file: Path) -> Kind:
-    if file.suffix in (".gz", ".zst"):
+    if file.suffix in COMPRESSED:
         return "compressed" if SUFFIXES.get(Path(file.stem).suffix) == "jsonl" else "text"
     return SUFFIXES.get(file.suffix, "text")
+
+
+def _is_about(file: Path) -> bool:
+    """Whether it says something about the data that lies beside it, or nothing at all."""
+    if _kind_of(file) == "text" and not file.stat().st_size:
+        return True
+    return file.suffix.lower() in ABOUT or file.stem.upper() in ABOUT
 
 
 def _hidden(file: Path, root: Path) -> bool:

@@ -8,7 +8,6 @@ document instead: every reader then goes through the whole stream and keeps what
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigError
@@ -163,11 +162,3 @@ def load_hub(description: Dataset, *, streaming: bool) -> Any:
             f"cannot reach {where}: {error}. Without a network, set data.dataset_path to a copy, "
             'or use data.dataset = "python_stdlib"'
         ) from error
-
-
-def stream_compressed(files: list[Path]) -> Any:
-    """Compressed JSON Lines files as a streamed set; one file is one shard."""
-    import datasets
-
-    names = [str(file) for file in files]
-    return datasets.load_dataset("json", data_files=names, split="train", streaming=True)

@@ -14,6 +14,8 @@ from torchtitan.data.tokenizer import Tokenizer
 Tokens = npt.NDArray[np.int32]
 
 MOST_EMPTY_DOCUMENTS = 100_000
+ENDED = -1
+"""In the place of a document's number, where a lane that is read once has no more."""
 
 
 class Record(NamedTuple):
@@ -30,7 +32,8 @@ class Sample(NamedTuple):
     tokens: Tokens
     """(seq_len + 1,)"""
     documents: Tokens
-    """(seq_len + 1,): 0 for tokens of the first document in the sample, 1 for the second, ..."""
+    """(seq_len + 1,): 0 for tokens of the first document in the sample, 1 for the second, ...;
+    `ENDED` where there is none."""
     lane: int
     after: Record
     """Where the lane stands once this sample is consumed."""
@@ -90,13 +93,17 @@ class Lane:
         self._length = seq_len + 1
         self._current: tuple[Position, Tokens] | None = None
         self._offset = start.offset if start else 0  # tokens of the current document used up
+        self._after = start or Record(0, 0, 0)
 
     def next_sample(self) -> Sample:
         sample, documents = np.empty((2, self._length), np.int32)
         filled = document = 0
         while True:
             if self._current is None:
-                self._current = next(self._documents)
+                self._current = next(self._documents, None)
+            if self._current is None:
+                sample[filled:], documents[filled:] = 0, ENDED
+                return Sample(sample, documents, self._number, self._after)
             position, tokens = self._current
             part = tokens[self._offset : self._offset + self._length - filled]
             sample[filled : filled + len(part)] = part
@@ -105,5 +112,6 @@ class Lane:
             if filled == self._length:
                 # The last token stays: the next sample begins with it.
                 self._offset += len(part) - 1
-                return Sample(sample, documents, self._number, Record(*position, self._offset))
+                self._after = Record(*position, self._offset)
+                return Sample(sample, documents, self._number, self._after)
             self._current, self._offset, document = None, 0, document + 1

@@ -52,6 +52,25 @@ class Source(Protocol):
         """
 
 
+class Once:
+    """The documents of a source, each once: its lanes end with the first epoch."""
+
+    def __init__(self, source: Source) -> None:
+        self.identity, self.epoch = source.identity, source.epoch
+        self._source = source
+
+    def advice(self, lanes: int) -> str | None:
+        return None
+
+    def read(
+        self, starts: Mapping[int, Position | None], lanes: int
+    ) -> dict[int, Iterator[Document]]:
+        return {
+            lane: itertools.takewhile(lambda d: self.epoch(d.position) == 0, documents)
+            for lane, documents in self._source.read(starts, lanes).items()
+        }
+
+
 def drawn_order(
     windows: Sequence[int], seed: int, epoch: int, shuffle: bool
 ) -> Sequence[int] | npt.NDArray[np.int64]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, allowed_names
+from torchtitan.config import Config, PlannedWorld, Problem, allowed_names, exists
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,13 @@ class DataConfig(Config):
         "batch; -1: one per sequence in the global batch. A run can resume with any global batch "
         "size that divides it.",
     )
+    skip_samples: int = Field(
+        0,
+        ge=-1,
+        description="Samples (sequences) to step over at the start of a run whose data has no "
+        "position to resume from; -1: as many as the checkpoint in initial_load_path was trained "
+        "on, by its count of tokens.",
+    )
     num_workers: int = Field(
         1,
         ge=0,
@@ -101,9 +107,9 @@ class DataConfig(Config):
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
         description = DATASETS.get(dataset)
-        if path is not None and not Path(path).expanduser().exists():
-            yield Problem("dataset_path", f'there is no file or folder "{path}"')
-        if description is None and not Path(dataset).expanduser().exists():
+        if path is not None and not exists(path):
+            yield Problem("dataset_path", "there is no such file or folder")
+        if description is None and not exists(dataset):
             yield Problem("dataset", f"it is no existing path; {allowed_names(dataset, DATASETS)}")
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'

@@ -7,18 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.documents import Documents, open_documents, python_stdlib
 from torchtitan.data.files import Kind, find_files, fingerprint_files
+from torchtitan.data.first_look import check_files
 from torchtitan.data.hugging_face import (
     DownloadedDocuments,
     StreamedDocuments,
     load_hub,
-    stream_compressed,
 )
 from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.data.tokenizer import Tokenizer
+
+KINDS: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
+"""Data sets whose name says what the files are."""
 
 
 class ShuffledDocuments:
@@ -115,7 +119,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
     if path is not None and description.kind != "synthetic":
-        return _open_local(Path(path).expanduser(), description, config, seed)
+        return _open_local(local_path(path), description, config, seed)
     return SOURCES[description.kind](description, config, tokenizer, seed)
 
 
@@ -142,12 +146,30 @@ def _open_hub(
     return _shuffled(name, DownloadedDocuments(name, found, config.text_key), config, seed)
 
 
+def check_local(config: DataConfig) -> None:
+    """Look at the files that the section names, if it names any, without reading all of them.
+
+    Raises:
+        ConfigError: what is there cannot be read, and why.
+    """
+    if any(config.problems(None, PlannedWorld())):
+        return  # said already
+    description, path = DATASETS.get(config.dataset), config.dataset_path
+    if description is None:
+        path = config.dataset
+    if path is None or (description and description.kind == "synthetic"):
+        return
+    files, kind = find_files(local_path(path), KINDS.get(description.kind if description else ""))
+    check_files(local_path(path), files, kind, config.text_key)
+
+
 def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
-    kinds: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
-    files, kind = find_files(path, kinds.get(description.kind))
+    files, kind = find_files(path, KINDS.get(description.kind))
     if kind == "compressed":
         fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
-        return _streamed(str(path), fingerprint, stream_compressed(files), config, seed)
+        return _streamed(
+            str(path), fingerprint, CompressedLines(files, config.text_key), config, seed
+        )
     documents = open_documents(
         path, files, kind, text_key=config.text_key, document_bytes=config.document_bytes
     )

@@ -182,7 +182,7 @@ class DataStream:
         }
 
     def load_state_dict(self, merged: State) -> None:
-        """Goes on where the run stood whose states were merged, on any number of ranks.
+        """Continue where the run stood whose states were merged, on any number of ranks.
 
         Another sequence length is fine, as records point into documents. ConfigError if these, what
         is made of them, or the lanes are not those of that run.
@@ -218,7 +218,7 @@ class DataStream:
         )
 
     def load_peer_state(self, state: State) -> None:
-        """Goes on where a peer in another replica group stood, or this rank itself before."""
+        """Continue where a peer in another replica group stood, or this rank itself before."""
         records = state["lanes"]
         lanes = range(len(records) * (self._global_batch // self._per_step) // len(self._peers))
         self.load_state_dict({**state, "lanes": [records.get(str(lane)) for lane in lanes]})
@@ -249,6 +249,21 @@ class DataStream:
     def rewind(self) -> None:
         """Goes back to the first sample of all."""
         self._restart(0, {})
+
+    def skip(self, samples: int) -> None:
+        """Stands before sample `samples` of the run; those before it are read, and dropped.
+
+        Only reading tells where they end. Each rank does it for the lanes that it serves.
+        """
+        self._restart(samples, {})
+        each, rest = divmod(samples, self._lanes)
+        left = {lane: each + (lane < rest) for lane in self._records}
+        lanes = self._open_lanes(list(left))
+        for turn in range(max(left.values())):
+            # In turn, as in training: lanes may share a reader.
+            for (number, count), lane in zip(left.items(), lanes, strict=True):
+                if turn < count:
+                    self._records[number] = lane.next_sample().after
 
     def close(self) -> None:
         """Stops the threads. The stream may go on; it then reads again from what was consumed."""

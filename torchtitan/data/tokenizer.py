@@ -9,12 +9,13 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, exists, local_path, shorten, show
 from torchtitan.data.token_bytes import byte_counts
 
 
@@ -25,6 +26,9 @@ class Tokenizer(Protocol):
     """One more than the largest id that `encode` or the special tokens can give."""
     bos: int | None
     """Id that begins a document; None where the tokenizer has no such token."""
+    lost_bos: str | None
+    """What is wrong where one is declared that there is not; only to be said where it is asked
+    for."""
     eos: int
     """Id that ends a document."""
     fingerprint: str
@@ -49,6 +53,7 @@ class ByteTokenizer:
 
     vocab_size = 258
     bos: int | None = 256
+    lost_bos: str | None = None
     eos = 257
     fingerprint = "bytes"
 
@@ -97,6 +102,7 @@ class TiktokenTokenizer:
         "<|image|>",
     )
     special_token_count = 256
+    lost_bos: str | None = None
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -145,6 +151,8 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
                 f"{path}:{number}: not a line of a tiktoken file (base64 text, space, rank); "
                 "for a SentencePiece model, use its tokenizer.json instead"
             ) from None
+    if not ranks:
+        raise ConfigError(f"{path}: a tiktoken file without any token")
     return ranks
 
 
@@ -192,7 +200,12 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
 
         declared = _declared_special_tokens(path.parent)
-        bos = _first_known(declared, "bos_token", self.usual_bos, vocabulary, path)
+        self.bos: int | None = None
+        self.lost_bos: str | None = None
+        try:
+            self.bos = _first_known(declared, "bos_token", self.usual_bos, vocabulary, path)
+        except ConfigError as error:
+            self.lost_bos = f"{error}; data.add_bos = false does without"
         eos = _first_known(declared, "eos_token", self.usual_eos, vocabulary, path)
         if eos is None:
             raise ConfigError(
@@ -200,7 +213,6 @@ class HuggingFaceTokenizer:
                 "tokenizer_config.json or special_tokens_map.json beside it, and none of "
                 f"{', '.join(self.usual_eos)} in the vocabulary"
             )
-        self.bos = bos
         self.eos = eos
         self.fingerprint = f"huggingface:{_digest(content)}"
 
@@ -222,8 +234,8 @@ def _declared_special_tokens(folder: Path) -> dict[str, Any]:
         if file.is_file():
             try:
                 declared |= json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(f"{file}: not JSON: {error}") from None
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ConfigError(f"{file}: not a JSON object: {error}") from None
     return declared
 
 
@@ -241,6 +253,8 @@ def _first_known(
         name = name.get("content")
     if name is None:
         return None
+    if not isinstance(name, str):
+        raise ConfigError(f"{path}: {key} is declared as {show(name)}; wanted the text of a token")
     if name not in vocabulary:
         raise ConfigError(f"{path}: {key} is declared as {name!r}, which is not in the vocabulary")
     return vocabulary[name]
@@ -254,18 +268,16 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     """The tokenizer at `path`, a file or a folder that holds one; bytes where `path` is None."""
     if path is None:
         return ByteTokenizer()
-    given = Path(path).expanduser()
+    given = local_path(path)
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-    if given.is_dir():
-        file = next((given / name for name in names if (given / name).is_file()), None)
-        if file is None:
-            raise ConfigError(f"no tokenizer in the folder {given}: looked for {', '.join(names)}")
-    elif given.is_file():
-        file = given
-    else:
+    if not exists(path):
         raise ConfigError(
-            f"no tokenizer at {given}: there is neither such a file nor such a folder"
+            f"no tokenizer at {shorten(path)}: there is neither such a file nor such a folder"
         )
+    files = [given / name for name in names] if given.is_dir() else [given]
+    file = next(filter(os.path.isfile, files), None)
+    if file is None:
+        raise ConfigError(f"no tokenizer in the folder {given}: looked for {', '.join(names)}")
     return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
 
 

@@ -1,40 +1,45 @@
 """Recipes written for TorchTitan v0.1 and v0.2: what moved, and what has no counterpart.
 
 One table maps every key of theirs that is not ours. A key that moved is read under its new name,
-with a notice. A key without a counterpart is dropped, with a notice, where its value asks for
-nothing (a feature that is off); otherwise it is refused, with what to write instead. `torchtitan
-migrate` writes the same translation into a file.
+with a notice. A key without a counterpart is dropped, with a notice, where its feature is off;
+otherwise it is refused, with what to write instead. What such a recipe does not say is TorchTitan's
+default (`unsaid`). `torchtitan migrate` writes the same translation into a file.
 """
 
 from typing import Any
 
 from torchtitan.config import ConfigError, KeyPath, Setting, Translation, allowed_names, show
 from torchtitan.legacy_recipes import converters
-from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved
+from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved, Together
 from torchtitan.legacy_recipes.table import TABLE
+from torchtitan.legacy_recipes.unsaid import unsaid
 
-__all__ = ["TABLE", "Converted", "Gone", "Kept", "Moved", "entry", "new_name", "translate"]
+__all__ = [
+    "TABLE",
+    "Converted",
+    "Gone",
+    "Kept",
+    "Moved",
+    "entry",
+    "new_name",
+    "translate",
+    "unsaid",
+]
 
 Settings = dict[KeyPath, Setting]
 
-OLD_SECTIONS = (
-    "experimental",
-    "float8",
-    "memory_estimation",
-    "mx",
-    "quantize",
-    "training.dataloader",
-    "validation.dataloader",
+OLD_SECTIONS = tuple(
+    f"{name}."
+    for name in (
+        *("experimental", "float8", "memory_estimation", "mx", "quantize"),
+        *("training.dataloader", "validation.dataloader"),
+    )
 )
 
 
-def entry(path: KeyPath) -> Moved | Gone | Kept | Converted | None:
-    """The row of the table for a key: its own, or that of the section it stands in."""
-    dotted = ".".join(path)
-    if dotted in TABLE:
-        return TABLE[dotted]
-    sections = (".".join(path[:depth]) for depth in range(len(path) - 1, 0, -1))
-    return next((TABLE[f"{name}.*"] for name in sections if f"{name}.*" in TABLE), None)
+def entry(path: KeyPath) -> Moved | Gone | Kept | Converted | Together | None:
+    """The row of the table for a key."""
+    return TABLE.get(".".join(path))
 
 
 def new_name(path: KeyPath) -> KeyPath:
@@ -52,7 +57,7 @@ def translate(settings: Settings, below: Settings) -> Translation:
     result = Translation({}, [], [], {})
     numbers, keys = converters.sections(settings, below, result)
     for path, setting in keys.items():
-        _translate_key(path, setting, settings, numbers, result)
+        _translate_key(path, setting, settings, below, numbers, result)
     if converters.NAMES in settings:
         converters.keep_filters(numbers, settings[converters.NAMES].origin, result)
     return result
@@ -62,33 +67,48 @@ def _translate_key(
     path: KeyPath,
     setting: Setting,
     settings: Settings,
+    below: Settings,
     numbers: dict[str, int],
     result: Translation,
 ) -> None:
-    row, dotted, value, section = entry(path), ".".join(path), setting.value, ".".join(path[:-1])
+    row, dotted, value, converter = entry(path), ".".join(path), setting.value, converters.of(path)
     got = f"{setting.origin}: {dotted}: got {show(value)}"
     left_out = f"{setting.origin}: {dotted}: {show(value)} is left out"
-    is_old = f"{dotted}.".startswith(tuple(f"{name}." for name in OLD_SECTIONS))
-    if is_old and value == {}:
-        return  # the header of a section
-    if section in converters.HERE and section not in numbers:
-        result.notices.append(f"{left_out}; it only acts where model.converters names {section}")
+    if row is None and f"{dotted}.".startswith(OLD_SECTIONS):
+        if unknown := _unknown(path, is_section=value == {}):
+            result.problems.append(f"{setting.origin}: {dotted}: {unknown}")
+    elif row and converter and converter not in numbers:
+        because = f"it only acts where model.converters names {'.'.join(path[:-1])}"
+        result.notices.append(f"{left_out}; {because}")
     elif isinstance(row, Converted):
-        _move(("convert", str(numbers[section]), row.to), row, path, setting, settings, result)
+        number = str(numbers[converter or ""])
+        _move(("convert", number, row.to), row, path, setting, settings, result)
     elif isinstance(row, Moved):
         _move(tuple(row.to.split(".")), row, path, setting, settings, result)
-    elif isinstance(row, Gone) and _asks_nothing(row, value, settings):
+    elif isinstance(row, Gone) and _asks_nothing(row, value, below | settings):
         result.notices.append(f"{left_out}; {row.instead}")
     elif isinstance(row, Gone):
         result.problems.append(f"{got}; {row.instead}")
     elif isinstance(row, Kept) and isinstance(value, str) and value in row.missing:
         result.problems.append(f"{got}; {row.missing[value]}")
-    elif is_old:
-        known = [name.split(".")[-1] for name in TABLE if name.rpartition(".")[0] == section]
-        unknown = f"unknown key; {allowed_names(path[-1], known)}"
-        result.problems.append(f"{setting.origin}: {dotted}: {unknown}")
-    else:
+    elif not isinstance(row, Together):
         result.settings[path] = setting
+
+
+def _unknown(path: KeyPath, *, is_section: bool) -> str | None:
+    """What is wrong with the name of a key, or a section, among TorchTitan's own sections.
+
+    None: nothing, or of a section it stands in.
+    """
+    for depth in range(1, len(path) + 1):
+        above = "".join(f"{key}." for key in path[: depth - 1])
+        below = [name.removeprefix(above) for name in TABLE if name.startswith(above)]
+        known = dict.fromkeys(name.split(".")[0] for name in below)
+        if path[depth - 1] not in known:
+            what = "section" if is_section else "key"
+            at_end = depth == len(path)
+            return f"unknown {what}; {allowed_names(path[-1], known)}" if at_end else None
+    return None if is_section else "wanted a section"
 
 
 def _asks_nothing(row: Gone, value: Any, settings: Settings) -> bool:
@@ -121,8 +141,8 @@ def _move(
             return
     if target != path:
         result.notices.append(f"{where}: is now {'.'.join(target)}")
-        if target in settings:
-            both = f"{'.'.join(target)} of {settings[target].origin} says the same thing; keep that"
+        if same := settings.get(target, result.settings.get(target)):
+            both = f"{'.'.join(target)} of {same.origin} says the same thing; keep that"
             result.problems.append(f"{where}: got {show(setting.value)}; {both}")
             return
     elif value != setting.value:

@@ -14,7 +14,7 @@ Settings = dict[KeyPath, Setting]
 
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
-ONLY_EXPERTS = "there are no models with experts"
+ONLY_EXPERTS = "it converts experts only, and there are no models with experts"
 EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 HERE = {
     "float8": "float8",
@@ -22,7 +22,8 @@ HERE = {
     "mx": "mxfp8",
     "quantize.linear.mx": "mxfp8",
 }
-"""Names of old converters, and of their sections, to names here."""
+"""Names of old converters, and of their sections, to names here: v0.1's, then v0.2's, which may
+stand beside each other."""
 
 
 def _names(value: Any) -> list[str]:
@@ -63,12 +64,29 @@ MX: dict[str, Converted | Gone] = {
     "use_fp8_dim1_cast_triton_kernel": Gone("torchao chooses the kernel", always),
     **OF_EXPERTS,
 }
+OF: dict[str, dict[str, Converted | Gone]] = {"float8": FLOAT8, "mxfp8": MX}
+NOT_IN_V0_2 = (
+    *("enable_float8_linear", "force_recompute_fp8_weight_in_bwd"),
+    *("scaling_type_input", "scaling_type_weight", "scaling_type_grad_output"),
+    "use_fp8_dim1_cast_triton_kernel",
+)
+UNTIL_V0_1 = {
+    f"{section}.{key}": row
+    for section in ("float8", "mx")
+    for key, row in OF[HERE[section]].items()
+}
 TABLE: Mapping[str, Converted | Gone] = {
     "model.converters": Converted("name"),
     **{
-        f"{section}.{key}": row
-        for section, name in HERE.items()
-        for key, row in {"float8": FLOAT8, "mxfp8": MX}[name].items()
+        f"quantize.linear.{section}.{key}": row
+        for section in ("float8", "mx")
+        for key, row in OF[HERE[section]].items()
+        if key not in NOT_IN_V0_2
+    },
+    **{
+        f"{section}.{key}": Gone(ONLY_EXPERTS, always)
+        for section, keys in zip(EXPERTS, (("fqns",), ("fqns", "recipe_name")), strict=True)
+        for key in keys
     },
 }
 
@@ -89,24 +107,35 @@ def sections(
     keys = {path: setting for path, setting in settings.items() if path != NAMES}
     if asked is not None:
         _add_sections(settings, asked, result, replaces=bool(below))
-        keys = {path: s for path, s in below.items() if ".".join(path[:-1]) in names} | keys
+        said = {_here(path) for path in keys}
+        old = {p: s for p, s in below.items() if of(p) in names and _here(p) not in said}
+        keys = old | keys
     return names, keys
+
+
+def of(path: KeyPath) -> str | None:
+    """Which converter, by its name here, a key of an old section is of."""
+    return HERE.get(".".join(path[:-1]))
+
+
+def _here(path: KeyPath) -> tuple[str | None, str]:
+    return of(path), path[-1]
 
 
 def keep_filters(names: Mapping[str, int], origin: str, result: Translation) -> None:
     """Float8 left out no linear where the recipe did not say so; here it leaves out the output."""
     for name, number in names.items():
         path = ("convert", str(number), "filter_fqns")
-        if HERE[name] == "float8" and path not in result.settings:
+        if name == "float8" and path not in result.settings:
             result.settings[path] = Setting([], origin)
 
 
 def _asked(settings: Settings) -> dict[str, int] | None:
-    """The old converters that a source asks for, with their numbers; None: it does not say."""
+    """The converters that a source asks for, with their numbers; None: it does not say."""
     if NAMES in settings:
-        names = [name for name in _names(settings[NAMES].value) if name in HERE]
+        names = [HERE[name] for name in _names(settings[NAMES].value) if name in HERE]
     elif SWITCH in settings and settings[SWITCH].value is True:
-        names = [SWITCH[0]]
+        names = [HERE[SWITCH[0]]]
     else:
         return None
     return {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -136,4 +165,4 @@ def _add_sections(
         result.settings[("convert",)] = Setting([{} for _ in names], origin)
     for name, number in names.items():
         result.settings[("convert", str(number))] = Setting({}, origin)
-        result.settings[("convert", str(number), "name")] = Setting(HERE[name], origin)
+        result.settings[("convert", str(number), "name")] = Setting(name, origin)

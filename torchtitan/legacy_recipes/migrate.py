@@ -1,6 +1,6 @@
 """Rewrites an old recipe in this version's form: `torchtitan migrate`.
 
-It writes into the file what `translate` reads into it, and nothing else: a renamed key
+It writes into the file what `translate` and `unsaid` read into it, and nothing else: a renamed key
 keeps its place, a key that moves to another section takes its comments along, all other text stays
 as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the body of a
 table: the list of its lines, where keys have a place among comments.
@@ -16,7 +16,7 @@ import tomlkit
 from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.legacy_recipes import translate
+from torchtitan.legacy_recipes import translate, unsaid
 
 Body = list[tuple[Any, Any]]
 
@@ -30,9 +30,13 @@ def migrate(path: Path) -> tuple[str, list[str]]:
     problems: list[str] = []
     settings = read_file(path, problems)
     translated = translate(settings, {})
-    if problems or translated.problems:
-        raise RecipeError([*problems, *translated.problems])
-    if not translated.notices:
+    # Of what a recipe rests on, that says what is not said.
+    sources = [] if ("extends",) in settings else [settings]
+    rest = unsaid(sources, {}, translated.settings)
+    notices = [*translated.notices, *rest.notices]
+    if problems := [*problems, *translated.problems, *rest.problems]:
+        raise RecipeError(problems, notices)
+    if not notices:
         return read_text(path), []
     document = tomlkit.parse(read_text(path).rstrip("\n") + "\n")
     _expand(document.body)
@@ -48,7 +52,9 @@ def migrate(path: Path) -> tuple[str, list[str]]:
             value = tomlkit.item(translated.settings[target].value)
             _add(document.body, target, [(tomlkit.key(target[-1]), value)])
     _drop_empty(document.body)
-    return _without_gaps(tomlkit.dumps(document)), translated.notices
+    for target, setting in rest.settings.items():
+        _add(document.body, target, [(tomlkit.key(target[-1]), tomlkit.item(setting.value))])
+    return _without_gaps(tomlkit.dumps(document)), notices
 
 
 def _expand(body: Body) -> None:

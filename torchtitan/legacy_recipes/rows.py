@@ -55,3 +55,10 @@ def falsy(value: Any) -> bool:
 def just(*values: Any) -> Callable[[Any], bool]:
     """One of these values."""
     return lambda value: value in values
+
+
+@dataclass(frozen=True)
+class Together:
+    """A key that means something only with others: `unsaid` reads it."""
+
+    about: str

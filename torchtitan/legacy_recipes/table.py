@@ -1,11 +1,23 @@
-"""The table: every key of TorchTitan v0.1 and v0.2 that is not ours, and what became of it."""
+"""The table: every key of TorchTitan v0.1 and v0.2 that is not ours, and what became of it.
+
+It is in parts by the version that was the last to have a key, from which the version of a recipe is
+told.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.legacy_recipes import converters
-from torchtitan.legacy_recipes.converters import ONLY_EXPERTS
-from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved, always, falsy, just
+from torchtitan.legacy_recipes.rows import (
+    Converted,
+    Gone,
+    Kept,
+    Moved,
+    Together,
+    always,
+    falsy,
+    just,
+)
 
 
 def _inverted(value: Any) -> Any:
@@ -49,7 +61,7 @@ PARALLELISM = (
 DATA_PARALLEL = "parallelism.data_parallel_impl"
 SPLIT_POINTS = "write the modules of each stage into parallelism.module_fqns_per_model_part"
 MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbatch_size"
-NO_ESTIMATION = "memory estimation is not part of this version"
+NO_ESTIMATION = "torchtitan check estimates the memory of a rank, without this"
 NO_SEMI_SYNC = "replica groups add up their gradients in every step"
 ONLY_SEMI_SYNC = "it only acts with fault_tolerance.semi_sync_method"
 SEMI_SYNC = (
@@ -60,37 +72,12 @@ SEMI_SYNC = (
     "module_fragments",
 )
 CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
+NO_EXPERTS = "it acts on experts only, and there are no models with experts"
+WORKERS = "validation reads its batches in the step, so it has no workers"
 
-TABLE: Mapping[str, Moved | Gone | Kept | Converted] = {
-    "job.print_args": Moved("job.print_config"),
-    "job.use_for_integration_test": Gone("the tests name the recipes they run", always),
-    "job.save_config_file": Gone("the resolved recipe is always written beside the run", always),
-    "job.custom_config_module": Gone("settings belong to their component", falsy),
-    "experimental.custom_import": Moved("job.imports", _as_list),
-    "experimental.custom_model_path": Moved("job.imports", _as_list),
-    "experimental.custom_args_module": Gone("settings belong to their component", falsy),
-    "model.hf_assets_path": Moved("model.tokenizer_path"),
-    "model.norm_type": Gone('every model has the norm of its paper ("rmsnorm")', just("rmsnorm")),
-    "model.print_after_conversion": Gone("what was converted is always said", always),
-    "training.dataset": Moved("data.dataset"),
-    "training.dataset_path": Moved("data.dataset_path"),
-    "training.dataloader.num_workers": Moved("data.num_workers"),
-    "training.dataloader.prefetch_factor": Moved("data.prefetch_factor"),
-    "training.dataloader.persistent_workers": Gone(
-        "workers always live as long as the run", always
-    ),
-    "training.dataloader.pin_memory": Gone("the device decides", always),
-    "training.batch_size": Moved("training.local_batch_size"),
-    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
-    "training.compile": Moved("compile.enable"),
-    "training.seed": Moved("debug.seed"),
-    "training.deterministic": Moved("debug.deterministic"),
-    "training.gc_debug": Gone("use a Python profiler", falsy),
-    "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
-    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _inverted),
-    "optimizer.fused": Moved("optimizer.implementation", _fused),
-    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
-    "debug.moe_force_load_balance": Gone(ONLY_EXPERTS, falsy),
+Rows = Mapping[str, Moved | Gone | Kept | Converted | Together]
+
+OURS: Rows = {
     "parallelism.data_parallel_impl": Moved("sharding.name"),
     "parallelism.simple_fsdp_bucketing": Moved(
         "sharding.bucketing", None, (DATA_PARALLEL, "simple_fsdp"), just("none")
@@ -98,71 +85,31 @@ TABLE: Mapping[str, Moved | Gone | Kept | Converted] = {
     "parallelism.simple_fsdp_bucket_mb": Moved(
         "sharding.bucket_mb", None, (DATA_PARALLEL, "simple_fsdp"), always
     ),
-    "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
+}
+"""Keys that this project once had."""
+
+UNTIL_V0_1: Rows = {
+    "job.print_args": Moved("job.print_config"),
+    "job.use_for_integration_test": Gone("the tests name the recipes they run", always),
+    "experimental.custom_model_path": Moved("job.imports", _as_list),
+    "model.norm_type": Gone('every model has the norm of its paper ("rmsnorm")', just("rmsnorm")),
+    "training.batch_size": Moved("training.local_batch_size"),
+    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
+    "training.compile": Moved("compile.enable"),
+    "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
+    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _inverted),
+    "optimizer.fused": Moved("optimizer.implementation", _fused),
+    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "parallelism.pipeline_parallel_split_points": Gone(SPLIT_POINTS, falsy),
-    "parallelism.pipeline_parallel_first_stage_less_layers": Moved(
-        "parallelism.pipeline_parallel_embedding_weight"
-    ),
-    "parallelism.pipeline_parallel_last_stage_less_layers": Moved(
-        "parallelism.pipeline_parallel_head_weight"
-    ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Gone(ONLY_EXPERTS, always),
-    "parallelism.context_parallel_rotate_method": Moved(
-        "parallelism.context_parallel_rotate_method", _ring
-    ),
-    "parallelism.context_parallel_load_balancer": Kept(
-        {"ptrr": 'it balances masks of FlexAttention; use "headtail"'}
-    ),
-    "parallelism.expert_parallel_degree": Gone(ONLY_EXPERTS, just(1)),
-    "parallelism.expert_tensor_parallel_degree": Gone(ONLY_EXPERTS, just(1)),
-    "parallelism.expert_parallel_comm_backend": Gone(ONLY_EXPERTS, always),
     "checkpoint.enable_checkpoint": Moved("checkpoint.enable"),
     "checkpoint.initial_load_model_weights_only": Moved("checkpoint.initial_load_model_only"),
     "checkpoint.last_save_model_weights_only": Moved("checkpoint.last_save_model_only"),
     "checkpoint.model_weights_only": Moved("checkpoint.last_save_model_only"),
-    "checkpoint.exclude_from_loading": Moved("checkpoint.exclude_from_loading", _excluded),
     "checkpoint.interval_type": Gone("checkpoint.interval counts steps", just("steps")),
-    "checkpoint.create_seed_checkpoint": Gone(
-        "every layout starts from the same weights, so no seed checkpoint is needed", falsy
-    ),
-    "checkpoint.initial_load_in_hf": Gone(
-        "the files of checkpoint.initial_load_path show what they are", always
-    ),
-    "checkpoint.initial_load_in_hf_quantized": Gone(
-        "quantized weights are not read in this version", falsy
-    ),
-    "checkpoint.enable_ft_dataloader_checkpoints": Gone(
-        "the data position is in every checkpoint", always
-    ),
-    "activation_checkpoint.selective_ac_option": Moved(
-        "activation_checkpoint.selective_ac_option", _number
-    ),
-    "activation_checkpoint.visualize_memory_budget_pareto": Gone(CHECKPOINT_OPTION, falsy),
-    "activation_checkpoint.early_stop": Gone(CHECKPOINT_OPTION, always),
-    "activation_checkpoint.preserve_rng_state": Gone("it is always preserved", always),
-    "activation_checkpoint.determinism_check": Gone(CHECKPOINT_OPTION, just("default")),
-    "activation_checkpoint.debug": Gone(CHECKPOINT_OPTION, falsy),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
-        ONLY_EXPERTS, just([], ["moe.router.gate"])
-    ),
     "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _inverted),
     "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _inverted),
-    "validation.local_batch_size": Gone("validation reads batches of the training shape", always),
-    "validation.seq_len": Gone("validation reads batches of the training shape", always),
-    "validation.dataloader.*": Gone("validation reads its few batches when due", always),
-    "comm.mode": Gone("the fake backend is not part of this version", just("default")),
-    **converters.TABLE,
-    "quantize.*": Gone(ONLY_EXPERTS, always),
-    "memory_estimation.enable": Gone(NO_ESTIMATION, falsy),
     "memory_estimation.enabled": Gone(NO_ESTIMATION, falsy),
-    "memory_estimation.*": Gone(NO_ESTIMATION, always),
-    "fault_tolerance.process_group": Gone(
-        "replica groups communicate by gloo", just("gloo"), "fault_tolerance.enable"
-    ),
-    "fault_tolerance.process_group_timeout_ms": Gone(
-        "half of comm.train_timeout_seconds is the limit", always
-    ),
-    "fault_tolerance.semi_sync_method": Gone(NO_SEMI_SYNC, falsy, "fault_tolerance.enable"),
+    **converters.UNTIL_V0_1,
     **{f"fault_tolerance.{key}": Gone(ONLY_SEMI_SYNC, always) for key in SEMI_SYNC},
     **{f"training.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
     **{f"experimental.{key}": Moved(f"parallelism.{key}") for key in PARALLELISM},
@@ -173,3 +120,92 @@ TABLE: Mapping[str, Moved | Gone | Kept | Converted] = {
         "parallelism.context_parallel_rotate_method", _ring
     ),
 }
+"""Keys that v0.2.0 no longer had."""
+
+UNTIL_V0_2_0: Rows = {
+    "training.seed": Moved("debug.seed"),
+    "training.deterministic": Moved("debug.deterministic"),
+    "training.debug_moe_force_load_balance": Gone(NO_EXPERTS, always),
+    "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
+}
+"""Keys that v0.2.2 no longer had."""
+
+UNTIL_V0_2_2: Rows = {
+    "job.save_config_file": Gone("the resolved recipe is always written beside the run", always),
+    "job.custom_config_module": Gone("settings belong to their component", falsy),
+    "experimental.custom_import": Moved("job.imports", _as_list),
+    "experimental.custom_args_module": Gone("settings belong to their component", falsy),
+    "model.hf_assets_path": Moved("model.tokenizer_path"),
+    "model.print_after_conversion": Gone("what was converted is always said", always),
+    "training.dataset": Moved("data.dataset"),
+    "training.dataset_path": Moved("data.dataset_path"),
+    "training.dataloader.num_workers": Moved("data.num_workers"),
+    "training.dataloader.prefetch_factor": Moved("data.prefetch_factor"),
+    "training.dataloader.persistent_workers": Gone(
+        "workers always live as long as the run", always
+    ),
+    "training.dataloader.pin_memory": Gone("the device decides", always),
+    "training.gc_debug": Gone("use a Python profiler", falsy),
+    "debug.moe_force_load_balance": Gone(NO_EXPERTS, always),
+    "parallelism.pipeline_parallel_first_stage_less_layers": Moved(
+        "parallelism.pipeline_parallel_embedding_weight"
+    ),
+    "parallelism.pipeline_parallel_last_stage_less_layers": Moved(
+        "parallelism.pipeline_parallel_head_weight"
+    ),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Gone(NO_EXPERTS, always),
+    "parallelism.context_parallel_rotate_method": Moved(
+        "parallelism.context_parallel_rotate_method", _ring
+    ),
+    "parallelism.context_parallel_load_balancer": Kept(
+        {"ptrr": 'it balances masks of FlexAttention; use "headtail"'}
+    ),
+    "parallelism.expert_parallel_degree": Gone(NO_EXPERTS, always),
+    "parallelism.expert_tensor_parallel_degree": Gone(NO_EXPERTS, always),
+    "parallelism.expert_parallel_comm_backend": Gone(NO_EXPERTS, always),
+    "checkpoint.exclude_from_loading": Moved("checkpoint.exclude_from_loading", _excluded),
+    "checkpoint.create_seed_checkpoint": Gone(
+        "every layout starts from the same weights, so no seed checkpoint is needed", falsy
+    ),
+    "checkpoint.initial_load_in_hf": Together(
+        "without checkpoint.initial_load_path, that is the folder of model.tokenizer_path; weights "
+        "show by their files what they are"
+    ),
+    "checkpoint.initial_load_in_hf_quantized": Gone(
+        "quantized weights are not read in this version", falsy, "checkpoint.initial_load_in_hf"
+    ),
+    "checkpoint.enable_ft_dataloader_checkpoints": Gone(
+        "the data position is in every checkpoint", always
+    ),
+    "activation_checkpoint.selective_ac_option": Moved(
+        "activation_checkpoint.selective_ac_option", _number
+    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": Gone(CHECKPOINT_OPTION, falsy),
+    "activation_checkpoint.early_stop": Gone(
+        "it only decides where a recomputation ends, and changes no number", always
+    ),
+    "activation_checkpoint.preserve_rng_state": Gone("it is always preserved", always),
+    "activation_checkpoint.determinism_check": Gone(CHECKPOINT_OPTION, just("default")),
+    "activation_checkpoint.debug": Gone(CHECKPOINT_OPTION, falsy),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
+        "only the router of experts is named so, and there are no models with experts",
+        just([], ["moe.router.gate"]),
+    ),
+    **{
+        f"validation.dataloader.{key}": Gone(WORKERS, always)
+        for key in ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
+    },
+    "comm.mode": Gone("the fake backend is not part of this version", just("default")),
+    **converters.TABLE,
+    "memory_estimation.enable": Gone(NO_ESTIMATION, falsy),
+    "memory_estimation.disable_fake_mode": Gone(NO_ESTIMATION, always),
+    "fault_tolerance.process_group": Gone(
+        "replica groups communicate by gloo", just("gloo"), "fault_tolerance.enable"
+    ),
+    "fault_tolerance.process_group_timeout_ms": Gone(
+        "half of comm.train_timeout_seconds is the limit", always
+    ),
+    "fault_tolerance.semi_sync_method": Gone(NO_SEMI_SYNC, falsy, "fault_tolerance.enable"),
+}
+
+TABLE: Rows = {**OURS, **UNTIL_V0_1, **UNTIL_V0_2_0, **UNTIL_V0_2_2}

@@ -7,7 +7,8 @@ agent of torch does that after every failure, and exits on a signal. This one
 - does not restart what would fail again (a wrong recipe, a run that diverged);
 - forwards signals to the ranks, and lets them save;
 - lets them save too before they restart with other nodes, and continues when another node was
-  stopped but this one was not, if the run allows fewer nodes.
+  stopped but this one was not, if the run allows fewer nodes;
+- tries again for some time where the others cannot be reached, and never ends them because of that.
 
 It overrides extension points that torch documents:
 https://docs.pytorch.org/docs/stable/elastic/agent.html
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -28,10 +30,16 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+)
 from torch.distributed.run import config_from_args, get_args_parser
 
 from torchtitan.logging import logger
+from torchtitan.resilience.rendezvous import open_rendezvous
 from torchtitan.torch_private.elastic import forget_store, leave
 
 # A request is forwarded as a different signal, because a scheduler may have sent the ranks the same
@@ -43,6 +51,10 @@ FORWARDED_AS = {
 }
 # Seconds in which healthy ranks should have saved, before they are replaced.
 SAVE_TIMEOUT = 600.0
+# Seconds between two attempts to meet the other nodes.
+RETRY_INTERVAL = 1.0
+# Seconds between two messages that it did not succeed yet.
+LOG_INTERVAL = 55.0
 # Seconds to wait for the agents of other nodes at the end; some may still be training.
 EXIT_BARRIER_TIMEOUT = {"fixed": 300.0, "elastic": 30.0}
 
@@ -54,6 +66,7 @@ class Agent(LocalElasticAgent):
         self,
         words: Sequence[str],
         *,
+        rejoin_seconds: float,
         not_restarted: Sequence[int],
         is_finished: Callable[[], bool],
         at_failure: Callable[[], None],
@@ -61,6 +74,7 @@ class Agent(LocalElasticAgent):
         """`words` are the arguments of a torchrun command.
 
         Args:
+            rejoin_seconds: for how long nodes try to meet.
             not_restarted: exit statuses of a rank that a restart cannot fix.
             is_finished: whether the run reached its last step.
             at_failure: called before a restart, which removes the traces of the failure.
@@ -70,7 +84,7 @@ class Agent(LocalElasticAgent):
         assert config.logs_specs is not None
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
         self.is_elastic = config.min_nodes < config.max_nodes
-        self.rendezvous = registry.get_rendezvous_handler(
+        self.rendezvous = open_rendezvous(
             RendezvousParameters(
                 config.rdzv_backend,
                 config.rdzv_endpoint,
@@ -95,6 +109,7 @@ class Agent(LocalElasticAgent):
             config.logs_specs,
             exit_barrier_timeout=EXIT_BARRIER_TIMEOUT["elastic" if self.is_elastic else "fixed"],
         )
+        self.rejoin_seconds = rejoin_seconds
         self.not_restarted, self.is_finished = not_restarted, is_finished
         self.at_failure = at_failure
         self.began = time.time()
@@ -113,15 +128,19 @@ class Agent(LocalElasticAgent):
         Raises:
             ChildFailedError: if ranks of this node failed, and are not to be restarted.
             SignalException: on a signal while there are no ranks to forward it to, or a second one.
-            RendezvousError: if the rendezvous failed.
+            RendezvousError: if the nodes could not meet in time, or another one ended the run.
         """
         before = {number: signal.signal(number, self._on_signal) for number in FORWARDED_AS}
+        leaves = False
         try:
             self.run()
+        except (RendezvousError, dist.DistError):
+            leaves = True  # the others may still meet
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self.stopped_by and self.is_elastic:
+            if leaves or (self.stopped_by and self.is_elastic):
                 leave(self.rendezvous)
             else:
                 self.rendezvous.shutdown()
@@ -146,9 +165,30 @@ class Agent(LocalElasticAgent):
         self._in_rendezvous = True
         if self.stopped_by:
             raise SignalException(self.stopped_by.name, signal.SIGKILL)
-        forget_store(self.rendezvous)
-        super()._rendezvous(worker_group)
+        self._meet(worker_group)
         self._in_rendezvous, self.began = False, time.time()
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        """Try to meet the other nodes until they have finished, or the time for that is over."""
+        began = logged = time.monotonic()
+        while True:
+            forget_store(self.rendezvous)
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                raise
+            except (RendezvousError, dist.DistError) as error:
+                if self.is_finished():
+                    raise RendezvousClosedError("the others finished without this node") from error
+                now = time.monotonic()
+                left = began + self.rejoin_seconds - now
+                if left <= 0:
+                    raise
+                if now - logged > LOG_INTERVAL:
+                    logged, why = now, str(error).partition("\n")[0] or "too few nodes so far"
+                    logger.info("waiting for other nodes: %s; %.0f minutes left", why, left / 60)
+            time.sleep(RETRY_INTERVAL)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.stopped_by and not self._has_forwarded:

@@ -8,7 +8,7 @@ window are saved with the run, so all ranks decide alike, and a resumed run like
 stopped.
 
 A run that spikes again and again cannot be helped by skipping. After `training.max_skipped_steps`
-in a row it returns to the weights of an earlier checkpoint, but not to their data, which goes on
+in a row it returns to the weights of an earlier checkpoint, but not to their data, which continues
 after the spike. So did PaLM, by hand: the same data caused no spike with other weights
 (arXiv:2204.02311, section 5.1).
 """

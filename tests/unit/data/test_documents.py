@@ -140,7 +140,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no documents: its jsonl files are empty"):
         opened(tmp_path)
     write_parquet(tmp_path / "a.parquet", ["a"])
-    with pytest.raises(ConfigError, match="holds jsonl and parquet files: choose one kind"):
+    with pytest.raises(ConfigError, match=r"several kinds: jsonl .* and parquet"):
         opened(tmp_path)
     assert contents(opened(tmp_path, "parquet")) == ["a"]
 
@@ -160,7 +160,7 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
         ({"dataset": "python_stdlb"}, "data.dataset", "did you mean python_stdlib?"),
         ({"dataset": "no/such/path"}, "data.dataset", "it is no existing path; allowed: "),
         ({"dataset": "jsonl"}, "data.dataset_path", '"jsonl" needs the file or folder'),
-        ({"dataset_path": "no/such"}, "data.dataset_path", 'no file or folder "no/such"'),
+        ({"dataset_path": "no/such"}, "data.dataset_path", "no such file or folder"),
         ({"dataset": "/", "dataset_path": "/"}, "data.dataset_path", 'already a path, "/"'),
         ({"dataset": "synthetic", "dataset_path": "/"}, "data.dataset_path", "reads no files"),
         ({"lanes": 9}, "data.lanes", "it is not a multiple of the 12 sequences"),

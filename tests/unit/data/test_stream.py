@@ -105,6 +105,26 @@ def test_order_does_not_depend_on_the_layout(texts: Path, ranks: int, lanes: int
     assert steps(accumulated, 30, accumulation=2) == one
 
 
+@pytest.mark.parametrize("lanes", [-1, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("samples", [4, 8, 21, 43])
+def test_samples_that_are_stepped_over_are_those_that_came_first(
+    texts: Path, ranks: int, lanes: int, samples: int
+) -> None:
+    """Any number of them, not only whole batches; and the run resumes after that."""
+    order = [row for step in steps(streams(texts, 1, lanes=lanes), 30) for row in step]
+    skipping = streams(texts, ranks, lanes=lanes)
+    for stream in skipping:
+        stream.skip(samples)
+    assert saved(skipping)["samples"] == samples
+    found = [row for step in steps(skipping, 2) for row in step]
+    resumed = streams(texts, 2, lanes=lanes)
+    for stream in resumed:
+        stream.load_state_dict(saved(skipping))
+    found += [row for step in steps(resumed, 2) for row in step]
+    assert found == order[samples : samples + 16]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_workers_do_not_change_the_batches(texts: Path, workers: int) -> None:
     expected = steps(streams(texts, 1, num_workers=0), 20)

@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from tests import tiny
 from torchtitan.config import ConfigError
-from torchtitan.data import check_vocabulary, load_tokenizer, train_bpe, train_tokenizer
+from torchtitan.data import (
+    DataConfig,
+    check_vocabulary,
+    load_tokenizer,
+    train_bpe,
+    train_tokenizer,
+)
 from torchtitan.data.tokenizer import TiktokenTokenizer, _digestible_pieces
+from torchtitan.models.settings import TextConfig
+from torchtitan.tasks.next_token import NextToken
+from torchtitan.train import problems_of_task
 
 TRICKY = [
     "",
@@ -124,6 +134,27 @@ def test_hugging_face_special_tokens(tmp_path: Path) -> None:
     hugging_face(tmp_path, words, eos_token="[none]")
     with pytest.raises(ConfigError, match=r"eos_token is declared as '\[none\]'"):
         load_tokenizer(folder)
+
+
+def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = str(hugging_face(tmp_path, ["?", "</s>"], bos_token="[none]"))
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos, tokenizer.eos) == (None, 1)
+    task = NextToken(TextConfig(tokenizer_path=path), tiny.ARGS)
+    task.packing(DataConfig(add_bos=False), 8)
+    with pytest.raises(
+        ConfigError, match=r"bos_token is declared as '\[none\]', .*data.add_bos = false"
+    ):
+        task.packing(DataConfig(), 8)
+    for add_bos in (True, False):
+        job = tiny.job(model={"tokenizer_path": path}, data={"add_bos": add_bos})
+        assert bool(list(problems_of_task(job))) == add_bos
+
+
+def test_a_tiktoken_file_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: a tiktoken file without any token"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_hugging_face_without_an_end_is_refused(tmp_path: Path) -> None:

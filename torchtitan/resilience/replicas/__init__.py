@@ -1,4 +1,4 @@
-"""Replica groups that come and go while a run goes on: the section `[fault_tolerance]`."""
+"""Replica groups that come and go while a run continues: the section `[fault_tolerance]`."""
 
 from torchtitan.resilience.replicas.group import ReplicaGroup
 from torchtitan.resilience.replicas.settings import (

@@ -1,8 +1,8 @@
 """How a group fetches the state of another: torchft's server, and a reader that runs no code.
 
 Torchft serves what `torch.save` would write, pickles among it, over plain HTTP to whoever asks, and
-reads it with an unpickler that runs what it is told to. This reader takes tensors and plain values
-only; anything else is an error.
+reads it with an unpickler that runs what the stream names. This reader takes tensors and plain
+values only; anything else is an error.
 """
 
 from datetime import timedelta

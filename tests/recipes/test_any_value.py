@@ -1,0 +1,190 @@
+"""Any value of any type in any key: it is accepted, or refused in a short line that names a key."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.recipes.values import KEYS, any_value, fitting, recipe
+from torchtitan.checks import load_job
+from torchtitan.config import ConfigError
+from torchtitan.tools.check import summary
+from torchtitan.train import problems_of_task
+
+LONGEST_LINE = 2000
+HANGS_AFTER = 60
+"""Seconds; the aim is 10 on a machine that does nothing else."""
+
+
+@contextmanager
+def not_hanging() -> Iterator[None]:
+    """A limit for what counts up to a number that someone wrote."""
+
+    def hangs(*_: Any) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(HANGS_AFTER)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check(path: str | None, flags: list[str], ranks: int | None, *, is_here: bool) -> str | None:
+    """What `check` does with a recipe; the refusal, if it refuses."""
+    try:
+        with not_hanging():
+            found = load_job(path, flags, ranks, "cpu", is_here=is_here)
+            found.refuse(problems_of_task(found.config))
+            list(summary(found.config, ranks))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def refused_in_words(message: str | None, key: str) -> bool:
+    """Whether what was said is short, and names the key, or another one that it does not fit."""
+    if message is None:
+        return True
+    section = key.split(".")[0]
+    return section in message and all(len(line) <= LONGEST_LINE for line in message.splitlines())
+
+
+@st.composite
+def one_key(draw: st.DrawFn) -> tuple[str, dict[str, str], Any]:
+    """A key, the names that choose its section, and a value, more often one of its own type."""
+    key, chosen, types = draw(st.sampled_from(KEYS))
+    return key, chosen, draw(st.one_of(fitting(types), fitting(types), any_value()))
+
+
+def examples(count: int) -> Any:
+    """So many, the same in each run."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+def in_a_recipe(data: st.DataObject) -> None:
+    key, chosen, value = data.draw(one_key())
+    Path("any.toml").write_text(recipe({**chosen, key: value}), encoding="utf-8")
+    ranks, is_here = data.draw(st.sampled_from([None, 1, 2, 8])), data.draw(st.booleans())
+    assert refused_in_words(check("any.toml", [], ranks, is_here=is_here), key)
+
+
+def in_a_flag(data: st.DataObject) -> None:
+    key, chosen, _ = data.draw(one_key())
+    words = data.draw(
+        st.lists(st.text(max_size=12) | any_value().map(str), max_size=2).map(
+            lambda words: [word for word in words if not word.startswith("--")]
+        )
+    )
+    flags = [f"--{name}={value}" for name, value in chosen.items()] + [f"--{key}", *words]
+    assert refused_in_words(check(None, flags, 1, is_here=False), key)
+
+
+def several_keys(data: st.DataObject) -> None:
+    drawn = data.draw(st.lists(one_key(), min_size=2, max_size=6))
+    written: dict[str, Any] = {}
+    for key, chosen, value in drawn:
+        written |= {**chosen, key: value}
+    sections = {key.rpartition(".")[0] for key in written}
+    written = {key: value for key, value in written.items() if key not in sections}
+    Path("any.toml").write_text(recipe(written), encoding="utf-8")
+    message = check("any.toml", [], data.draw(st.sampled_from([None, 1, 8])), is_here=False)
+    assert refused_in_words(message, "")
+
+
+TRIALS = [in_a_recipe, in_a_flag, several_keys]
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_any_value(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples(60)(given(st.data())(trial))()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", TRIALS)
+def test_many_values(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples(10_000)(given(st.data())(trial))()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"[training]\nsteps = {'9' * 5000}\n",
+        f"[training]\nsteps = {'[' * 500}{']' * 500}\n",
+        f"[training]\nsteps = {'[' * 40}{']' * 40}\n",
+        f"[{'a.' * 3000}b]\nc = 1\n",
+        f"{'a.' * 3000}b = 1\n",
+        "[training]\nsteps = " + "{a = " * 100 + "1" + "}" * 100,
+        'extends = "\\u0000"\n',
+        f'extends = "{"x" * 5000}"\n',
+        f'extends = "{"x/" * 3000}"\n',
+    ],
+)
+def test_files_that_no_one_wrote_by_hand(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("any.toml").write_text(content, encoding="utf-8")
+    message = check("any.toml", [], None, is_here=False)
+    assert message is not None
+    assert message.startswith("any.toml:")
+    assert len(message) <= LONGEST_LINE
+
+
+@pytest.mark.parametrize(
+    ("recipe_text", "flags"),
+    [
+        (f'[data]\ndataset = "{"x" * 5000}"\n', []),
+        (f"[job]\n{'x' * 5000} = 1\n", []),
+        ("", ["--data.dataset", "x" * 5000]),
+        ("", [f"--{'x' * 5000}", "1"]),
+        ("", ["--training.steps", *["1"] * 5000]),
+        ("", ["--parallelism.module_fqns_per_model_part", "[" * 5000]),
+        (f"[data]\ndataset = {'x' * 5000}\n", []),
+    ],
+)
+def test_what_is_long_is_shortened(
+    recipe_text: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("any.toml").write_text(recipe_text, encoding="utf-8")
+    message = check("any.toml", flags, None, is_here=False)
+    assert message is not None
+    assert len(message) <= LONGEST_LINE
+
+
+def test_a_flag_whose_names_are_numbers() -> None:
+    words = ["--communication.gradients.name", "loco", "--communication.gradients.error_bits"]
+    gradients = load_job(None, [*words, "32"], 2, "cpu").config.communication.gradients
+    assert gradients.error_bits == 32  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="got 16; allowed: 8, 32"):
+        load_job(None, [*words, "16"], 2, "cpu")
+
+
+def test_of_a_repeated_flag_the_last_one_holds() -> None:
+    words = [
+        "--training.steps",
+        "x",
+        "--training.steps=6",
+        "--compile.enable",
+        "--no-compile.enable",
+    ]
+    job = load_job(None, [*words, "--training.steps", "7"], None, "cpu").config
+    assert job.training.steps == 7
+    assert not job.compile.enable

@@ -1,0 +1,111 @@
+"""What a newcomer types first, and what is said to that."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from torchtitan.launch import main as launch
+from torchtitan.tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from torchtitan.tools.cli import main; main()"]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+@pytest.mark.parametrize("flags", [[], ["--job.dump_folder", "run"]])
+def test_train_without_a_recipe_offers_one(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *flags]) == 2
+    assert launch(["--processes", "2", *flags]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2, "the launcher says it too, before it starts anything"
+    assert set(told) == {
+        "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
+        f"small model in minutes: torchtitan train {ROOT}/train_configs/debug_model.toml; or, to "
+        "train with the defaults, --training.steps N"
+    }
+    assert list(Path().iterdir()) == []
+
+
+def test_the_debug_recipe_is_named_as_it_can_be_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["train"]) == 2
+    assert "torchtitan train train_configs/debug_model.toml;" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    python = sys.version.split()[0]
+    expected = f"torchtitan {version('torchtitan')}, torch {version('torch')}, Python {python}\n"
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("about", ["optimizer", "[optimizer]", "lr_scheduler", "convert", "job"])
+def test_help_of_a_section_has_that_section_alone(
+    about: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--help", about]) == 0
+    name = about.strip("[]")
+    lines = capsys.readouterr().out.splitlines()
+    headers = [line for line in lines if line.startswith("[")]
+    assert headers
+    assert all(line.strip("[").startswith(name) for line in headers)
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert flags
+    assert all(flag.startswith(f"--{name}.") for flag in flags)
+
+
+def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recipe.toml", "--help", "training.seq-len"]) == 0
+    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert [flag.split()[0] for flag in flags] == ["--training.seq_len"]
+
+
+def test_help_of_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "optimiser"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("--help: got optimiser; allowed: job, model, ")
+    assert error.endswith("did you mean optimizer?\n")
+
+
+SHELLS = {
+    "bash": ("COMP_WORDS", {"COMP_CWORD": "2"}),
+    "zsh": ("_TYPER_COMPLETE_ARGS", {}),
+    "fish": ("_TYPER_COMPLETE_ARGS", {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+}
+
+
+def in_shell(**variables: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(
+        COMMAND, env=environment, capture_output=True, text=True, check=False
+    ).stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shell_completes_verbs_and_settings(shell: str) -> None:
+    script = in_shell(_TORCHTITAN_COMPLETE=f"source_{shell}")
+    assert "torchtitan" in script
+    assert shell in script or shell == "bash"
+    words, more = SHELLS[shell]
+    ask = {"_TORCHTITAN_COMPLETE": f"complete_{shell}", **more}
+    for typed, expected in {
+        "torchtitan train --debug.see": "--debug.seed",
+        "torchtitan check --data.shuf": "--data.shuffle",
+        "torchtitan check --world": "--world-size",
+    }.items():
+        found = in_shell(**ask, **{words: typed})
+        assert re.search(rf"(^|[\"\s]){expected}", found), (typed, found)

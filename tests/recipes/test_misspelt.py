@@ -1,0 +1,74 @@
+"""A misspelt option of any verb is answered with the one that was meant."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from torchtitan.launch import main as launch
+from torchtitan.tools.cli import VERBS, main
+
+
+def commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+    """A verb, or each that is within it."""
+    if inside := getattr(command, "commands", None):
+        for name, inner in inside.items():
+            yield from commands([*words, name], inner)
+    else:
+        yield words, command
+
+
+def options() -> list[tuple[tuple[str, ...], str]]:
+    """Every long option of every verb."""
+    found = []
+    for verbs in VERBS.values():
+        for name, module in verbs.items():
+            app = get_command(import_module(f"torchtitan.tools.{module}").app)
+            for words, command in commands([name], app):
+                for parameter in command.params:
+                    names = [*parameter.opts, *getattr(parameter, "secondary_opts", ())]
+                    found += [(tuple(words), n) for n in names if n.startswith("--") and len(n) > 4]
+    return found
+
+
+def misspelt(option: str) -> list[str]:
+    """Ways in which fingers err."""
+    middle = 2 + (len(option) - 2) // 2
+    swapped = option[: middle - 1] + option[middle] + option[middle - 1] + option[middle + 1 :]
+    forms = [option[:middle] + option[middle + 1 :], swapped, option + option[-1]]
+    if "-" in option[2:]:
+        forms.append("--" + option[2:].replace("-", "_"))
+    return [form for form in forms if form != option and len(form) > 5]
+
+
+@pytest.mark.parametrize(("words", "option"), options(), ids=lambda part: str(part))
+def test_the_option_that_was_meant_is_named(
+    words: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {name for verb, name in options() if verb == words}
+    for number, wrong in enumerate(misspelt(option)):
+        if wrong in known:
+            continue
+        assert main([*words, *([wrong, "2"] if number % 2 else [f"{wrong}=2"])]) == 2
+        message = capsys.readouterr().err
+        assert option in message, f"{wrong}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--max_restarts=3", "--max-restarts"),
+        ("--nodes=2", "--nnodes"),
+        ("--rdzv-endpiont", "--rdzv-endpoint"),
+        ("--log_rank", "--log-rank"),
+    ],
+)
+def test_the_launcher_names_it_too(
+    wrong: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch(["--processes", "2", "--training.steps", "1", wrong, "x"])
+    assert ended.value.code == 2
+    assert f"did you mean {right}?" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Watches each rank of a run from inside, for job.imports, and gives it a disk that is slow.
+
+SOAK="FOLDER SECONDS": every 50th step adds a line to FOLDER/RANK.jsonl, and each file of a
+checkpoint takes SECONDS longer to write.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint import saver
+from torchtitan.trainer import Trainer
+
+EVERY = 50
+"""Steps between two samples."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+FOLDER, SECONDS = os.environ["SOAK"].split()
+unwatched_step, write_fast = Trainer.step, saver.write_file
+
+
+def step(trainer: Trainer) -> None:
+    unwatched_step(trainer)
+    if trainer.run.state.step % EVERY == 0:
+        with (Path(FOLDER) / f"{os.environ.get('RANK', '0')}.jsonl").open("a") as log:
+            log.write(json.dumps({"step": trainer.run.state.step} | sample()) + "\n")
+
+
+def sample() -> dict[str, float]:
+    """What this process holds, and the seconds since it began: all, and of its processors."""
+    mine = Path("/proc/self")
+    return {
+        "resident": int((mine / "statm").read_text().split()[1]) * PAGE,
+        "files": len(list((mine / "fd").iterdir())),
+        "threads": len(list((mine / "task").iterdir())),
+        "processes": descendants(os.getpid()),
+        "wall": time.monotonic(),
+        "processor": time.process_time(),
+    }
+
+
+def descendants(pid: int) -> int:
+    """The processes that a process has started, and those that they have."""
+    children = [
+        int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in read(path)
+    ]
+    return len(children) + sum(map(descendants, children))
+
+
+def read(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # a thread that has ended since
+        return []
+
+
+def write_slowly(*arguments: Any, write: Callable[..., Any] = write_fast) -> Any:
+    time.sleep(float(SECONDS))
+    return write(*arguments)
+
+
+Trainer.step = step  # type: ignore[method-assign]
+saver.write_file = write_slowly

@@ -1,0 +1,254 @@
+"""Two nodes whose network is cut, lossy or slow: the run heals, and its losses are what they were.
+
+`python -m tests.test_network [arguments of pytest]` makes the trials and enters what came out into
+the table of docs/elastic.md.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.network import Network, network
+from tests.runs import losses
+from tests.test_elastic import command, kill, notes, started, undisturbed
+
+pytestmark = pytest.mark.slow
+
+# Far apart, so that a cut between two of them interrupts steps.
+SAVES = "--checkpoint.interval=10"
+TIMEOUTS = ["--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=30"]
+PORT = 29400
+PROPERTY = "network"
+PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
+TABLE = re.compile(r"(?<=<!-- NETWORK -->\n).*(?=<!-- END -->)", re.DOTALL)
+HEAD = "| trial | seconds | restarts | training again after |\n|---|---|---|---|\n"
+Record = Callable[[str, object], None]
+
+
+class Trial:
+    """A run on two nodes, of which node 0 has the address of the rendezvous."""
+
+    def __init__(self, net: Network, folder: Path, stack: ExitStack) -> None:
+        self.net, self.folder, self.stack = net, folder, stack
+        self.nodes: dict[int, subprocess.Popen[str]] = {}
+        self.options = {"nnodes": "2", "rejoin_minutes": "15"}
+        self.options["rdzv_endpoint"] = f"{net.addresses[0]}:{PORT}"
+        self.fault, self.steps = "slow 0 0", 60
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run, which both nodes see."""
+        return self.folder / "run"
+
+    def start(self, node: int) -> None:
+        """Start the launcher of a node."""
+        steps = f"--training.steps={self.steps}"
+        words = command(self.run, steps, SAVES, *TIMEOUTS, processes="1", **self.options)
+        process = started(self.net.on(node, words), self.log_file(node), FAULT=self.fault)
+        self.nodes[node] = self.stack.enter_context(process)
+
+    def log_file(self, node: int) -> Path:
+        return self.folder / f"{node}.log"
+
+    def log(self, node: int) -> str:
+        """What a node said."""
+        return self.log_file(node).read_text()
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        """Until it is so, while all nodes are alive."""
+        while not what():
+            for number, node in self.nodes.items():
+                assert node.poll() is None, self.log(number)
+            time.sleep(0.02)
+
+    def wait_for_steps(self, steps: int, ranks: int = 2) -> None:
+        """Until so many ranks have done so many more."""
+        last = max((note["step"] for note in notes(self.run)), default=0)
+        enough = [True] * ranks
+        self.wait_for(lambda: [note["step"] > last + steps for note in notes(self.run)] == enough)
+
+    def finish(self) -> int:
+        """Both end well, with the losses of a run that nothing happened to; the restarts so far."""
+        (self.run / "hurry").touch()
+        for number, node in self.nodes.items():
+            assert node.wait(timeout=600) == 0, self.log(number)
+        steps = f"--training.steps={self.steps}"
+        found, expected = losses(self.run), undisturbed(self.folder / "whole", steps)
+        assert list(found) == list(range(1, self.steps + 1))
+        assert found == pytest.approx(expected, rel=1e-5)
+        return max(
+            (int(number) for number in re.findall(r"restart (\d+) of", self.log(0) + self.log(1))),
+            default=0,
+        )
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    with ExitStack() as stack:
+        yield Trial(stack.enter_context(network()), tmp_path, stack)
+
+
+def cut_wire(trial: Trial, is_cut: bool) -> None:
+    trial.net.wire.is_cut = is_cut
+
+
+def cut_node(node: int) -> Callable[[Trial, bool], None]:
+    return lambda trial, is_cut: trial.net.set_up(node, not is_cut)
+
+
+CUTS = {
+    "packets are dropped": cut_wire,
+    "the interface of the rendezvous' node is down": cut_node(0),
+    "the interface of the other node is down": cut_node(1),
+}
+
+
+def healed(trial: Trial, record: Record, name: str, seconds: float | str, ranks: int = 2) -> None:
+    """Enter a trial into the table when it trains again, and has ended well."""
+    since = time.monotonic()
+    trial.wait_for_steps(1, ranks)
+    after = time.monotonic() - since
+    record(PROPERTY, (name, seconds, trial.finish(), f"{after:.0f} s"))
+
+
+@pytest.mark.parametrize("seconds", [10, 90, 600])
+@pytest.mark.parametrize("how", CUTS)
+def test_cut_while_training(how: str, seconds: int, trial: Trial, record_property: Record) -> None:
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(12)
+    CUTS[how](trial, True)
+    time.sleep(seconds)
+    CUTS[how](trial, False)
+    healed(trial, record_property, f"training, {how}", seconds)
+    assert "likely cause: the network between these ranks is gone" in trial.log(0)
+
+
+@pytest.mark.parametrize("seconds", [10, 90, 600])
+def test_cut_while_nodes_meet(seconds: int, trial: Trial, record_property: Record) -> None:
+    trial.start(0)
+    cut_wire(trial, True)
+    trial.start(1)
+    trial.wait_for(lambda: "is out of reach" in trial.log(1))
+    time.sleep(seconds)
+    cut_wire(trial, False)
+    healed(trial, record_property, "the first rendezvous, packets are dropped", seconds)
+
+
+@pytest.mark.parametrize("seconds", [10, 90, 600])
+def test_cut_while_a_checkpoint_is_written(
+    seconds: int, trial: Trial, record_property: Record
+) -> None:
+    trial.fault = "save 0 0"
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for(lambda: list(trial.run.glob("checkpoint/step-*.saving/rank-0.safetensors")))
+    cut_wire(trial, True)
+    time.sleep(seconds)
+    cut_wire(trial, False)
+    healed(trial, record_property, "a save, packets are dropped", seconds)
+
+
+def start_on_one_or_two(trial: Trial) -> None:
+    trial.options |= {"nnodes": "1:2"}
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(12)
+    cut_wire(trial, True)
+
+
+def test_run_goes_on_with_one_node_until_the_other_is_back(
+    trial: Trial, record_property: Record
+) -> None:
+    trial.steps = 90
+    start_on_one_or_two(trial)
+    trial.wait_for_steps(10, ranks=1)
+    cut_wire(trial, False)
+    healed(trial, record_property, "training on 1:2 nodes, which goes on with one", "")
+    assert "another node joined" in trial.log(0)
+
+
+def test_run_ends_while_a_node_is_away(trial: Trial, record_property: Record) -> None:
+    start_on_one_or_two(trial)
+    assert trial.nodes[0].wait(timeout=300) == 0, trial.log(0)
+    cut_wire(trial, False)
+    record_property(
+        PROPERTY, ("training on 1:2 nodes, which ends with one", "", trial.finish(), "never")
+    )
+    assert "the other nodes finished the run" in trial.log(1)
+
+
+def test_node_of_the_rendezvous_is_started_again(trial: Trial, record_property: Record) -> None:
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(12)
+    kill(trial.nodes[0])
+    trial.start(0)
+    healed(trial, record_property, "the rendezvous' node is killed, and started again", "")
+
+
+def test_address_of_the_rendezvous_moves_to_the_other_node(
+    trial: Trial, record_property: Record
+) -> None:
+    moving = "10.97.0.9"
+    trial.options["rdzv_endpoint"] = f"{moving}:{PORT}"
+    trial.net.address(0, "add", moving)
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(12)
+    kill(trial.nodes[0])
+    trial.net.address(0, "del", moving)
+    trial.net.address(1, "add", moving)
+    trial.start(0)
+    healed(
+        trial,
+        record_property,
+        "the rendezvous' node is killed, and its address moves to the other",
+        "",
+    )
+
+
+def test_loss_and_delay_change_nothing_but_time(trial: Trial, record_property: Record) -> None:
+    trial.net.wire.loss, trial.net.wire.delay = 0.02, 0.02
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(3)
+    healed(trial, record_property, "2% of packets are lost, the others 20 ms late", "")
+    assert trial.net.wire.dropped > 10
+    assert "restart 1 of" not in trial.log(0)
+
+
+class Rows:
+    """A plugin of pytest that collects what the trials record."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.rows += [value for name, value in report.user_properties if name == PROPERTY]
+
+
+def main() -> int:
+    """Make the trials; a row of the table replaces that of the same trial."""
+    found = Rows()
+    status = pytest.main(["-q", "-m", "slow", __file__, *sys.argv[1:]], plugins=[found])
+    page = PAGE.read_text(encoding="utf-8")
+    (old,) = TABLE.findall(page)
+    lines = [line for line in old.splitlines() if line.startswith("|")][2:]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in found.rows]
+    by_trial = {tuple(line.split(" | ")[:2]): line for line in lines}
+    table = HEAD + "".join(f"{line}\n" for _, line in sorted(by_trial.items()))
+    PAGE.write_text(TABLE.sub(lambda match: table, page), encoding="utf-8")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Files that are not what they seem: refused in words before a run starts, or read right."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from torchtitan.config import ConfigError
+from torchtitan.data import DataConfig, check_local, load_tokenizer, open_source
+from torchtitan.data.hugging_face import StreamedDocuments
+from torchtitan.data.order import Source
+from torchtitan.tools.cli import main
+
+LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(20)).encode()
+
+
+def source(path: Path, dataset: str | None = None) -> Source:
+    """What is opened at a path."""
+    chosen = {"dataset": dataset, "dataset_path": str(path)} if dataset else {"dataset": str(path)}
+    config = DataConfig.model_validate(chosen)
+    check_local(config)
+    return open_source(config, load_tokenizer(None), seed=0)
+
+
+def texts(found: Source, count: int) -> list[str]:
+    documents = found.read({0: None}, 1)[0]
+    return [str(next(documents).content) for _ in range(count)]
+
+
+def packed(content: bytes, suffix: str, path: Path) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(content)
+    with pyarrow.output_stream(str(path), compression="zstd") as file:
+        file.write(content)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_lines_are_read_in_order(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(packed(LINES + b"\n\n", suffix, path))
+    found = source(path)
+    assert isinstance(found, StreamedDocuments)
+    assert texts(found, 40) == 2 * [f"document {n} é" for n in range(20)]
+    later = found.read({0: None}, 1)[0]
+    positions = [next(later).position for _ in range(25)]
+    again = found.read({0: positions[22]}, 1)[0]
+    assert [next(again).position for _ in range(2)] == positions[22:24]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_or_false(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    whole = packed(LINES * 500, suffix, path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix}: it is cut short or damaged: \w"):
+        texts(source(path), 20_000)
+    path.write_bytes(LINES)
+    with pytest.raises(ConfigError, match=r"it is not compressed as its name says"):
+        source(path)
+    path.write_bytes(whole[:3])
+    with pytest.raises(ConfigError, match=r"not compressed as|cut short"):
+        source(path)
+
+
+def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'\n{"text": "fine"}\n{"text": 5}\n'))
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz:3: 'text' is not a string, but int"):
+        texts(source(path), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.jsonl", "b.txt"], r"several kinds: jsonl \(a\.jsonl\) and text \(b\.txt\); choose"),
+        (["a.jsonl", "b.jsonl.gz"], r"several kinds: compressed \(b\.jsonl\.gz\) and jsonl"),
+        (["a.jsonl", "b.parquet"], r"several kinds: jsonl .* and parquet"),
+        (["a.txt.gz"], r"a\.txt\.gz: compressed text is not read"),
+    ],
+)
+def test_a_folder_of_several_kinds(names: list[str], message: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(ConfigError, match=message):
+        source(tmp_path)
+
+
+def test_what_is_said_of_data_beside_it_is_no_data(tmp_path: Path) -> None:
+    for name in ("README.md", "LICENSE", "dataset.yaml", "a.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    assert len(set(texts(source(tmp_path), 20))) == 20
+
+
+def test_a_named_kind_is_not_read_by_half(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
+    with pytest.raises(ConfigError, match=r"both plain and compressed \(b\.jsonl\.gz\)"):
+        source(tmp_path, "jsonl")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['[\n  {"text": "a"},\n  {"text": "b"}\n]\n', '{\n  "text": "a"\n}\n', '[{"text": "a"}]\n'],
+)
+def test_json_over_several_lines(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"a\.json:1: .*; wanted JSON Lines, an? .*object on"):
+        source(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in {"a.jsonl": LINES, "a.txt": b"some text\n"}.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        (text,) = texts(source(tmp_path / name), 1)
+        assert not text.startswith("\ufeff")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\nfine\n\xe9t\xe9\n", r"a\.txt:3: not UTF-8 text \(.* 0xe9\)$"),
+        ("a.txt", "é".encode()[:1], r"a\.txt:1: not UTF-8 text \(unexpected end"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt:1: .*; is it UTF-16\?"),
+        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', r"a\.jsonl:21: not UTF-8 text"),
+        ("a.jsonl", b"", r"a\.jsonl holds no documents"),
+        ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
+    ],
+)
+def test_what_is_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        source(path)
+
+
+@pytest.mark.parametrize("command", [["check"], ["train"]])
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_data_is_looked_at_before_anything_is_started(
+    command: list[str],
+    section: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_bytes(b"fine\n\xff\n")
+    Path("r.toml").write_text(f'[{section}]\ndataset = "texts"\n', encoding="utf-8")
+    words = ["r.toml", "--validation.enable"] if section == "validation" else ["r.toml"]
+    assert main([*command, *words]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f'r.toml:2: {section}.dataset: got "texts"; texts/a.txt:2: not UTF-8')
+    assert not Path("outputs").exists()
+
+
+def held_out_notes(*words: str) -> list[str]:
+    from torchtitan.checks import load_job
+
+    notices = load_job(None, ["--validation.enable", *words], None, "cpu").notices
+    return [notice for notice in notices if "validation.dataset" in notice]
+
+
+def test_own_text_and_the_embedded_held_out_set(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    own = ["--data.dataset", str(tmp_path)]
+    (notice,) = held_out_notes(*own)
+    assert 'got "python_stdlib_validation"; this part of Python\'s standard library' in notice
+    assert held_out_notes() == []
+    assert held_out_notes(*own, "--validation.dataset", str(tmp_path)) == []
+    assert held_out_notes(*own, "--validation.dataset", "python_stdlib_validation") == []
+
+
+def test_the_line_of_a_validation_names_its_data_set(tmp_path: Path) -> None:
+    from torchtitan.metrics import SinkContext
+    from torchtitan.metrics.sinks import Console
+
+    logged: list[str] = []
+    write: Callable[..., None] = lambda line, *words: logged.append(line % words)  # noqa: E731
+    recipe = {"validation.dataset": "mine.txt", "validation.dataset_path": None}
+    context = SinkContext(
+        folder=tmp_path,
+        rank=0,
+        total_steps=10,
+        tensorboard_folder="tb",
+        color=False,
+        run_name="",
+        tags=(),
+        recipe=recipe,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtitan.metrics.sinks.logger.info", write)
+        Console(context).write(5, {"validation_loss": 3.0})
+    assert logged == ["step  5/10  validation loss 3.0000  on mine.txt"]

@@ -1,0 +1,35 @@
+"""Numbers beyond what any run has: refused first, as other rules would count up to them."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.job import JobConfig
+from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE
+
+MOST = {
+    "training.seq_len": 2**31,
+    "training.local_batch_size": 2**20,
+    "training.global_batch_size": 2**31,
+    "data.lanes": 2**31,
+    "data.num_workers": 2**10,
+    "data.prefetch_factor": 2**20,
+    "data.document_bytes": 2**40,
+    "parallelism.data_parallel_replicate_degree": 2**20,
+    "parallelism.data_parallel_shard_degree": 2**20,
+    "parallelism.tensor_parallel_degree": 2**20,
+    "parallelism.pipeline_parallel_degree": 2**12,
+    "parallelism.context_parallel_degree": 2**20,
+    "fault_tolerance.group_size": 2**20,
+    "validation.steps": 2**40,
+    "training.steps": 2**40,
+}
+
+
+def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """None is beyond what a run could have."""
+    values = job.flat()
+    sizes = {f"model.{key}": MAX_SIZE for key in job.model.sizes()}
+    for key, limit in (MOST | sizes | {"model.n_layers": MAX_LAYERS}).items():
+        value = values.get(key)
+        if isinstance(value, int) and value > limit:
+            yield Problem(key, f"wanted {limit:,} at the most")

@@ -1,0 +1,61 @@
+"""Whether held-out data can be read and computed as the recipe says."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import PlannedWorld, Problem, show
+from torchtitan.data import DATASETS
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.tasks import TASKS
+
+EMBEDDED = "python_stdlib"
+"""The data set that needs nothing, and with a suffix its held-out part."""
+
+
+def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """The model, built for training, takes the batches of a validation."""
+    v, t, p = job.validation, job.training, job.parallelism
+    if not v.enable:
+        return
+    length, batch = v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size
+    pipelined = p.pipeline_parallel_degree > 1
+    rests_on = ("training.seq_len", "parallelism.pipeline_parallel_degree")
+    if length > t.seq_len:
+        message = f"the model has positions for training.seq_len = {t.seq_len} tokens; use that"
+        yield Problem("validation.seq_len", message, rests_on)
+    elif length < t.seq_len and pipelined:
+        message = f"stages of a pipeline exchange sequences of training.seq_len = {t.seq_len}"
+        yield Problem("validation.seq_len", f"{message}; use that", rests_on)
+    each = p.pipeline_parallel_microbatch_size
+    if pipelined and batch % each and v.local_batch_size:
+        message = (
+            "it is not a multiple of the microbatches of a pipeline, "
+            f"parallelism.pipeline_parallel_microbatch_size = {each}"
+        )
+        yield Problem("validation.local_batch_size", message, ("parallelism",))
+
+
+def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """A data set that is to be read once has an end."""
+    if not job.validation.enable or job.validation.steps != -1:
+        return
+    task = MODELS[job.model.name].task
+    if not TASKS[task].hides_ended:
+        message = f"batches of the task {task} cannot be of uneven numbers; say how many"
+        yield Problem("validation.steps", message, ("model",))
+    for name in job.validation.datasets:
+        if name in DATASETS and DATASETS[name].kind == "synthetic":
+            message = f'the data set "{name}" has no end; say how many'
+            yield Problem("validation.steps", message, ("validation.dataset",))
+
+
+def held_out(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What nobody chose to validate on is of the kind that is trained on."""
+    validation, trained = job.validation, job.data.dataset
+    is_said = validation.model_fields_set & {"dataset", "dataset_path"}
+    if validation.enable and not is_said and not trained.startswith(EMBEDDED):
+        message = (
+            "this part of Python's standard library is held out for runs that train on it, and "
+            f"data.dataset is {show(trained)}; name text of the same kind that is held out"
+        )
+        yield Problem("validation.dataset", message, ("data.dataset",), "note")

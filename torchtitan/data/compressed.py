@@ -1,0 +1,90 @@
+"""Compressed JSON Lines, read in order: each file is a shard of a stream.
+
+gzip is Python's, zstd is Arrow's. What is cut or no such file is found where it is read, by name.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import ConfigError
+from torchtitan.data.documents import text_of
+
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+"""How a file begins, by its suffix."""
+
+
+@dataclass(frozen=True)
+class CompressedLines:
+    """Such files, as `StreamedDocuments` reads a data set."""
+
+    files: Sequence[Path]
+    text_key: str
+    first: int = 0
+    """The row to begin with."""
+    column_names: None = None
+    """Lines may differ in their keys."""
+
+    @property
+    def num_shards(self) -> int:
+        """One a file."""
+        return len(self.files)
+
+    def shard(self, num_shards: int, index: int) -> "CompressedLines":
+        """One of the files."""
+        return CompressedLines(self.files[index::num_shards], self.text_key)
+
+    def skip(self, first: int) -> "CompressedLines":
+        """The same without the first rows."""
+        return CompressedLines(self.files, self.text_key, first)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = (row for file in self.files for row in self._rows(file))
+        return islice(rows, self.first, None)
+
+    def _rows(self, file: Path) -> Iterator[dict[str, Any]]:
+        for number, line in enumerate(lines(file), 1):
+            if not line.strip():
+                continue
+            try:
+                text = text_of(line, self.text_key)
+            except ConfigError as error:
+                raise ConfigError(f"{file}:{number}: {error}") from None
+            yield {self.text_key: text}
+
+
+def lines(file: Path) -> Iterator[bytes]:
+    """The lines of a compressed file.
+
+    Raises:
+        ConfigError: where it cannot be unpacked.
+    """
+    check_magic(file)
+    import pyarrow
+
+    try:
+        with _open(file) as stream:
+            yield from stream
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:
+        raise ConfigError(f"{file}: it is cut short or damaged: {error}") from None
+
+
+def check_magic(file: Path) -> None:
+    """Refuse a file that is not what its name says, before any of it is unpacked."""
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if not start.startswith(MAGIC[file.suffix]):
+        raise ConfigError(f"{file}: it is not compressed as its name says ({file.suffix})")
+
+
+def _open(file: Path) -> io.BufferedIOBase:
+    if file.suffix == ".gz":
+        return gzip.open(file)
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))

@@ -1,0 +1,72 @@
+"""Looks at files of data before a run starts: what is wrong is then known in seconds.
+
+Of every file the first line or the footer is read, and of text as many bytes as take about a
+second; what lies deeper is found when it is read.
+"""
+
+import codecs
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from torchtitan.config import ConfigError
+from torchtitan.data.compressed import lines
+from torchtitan.data.documents import ParquetDocuments, not_text, text_of
+from torchtitan.data.files import Kind
+
+MAX_FILES: Final = 1000
+MAX_BYTES: Final = 2**30
+"""Of text that is decoded, of all files together."""
+BLOCK: Final = 2**24
+
+
+def check_files(path: Path, files: Sequence[Path], kind: Kind, text_key: str) -> None:
+    """Refuse files, of one kind, that cannot be read; `path` is what they were found at.
+
+    Raises:
+        ConfigError: with file and line.
+    """
+    if kind == "parquet":
+        ParquetDocuments(files[:MAX_FILES], text_key, path if path.is_dir() else path.parent)
+        return
+    for file in files[:MAX_FILES]:
+        if kind == "jsonl":
+            with file.open("rb") as stream:
+                _check_first(file, next(filter(bytes.strip, stream), b""), text_key)
+        elif kind == "compressed":
+            _check_first(file, next(filter(bytes.strip, lines(file)), b""), text_key)
+    if kind in ("text", "jsonl"):
+        if not any(file.stat().st_size for file in files):
+            raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
+        left = MAX_BYTES
+        for file in files:
+            left -= _check_encoding(file, left)
+            if left <= 0:
+                break
+
+
+def _check_first(file: Path, line: bytes, text_key: str) -> None:
+    try:
+        if line:
+            text_of(line, text_key)
+    except ConfigError as error:
+        raise ConfigError(f"{file}:1: {error}") from None
+
+
+def _check_encoding(file: Path, most: int) -> int:
+    """How many bytes of a file were decoded."""
+    decoder, read, newlines = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    with file.open("rb") as stream:
+        while read < most and (block := stream.read(min(BLOCK, most - read))):
+            read += len(block)
+            try:
+                decoder.decode(block)
+            except UnicodeDecodeError as error:
+                line = newlines + error.object.count(b"\n", 0, error.start) + 1
+                raise ConfigError(f"{file}:{line}: {not_text(error)}") from None
+            newlines += block.count(b"\n")
+        try:
+            decoder.decode(b"", final=read < most)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}:{newlines + 1}: {not_text(error)}") from None
+    return read
