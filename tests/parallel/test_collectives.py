@@ -22,6 +22,7 @@ from tests.layouts import (
     OPERATORS,
     RESHARD,
     RING,
+    ROTATED,
     SECOND,
     Case,
     case,
@@ -37,6 +38,10 @@ from torchtitan.parallel.traffic_formulas import (
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
+LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
+DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
+SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
+QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
 
 FROM_PARITY = (
     *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
@@ -67,6 +72,16 @@ CASES: dict[str, Case] = {
         cp=2, training=BFLOAT16, recompute=SECOND, **RING
     ),
     "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
+    "FSDP 2, LoCo": case(shard=2, communication=LOCO),
+    "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
+    "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
+    "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
+    "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
+    "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
+    "rotated 2": case(shard=2, sharding=ROTATED),
+    "rotated 4, bfloat16, full recomputation": case(
+        shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
+    ),
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
 }
 
@@ -74,7 +89,8 @@ DAILY = (
     *("DDP 2, accumulating 4", "FSDP 2", "HSDP 2 x 2, accumulating 2", "TP 2", "TP 2, neither"),
     *("CP 2, ring", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2", "one rank, bfloat16"),
     *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
-    "FSDP 2 x PP 2, always reshard",
+    *("FSDP 2 x PP 2, always reshard", "FSDP 2, LoCo", "FSDP 2 x TP 2, QSDP"),
+    *("HSDP 2 x 2, DeMo", "rotated 2"),
 )
 
 

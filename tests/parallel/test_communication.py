@@ -206,7 +206,7 @@ def test_settings_belong_to_the_way_that_has_them(tmp_path: Path) -> None:
         load_job(recipe, [], 2, "cpu")
     assert error.value.lines == [
         f"{recipe}:4: communication.gradients.bits: unknown key of plain; allowed: name; "
-        "half has bits"
+        "loco, qsdp and half have bits"
     ]
     flags = ["--communication.gradients.name", "half"]
     assert load_job(recipe, flags, 2, "cpu").config.communication.gradients.model_dump() == {

@@ -7,6 +7,7 @@ compared as a whole: how far the weights are from those of one rank, in parts of
 
 from contextlib import closing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,7 +175,10 @@ def alive(job: JobConfig) -> list[int]:
         return [found[0], sum(local(p).nbytes for p in everything)]
 
 
-def test_few_gradients_are_alive_at_a_time_under_fsdp() -> None:
+def test_few_gradients_are_alive_at_a_time_under_fsdp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a meter writes there
     for early, least, most in ((False, 0.9, 1.0), (True, 0.0, 0.4)):
         made = job(case(shard=2, batch=4), 0, early_step_in_backward=early)
         for largest, whole in run_ranks(alive, 2, made):

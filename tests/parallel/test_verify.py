@@ -121,10 +121,13 @@ def test_the_rank_that_is_wrong_is_named(
 def test_a_rank_that_fails_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(parameters: object) -> None:
-        assert os.environ["RANK"] == "0", "a rank that fails"
+    whole = ParallelModel.forward_backward
 
-    monkeypatch.setattr(tensor, "redistribute_grads", fail)
+    def fail(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        assert os.environ["RANK"] == "0", "a rank that fails"
+        return whole(model, batches, tokens)
+
+    monkeypatch.setattr(ParallelModel, "forward_backward", fail)
     assert verify(SHARD) == 1
     error = capsys.readouterr().err
     assert error.startswith(

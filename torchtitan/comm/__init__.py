@@ -6,15 +6,28 @@ process group, and knows no mesh.
 
 from typing import Annotated
 
+from torchtitan.comm.decoupled import Demo, Random, Slicing, Striding
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
+from torchtitan.comm.loco import LoCo
+from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.comm.replicas import Agree, AllReduce, ReplicasConfig
 from torchtitan.comm.unit import Unit, Way
 from torchtitan.comm.weights import Gather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf
 
-WEIGHTS: dict[str, type[WeightsConfig]] = {"plain": PlainWeights}
-GRADIENTS: dict[str, type[GradientsConfig]] = {"plain": PlainGradients}
-REPLICAS: dict[str, type[ReplicasConfig]] = {"all_reduce": AllReduce}
+WEIGHTS: dict[str, type[WeightsConfig]] = {"plain": PlainWeights, "qsdp": QSDPWeights}
+GRADIENTS: dict[str, type[GradientsConfig]] = {
+    "plain": PlainGradients,
+    "loco": LoCo,
+    "qsdp": QSDPGradients,
+}
+REPLICAS: dict[str, type[ReplicasConfig]] = {
+    "all_reduce": AllReduce,
+    "demo": Demo,
+    "random": Random,
+    "striding": Striding,
+    "slicing": Slicing,
+}
 
 __all__ = [
     "GRADIENTS",

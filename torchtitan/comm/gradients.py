@@ -1,6 +1,6 @@
 """How the ranks of a shard group add up gradients: the section `[communication.gradients]`."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -37,14 +37,19 @@ class PlainReduce(Reduce):
 class GradientsConfig(Config):
     """Settings of a way to reduce; `name` picks the subclass."""
 
+    operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "reduce_scatter"
+    """The collective that it is made of."""
+    remembers: ClassVar[bool] = False
+    """Whether gradients that nobody uses would change those of later steps."""
+
     name: str = Field(description="Which way: a key of torchtitan.comm.GRADIENTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         """What reduces the gradients of `unit` over `group`."""
         raise NotImplementedError
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of the whole of `elements`, as they are sent."""
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        """Bytes of the whole of a unit in `dtype`, as it is reduced over `ranks`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
@@ -56,5 +61,5 @@ class PlainGradients(GradientsConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         return PlainReduce(group)
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * dtype.itemsize
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return ranks * unit.elements * dtype.itemsize

@@ -1,7 +1,7 @@
 """How copies of the model agree on gradients: the section `[communication.replicas]`."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Way
+from torchtitan.comm.unit import Unit, Way
 from torchtitan.config import Config
 
 
@@ -39,6 +39,9 @@ class AddUp(Agree):
 class ReplicasConfig(Config):
     """Settings of a way to agree; `name` picks the subclass."""
 
+    operation: ClassVar[Literal["all_reduce", "all_gather"]] = "all_reduce"
+    """The collective that it is made of."""
+
     name: str = Field(description="Which way: a key of torchtitan.comm.REPLICAS.")
 
     @property
@@ -49,12 +52,21 @@ class ReplicasConfig(Config):
         """
         return False
 
-    def open(self, group: ProcessGroup) -> Agree:
-        """What agrees over `group`, each rank of which has another copy."""
+    @property
+    def gives_signs(self) -> bool:
+        """Whether gradients become signs, of which the norm says nothing."""
+        return False
+
+    def open(self, unit: Unit, group: ProcessGroup) -> Agree:
+        """What agrees over `group`, each rank of which has another copy.
+
+        Args:
+            unit: what this rank has of all parameters.
+        """
         raise NotImplementedError
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of `elements` of a gradient, as they are sent by `open`'s."""
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
+        """Bytes of the whole of each message of a step, for gradients in `dtype`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
@@ -72,8 +84,8 @@ class AllReduce(ReplicasConfig):
     def in_backward(self) -> bool:
         return self.overlap
 
-    def open(self, group: ProcessGroup) -> Agree:
+    def open(self, unit: Unit, group: ProcessGroup) -> Agree:
         return AddUp(group)
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * dtype.itemsize
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
+        return [shape.numel() * dtype.itemsize for shape in unit.shapes.values()]

@@ -17,6 +17,11 @@ class Unit(NamedTuple):
     lie one after the other, in this order."""
     device: torch.device
 
+    @property
+    def elements(self) -> int:
+        """Of one rank's part."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
 
 class Way:
     """A way to send at work; it may keep a state from one call to the next."""
@@ -28,3 +33,6 @@ class Way:
         checkpoint of another layout is loaded.
         """
         return {}
+
+    def end_step(self) -> None:
+        """After the last backward of each step."""

@@ -1,6 +1,6 @@
 """How the ranks of a shard group gather parameters: the section `[communication.weights]`."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -37,14 +37,17 @@ class PlainGather(Gather):
 class WeightsConfig(Config):
     """Settings of a way to gather; `name` picks the subclass."""
 
+    reads_numbers: ClassVar[bool] = False
+    """Whether it makes sense of what it sends, which may be bytes for all others."""
+
     name: str = Field(description="Which way: a key of torchtitan.comm.WEIGHTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         """What gathers `unit` over `group`."""
         raise NotImplementedError
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of the whole of `elements`, as they are sent."""
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        """Bytes of the whole of a unit in `dtype`, as it is gathered over `ranks`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
@@ -56,5 +59,5 @@ class PlainWeights(WeightsConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         return PlainGather(group)
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * dtype.itemsize
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return ranks * unit.elements * dtype.itemsize

@@ -1,6 +1,6 @@
 """Turns a single-device model into this rank's part of a run, in one visible order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -163,8 +163,6 @@ def parallelize(
         compile.apply([part] if in_one else blocks.values(), layout.compile, options)
         if shards:
             sharding.apply(part, blocks)
-    has_loss = plan.ranks[-1] == world.stage_rank
-    number = sum(len(spec.blocks(part)) for part in parts)
     return ParallelModel(
         parts,
         _executor(parts, plan, names, spec, args, layout, world, sharding, timeline),
@@ -174,16 +172,35 @@ def parallelize(
             size=degrees.cp,
             balancing=chosen.context_parallel_load_balancer,
         ),
-        [
-            cuda_graphs.Recorded(layout.compile),
-            Converters(layout.convert, parts),
-            tensor.SplitGradients(parts),
-            async_tensor.Overlap(chosen.enable_async_tensor_parallel and number > 0),
-            sharding,
-            Replicas(parts, layout.open_replicas(world)),
-            compile.Watch(layout.compile, number, has_loss),
-        ],
+        list(_techniques(parts, plan, spec, layout, world, sharding)),
     )
+
+
+def _techniques(
+    parts: list[nn.Module],
+    plan: stages.Stages,
+    spec: ModelSpec[Args],
+    layout: Layout,
+    world: World,
+    sharding: Sharding,
+) -> Iterator[Technique]:
+    """Those that are on, in the order in which they act."""
+    blocks = sum(len(spec.blocks(part)) for part in parts)
+    if layout.compile.cuda_graphs:
+        yield cuda_graphs.Recorded()
+    if layout.convert:
+        yield Converters(layout.convert, parts)
+    if world.degrees.tp > 1:
+        yield tensor.SplitGradients(parts)
+    if layout.parallelism.enable_async_tensor_parallel and blocks:
+        yield async_tensor.Overlap()
+    if layout.shards(world.degrees):
+        yield sharding
+    if agree := layout.open_replicas(world, parts):
+        yield Replicas(parts, agree)
+    if layout.compile.enable:
+        has_loss = plan.ranks[-1] == world.stage_rank
+        yield compile.Watch(layout.compile, blocks, has_loss)
 
 
 def _executor(

@@ -92,12 +92,8 @@ def fused() -> Fused:
 class Overlap(Technique):
     """Asynchronous tensor parallelism, after the first step."""
 
-    has_blocks: bool
-    """Whether it is on, and this rank has any of the blocks that it is about."""
-
     def confirm(self) -> None:
-        if self.has_blocks:
-            confirm()
+        confirm()
 
 
 def confirm() -> None:

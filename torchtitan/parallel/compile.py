@@ -5,15 +5,15 @@ gather and reduce its parameters stay outside. With `simple_fsdp`, which has non
 can be one graph.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, PlannedWorld, Problem, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.parallel.technique import Technique
@@ -59,7 +59,7 @@ class CompileConfig(Config):
             message = "with self.enable = true, wanted at least one of model, loss"
             yield Problem("components", message, ("enable",))
         if self.cache_folder is not None:
-            if Path(self.cache_folder).expanduser().is_file():
+            if os.path.isfile(local_path(self.cache_folder)):
                 yield Problem("cache_folder", "it is a file; wanted a folder")
             if self.backend != "inductor":
                 message = f'self.backend = "{self.backend}" keeps no graphs; use "inductor"'
@@ -82,7 +82,7 @@ class CompileConfig(Config):
 def prepare(config: CompileConfig) -> None:
     """Keep what is compiled from now on, or take it from where it was kept."""
     if config.enable and config.backend == "inductor":
-        folder = Path(config.cache_folder).expanduser().resolve() if config.cache_folder else None
+        folder = local_path(config.cache_folder).resolve() if config.cache_folder else None
         keep_compiled_graphs(folder)
 
 
@@ -123,8 +123,6 @@ class Watch(Technique):
 
     def after_step(self, step: int, is_last: bool) -> None:
         """Report after two steps, or the last; later, warn of what was compiled after that."""
-        if not self.config.enable:
-            return
         self.steps += 1
         if self.steps > 2:
             for name, compilation in compilations().items():

@@ -13,29 +13,23 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.logging import logger
-from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compiler_counts
 
 
 @dataclass(frozen=True)
 class Recorded(Technique):
-    """CUDA graphs, if they are on."""
-
-    config: CompileConfig
+    """Passes that are recorded as CUDA graphs."""
 
     def before_pass(self) -> None:
         """Tell that what the last pass gave is read: its memory may be written again.
 
         Blocks are graphs of their own; left alone, torch would take each of them for a pass.
         """
-        if self.config.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def confirm(self) -> None:
         """Warn of graphs that were not recorded."""
-        if not self.config.cuda_graphs:
-            return
         if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
             logger.warning(
                 "compile: %d times a graph was not recorded as a CUDA graph; "

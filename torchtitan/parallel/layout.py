@@ -1,13 +1,16 @@
 """Every choice about how a model is laid out, and what follows from several of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import nn
 
-from torchtitan.comm import Agree, CommunicationConfig
+from torchtitan.comm import Agree, CommunicationConfig, Unit
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes
+from torchtitan.optim.norm import local
 from torchtitan.parallel import loss
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
@@ -67,11 +70,14 @@ class Layout:
         )
         return self.sharding.open(target)
 
-    def open_replicas(self, world: World) -> Agree | None:
-        """What copies of the model agree by after a backward; None: they have nothing to do."""
+    def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Agree | None:
+        """What copies of `parts` agree by after a backward; None: they have nothing to do."""
         if world.degrees.dp_replicate == 1 or self.communication.replicas.in_backward:
             return None
-        return self.communication.replicas.open(world.groups["dp_replicate"])
+        named = (pair for part in parts for pair in part.named_parameters())
+        shapes = {name: local(parameter).shape for name, parameter in named}
+        unit = Unit("", shapes, world.device.torch_device)
+        return self.communication.replicas.open(unit, world.groups["dp_replicate"])
 
     def sample(self, spec: ModelSpec[Args], args: Args) -> SampleShapes:
         """The shapes of a whole sample."""

@@ -5,13 +5,13 @@ fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.config import local_path
 from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.executor import Losses
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
@@ -112,7 +112,7 @@ class Pipeline:
             "scale_grads": False,
         }
         if config.pipeline_parallel_schedule_csv:
-            path = Path(config.pipeline_parallel_schedule_csv).expanduser()
+            path = local_path(config.pipeline_parallel_schedule_csv)
             return schedule_from_csv(stages, path, **settings)
         name = config.pipeline_parallel_schedule
         one = SCHEDULES[name].stages == "one"

@@ -9,7 +9,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, local_path
 from torchtitan.parallel.schedules import Orders, parse, simulate
 
 
@@ -20,7 +20,7 @@ def read(path: str | Path) -> Orders:
         ConfigError: it cannot be read, or a cell is no action.
     """
     try:
-        with open(Path(path).expanduser(), newline="") as file:
+        with open(local_path(str(path)), newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"it cannot be read: {error}") from None

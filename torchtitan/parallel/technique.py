@@ -43,18 +43,14 @@ class Replicas(Technique):
     """Copies of the model that agree on gradients after a backward."""
 
     parts: Sequence[nn.Module]
-    agree: Agree | None
-    """None: there are no copies, or they have agreed before."""
+    agree: Agree
 
     def after_backward(self) -> None:
-        if self.agree is None:
-            return
         named = (pair for part in self.parts for pair in part.named_parameters())
         self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
 
     def state(self) -> dict[str, Tensor]:
-        found = self.agree.state() if self.agree else {}
-        return {f"replicas.{name}": tensor for name, tensor in found.items()}
+        return {f"replicas.{name}": tensor for name, tensor in self.agree.state().items()}
 
 
 @dataclass(frozen=True)

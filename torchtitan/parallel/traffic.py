@@ -6,15 +6,16 @@ all-reduces of single numbers: targets, loss, gradient norm, the request to stop
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
+from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.spec import Args, ModelSpec, TensorRole
 from torchtitan.parallel import Layout, stages
@@ -137,8 +138,8 @@ class Part:
     again: Collection[str]
     """The blocks that are recomputed."""
 
-    def elements(self, name: str, shape: Sequence[int]) -> int:
-        """Elements of a parameter's part on the first tensor rank, filled up to equal parts."""
+    def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
+        """Of each rank's part of a parameter on the first tensor rank, filled up to be equal."""
         sizes, dim, parts = list(shape), 0, self.work.degrees.fsdp
         role, tp = self.roles.get(name.rpartition(".")[0]), self.work.degrees.tp
         if role in SPLIT_IN_ROWS:
@@ -146,38 +147,43 @@ class Part:
             sizes[0] = -(-shape[0] // tp)
         elif role == "rowwise":
             sizes[1] //= tp
-        sizes[dim] = -(-sizes[dim] // parts) * parts
-        return math.prod(sizes)
+        sizes[dim] = -(-sizes[dim] // parts)
+        return torch.Size(sizes)
 
-    def of_unit(self, elements: int, gathers: int, scatters: int, sums: int) -> Iterator[Traffic]:
+    def of_unit(
+        self, shapes: Mapping[str, torch.Size], gathers: int, scatters: int, sums: int
+    ) -> Iterator[Traffic]:
         """Parameters that are gathered and reduced together, each so often in a step.
 
         Args:
-            elements: of all parts, filled up so that they are equal.
+            shapes: of one rank's part of each.
             sums: over copies, where those are added up in the backward.
         """
         layout, degrees = self.work.layout, self.work.degrees
         ways, precision = layout.communication, layout.precision
+        unit = Unit("", shapes, torch.device("meta"))
         return formulas.of_parameters(
             parts=degrees.fsdp,
             copies=degrees.dp_replicate if ways.replicas.in_backward else 1,
-            gathered=ways.weights.sent_bytes(elements, precision.compute),
-            scattered=ways.gradients.sent_bytes(elements, precision.reduce),
-            summed=elements // degrees.fsdp * precision.reduce.itemsize,
+            gathered=ways.weights.sent_bytes(unit, degrees.fsdp, precision.compute),
+            scattered=ways.gradients.sent_bytes(unit, degrees.fsdp, precision.reduce),
+            summed=unit.elements * precision.reduce.itemsize,
+            scatter=ways.gradients.operation,
             gathers=gathers,
             scatters=scatters,
             sums=sums,
         )
 
     def of_copies(self) -> Iterator[Traffic]:
-        """Copies that agree after the backward, each parameter by itself."""
+        """Copies that agree after the backward."""
         layout, degrees = self.work.layout, self.work.degrees
         if degrees.dp_replicate == 1 or layout.communication.replicas.in_backward:
             return
-        for name, parameter in self.module.named_parameters():
-            elements = self.elements(name, parameter.shape) // degrees.fsdp
-            size = layout.communication.replicas.sent_bytes(elements, layout.precision.parameters)
-            yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
+        named = self.module.named_parameters()
+        shapes = {name: self.shape(name, parameter.shape) for name, parameter in named}
+        unit, way = Unit("", shapes, torch.device("meta")), layout.communication.replicas
+        for size in way.messages(unit, degrees.dp_replicate, layout.precision.parameters):
+            yield Traffic("dp_replicate", "gradients", way.operation, size, 1)
 
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""

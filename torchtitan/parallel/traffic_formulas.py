@@ -7,6 +7,7 @@ doi:10.1016/j.jpdc.2008.09.002),
 
     all-gather      b (n - 1) / n
     reduce-scatter  b (n - 1) / n
+    all-to-all      b (n - 1) / n
     all-reduce      2 b (n - 1) / n
     send            b
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+Operation = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send"]
 
 FP32 = 4
 """Bytes."""
@@ -48,6 +49,7 @@ def of_parameters(
     gathered: int,
     scattered: int,
     summed: int,
+    scatter: Operation = "reduce_scatter",
     gathers: int,
     scatters: int,
     sums: int,
@@ -58,12 +60,13 @@ def of_parameters(
         gathered: bytes of all parts, filled up so that they are equal.
         scattered: bytes of the gradients of all parts.
         summed: bytes of the gradients of one part.
+        scatter: the collective that adds up gradients over the parts.
         gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
             over the parts, and summed over the copies.
     """
     if parts > 1:
         yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)
-        yield Traffic("fsdp", "gradients", "reduce_scatter", scattered, scatters)
+        yield Traffic("fsdp", "gradients", scatter, scattered, scatters)
     if copies > 1:
         yield Traffic("dp_replicate", "gradients", "all_reduce", summed, sums)
 

@@ -74,7 +74,10 @@ class CommConfig(Config):
         100, ge=1, description="Timeout of collectives after the first step."
     )
     trace_buf_size: int = Field(
-        20000, ge=0, description="Number of collectives that torch's Flight Recorder keeps; 0: off."
+        2000,
+        ge=0,
+        description="Number of collectives that torch's Flight Recorder keeps on each of several "
+        "ranks; 0: off. A rank by itself waits for nobody and records none.",
     )
     save_traces_folder: str = Field(
         "comm_traces",
@@ -112,6 +115,8 @@ class Launch(NamedTuple):
     restart: int = 0
     """How often the agent has started the run again, of at most `restarts` times."""
     restarts: int = 0
+    local_size: int = 1
+    """Of the ranks, how many are on this machine."""
 
     @classmethod
     def read(cls) -> "Launch":
@@ -131,6 +136,7 @@ class Launch(NamedTuple):
             by_agent="TORCHELASTIC_RUN_ID" in os.environ,
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
             restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
 
 

@@ -12,7 +12,6 @@ batch, so the sum over ranks is the gradient of the global mean.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,15 +50,15 @@ class FSDP2(ShardingConfig):
     def traffic(self, part: "Part") -> Iterator[Traffic]:
         """Each block is a unit, and all that is in none."""
         work = part.work
-        units: Counter[str] = Counter()
+        units: dict[str, dict[str, torch.Size]] = {}
         for name, parameter in part.module.named_parameters():
             unit = next((block for block in part.blocks if name.startswith(f"{block}.")), "")
-            units[unit] += part.elements(name, parameter.shape)
+            units.setdefault(unit, {})[name] = part.shape(name, parameter.shape)
         of_block, of_others = _gathers(part)
-        for unit, elements in units.items():
+        for unit, shapes in units.items():
             is_last = bool(part.blocks) and unit == part.blocks[-1]
             yield from part.of_unit(
-                elements,
+                shapes,
                 gathers=of_block if unit and not is_last else of_others,
                 scatters=work.passes,
                 # With the last microbatch; torch's pipelines do it with each pass.
@@ -144,6 +143,10 @@ class FullyShard(Sharding):
             for what, way in self.ways.items()
             for name, tensor in way.state().items()
         }
+
+    def after_backward(self) -> None:
+        for way in self.ways.values():
+            way.end_step()
 
     def before_backward(self, is_last: bool) -> None:
         """Sharded gradients are reduced for every microbatch, since keeping them whole would cost

@@ -56,7 +56,7 @@ class Sharding(Technique):
     def compile_options(
         self, blocks: Mapping[str, nn.Module], units: Sequence[Unit]
     ) -> dict[str, Any] | None:
-        """What `torch.compile` is told of a part of the model, before `apply`.
+        """The options of `torch.compile` for a part of the model, before `apply`.
 
         Args:
             blocks: those of the part, by name.
@@ -79,6 +79,8 @@ class ShardingConfig(Config):
     """Whether gathers and reductions are part of the computation, where a compiler sees them."""
     packs_weights: ClassVar[bool] = False
     """Whether a parameter may say in what form it is gathered, as those in Float8 do."""
+    never_whole: ClassVar[bool] = False
+    """Whether no rank ever has a whole matrix, for others to cut, to convert or to compile."""
     follows: ClassVar[frozenset[str]] = frozenset()
     """Which choices of `[communication]` it follows: weights, gradients."""
 

@@ -10,7 +10,7 @@ Parameters keep their names, and lie as FSDP2 lays them, so checkpoints of one l
 Gradients are summed, never averaged, as in `fsdp2`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -72,7 +72,7 @@ class SimpleFSDP(ShardingConfig):
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
             reads = work.times * (2 if getattr(work.args, "tied", False) and is_table else 1)
             yield from part.of_unit(
-                part.elements(name, parameter.shape),
+                {name: part.shape(name, parameter.shape)},
                 gathers=reads * (2 if part.is_again(name) else 1),
                 scatters=reads,
                 sums=reads,
@@ -121,21 +121,26 @@ class InGraph(Sharding):
 
 
 def apply(
-    model: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh, precision: Precision
+    model: nn.Module,
+    mesh: DeviceMesh,
+    tensor_mesh: DeviceMesh,
+    precision: Precision,
+    without: Collection[nn.Module] = (),
 ) -> None:
     """Split and copy the parameters of `model` over `mesh` (copies, parts) or (parts), in place.
 
-    Those that tensor parallelism split over `tensor_mesh` stay split over it.
+    Those that tensor parallelism split over `tensor_mesh` stay split over it; the modules `without`
+    are left alone.
     """
     axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
     # One class for all modules alike, or the compiler would take each for another.
     kinds: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
         parameters = dict(module.named_parameters(recurse=False))
-        if not parameters:
+        if not parameters or module in without:
             continue
         for name, parameter in parameters.items():
-            module.register_parameter(name, _laid_out(parameter, mesh))
+            module.register_parameter(name, laid_out(parameter, mesh))
         kind = type(module)
         if (kind, *parameters) not in kinds:
             read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
@@ -143,7 +148,7 @@ def apply(
         module.__class__ = kinds[kind, *parameters]
 
 
-def _laid_out(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def laid_out(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's part of a parameter, as FSDP2 would have it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

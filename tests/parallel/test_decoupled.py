@@ -1,0 +1,223 @@
+"""Replicas that agree on a part of their momentum."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import scipy.fft
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import layouts
+from tests.layouts import AFTERWARDS, Case, case
+from tests.ranks import run_ranks
+from tests.runs import trace, train
+from tests.tiers import tiers
+from torchtitan.comm import Unit
+from torchtitan.comm.decoupled import (
+    Chosen,
+    DecoupledConfig,
+    Demo,
+    Random,
+    Slicing,
+    Striding,
+    Tiles,
+)
+
+SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
+UNIT = Unit("", SHAPES, torch.device("cpu"))
+NAMES = ["demo", "random", "striding", "slicing"]
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (30,), (7, 11), (64, 64), (6, 4, 10)])
+def test_the_transform_is_that_of_scipy_and_is_undone(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    tiles = Tiles(tensor.shape, 10)
+    found = tiles.transform(tensor)
+    assert found.shape == (tiles.count, tiles.size)
+    assert torch.allclose(tiles.invert(found), tensor, atol=1e-5)
+    flat = tensor.reshape(tiles.rows, tiles.columns)[: tiles.height, : tiles.width]
+    expected = scipy.fft.dctn(flat.double().numpy(), norm="ortho")
+    assert np.allclose(found[0].numpy(), expected.ravel(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "side"), [(40, 10), (64, 8), (7, 7), (11, 1), (12, 6)])
+def test_a_tile_is_the_largest_divisor(size: int, side: int) -> None:
+    assert Tiles(torch.Size([size, size]), {64: 8}.get(size, 10)).height == side
+
+
+class Agreed(NamedTuple):
+    gradients: list[dict[str, Tensor]]
+    momentum: dict[str, Tensor]
+    messages: int
+
+
+def drawn(call: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def agreed(config: DecoupledConfig, calls: int) -> Agreed:
+    group = dist.group.WORLD
+    assert group is not None
+    way = config.open(UNIT, group)
+    found = []
+    for call in range(calls):
+        gradients = drawn(call, dist.get_rank())
+        way(gradients)
+        found.append(gradients)
+    return Agreed(found, dict(way.momentum), 0)
+
+
+CONFIGS = [
+    Demo(chunk=10, top_k=4, sign=False),
+    *(kind(rate=0.2, sign=False) for kind in (Random, Striding, Slicing)),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_what_is_sent_and_what_is_kept_is_all_that_there_was(config: DecoupledConfig) -> None:
+    """With a decay of (nearly) 1: the momentum of all replicas, and the sum of what they agreed on,
+    are the sum of all gradients. `demo` gives each coefficient the weight of all replicas, so there
+    the identity is that of a single replica.
+    """
+    config = config.model_copy(update={"decay": 1.0})
+    ranks, calls = (1, 5) if isinstance(config, Demo) else (2, 5)
+    results = run_ranks(agreed, ranks, config, calls)
+    for name in ("w", "b"):
+        given = sum(drawn(call, rank)[name] for call in range(calls) for rank in range(ranks))
+        kept = sum(found.momentum[name] for found in results)
+        sent = sum(gradients[name] for gradients in results[0].gradients)
+        assert torch.allclose(kept + sent, given, atol=1e-4)
+        assert float(sent.abs().max()) > 0
+        assert float(kept.abs().max()) > 0
+
+
+def test_all_coefficients_are_sign_sgd_on_the_exact_mean() -> None:
+    for found in run_ranks(agreed, 2, Demo(chunk=10, top_k=100), 3):
+        for call, gradients in enumerate(found.gradients):
+            for name in ("w", "b"):
+                exact = sum(drawn(call, rank)[name] for rank in range(2))
+                clear = exact.abs() > 1e-4
+                assert torch.equal(gradients[name][clear], exact.sign()[clear])
+        assert all(
+            float(kept.abs().max()) < 1e-4 for kept in (found.momentum["w"], found.momentum["b"])
+        )
+
+
+def test_a_coefficient_is_the_mean_over_those_who_sent_it() -> None:
+    """Two replicas of one tile of two numbers; each sends its larger coefficient."""
+
+    def pair(first: float, second: float) -> Tensor:
+        return Tiles(torch.Size([2]), 2).invert(torch.tensor([[first, second]]))
+
+    both = [
+        run_ranks(alone, 2, [pair(3.0, 1.0), other])[0]
+        for other in (pair(1.0, 5.0), pair(7.0, 1.0))
+    ]
+    assert torch.allclose(both[0], 2 * pair(3.0, 5.0), atol=1e-5)
+    assert torch.allclose(both[1], 2 * pair((3.0 + 7.0) / 2, 0.0), atol=1e-5)
+
+
+def alone(gradients: list[Tensor]) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    own = {"b": gradients[dist.get_rank()].clone()}
+    unit = Unit("", {"b": torch.Size([2])}, torch.device("cpu"))
+    Demo(chunk=2, top_k=1, sign=False).open(unit, group)(own)
+    return own["b"]
+
+
+@pytest.mark.parametrize("kind", [Random, Striding, Slicing])
+def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
+    config = kind(rate=0.1)
+    seen = torch.zeros(57)
+    for step in range(60):
+        places = config.places(57, step, "w")
+        assert len(places) == len(places.unique()) == config.count(57) == 6
+        seen[places] += 1
+    assert seen.min() > 0
+
+
+def spoiled(config: Demo) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    way = config.open(UNIT, group)
+    if dist.get_rank() == 1:
+        way._merged = lambda tiles, values, places: torch.full((tiles.count, tiles.size), 2.0)  # type: ignore[attr-defined]
+    try:
+        for call in range(4):
+            way(drawn(call, dist.get_rank()))
+    except RuntimeError as error:
+        return f"{call}: {error}"
+    return "nothing"
+
+
+def test_replicas_that_disagree_are_found() -> None:
+    for found in run_ranks(spoiled, 2, Demo(chunk=10, top_k=4, sign=False, verify_steps=3)):
+        assert found.startswith("2: communication.replicas: after 3 steps")
+
+
+LAYOUTS: dict[str, Case] = {
+    "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
+    "DDP 2": case(replicate=2, batch=2),
+    "DDP 2 x TP 2": case(replicate=2, tp=2, batch=2),
+    "DDP 2 x PP 2": case(2, replicate=2, batch=4),
+}
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "DDP 2"]))
+def test_replicas_have_the_same_weights_to_the_bit(name: str) -> None:
+    layout = LAYOUTS[name]
+    for way in NAMES if name == "DDP 2" else ["demo"]:
+        recipe = layouts.job(
+            layout,
+            "SGD",
+            communication={"replicas": {"name": way, "verify_steps": 1}},
+            training={"steps": 4, "max_norm": 0.0},
+        )
+        slow = recipe.optimizer.model_copy(update={"lr": 1e-3})
+        found = run_ranks(trace, layout.ranks, recipe.model_copy(update={"optimizer": slow}))
+        assert found[0].losses[-1] != found[0].losses[0]
+        half = layout.ranks // 2
+        copies = {0: half} if name != "DDP 2 x PP 2" else {0: 1}
+        for one, other in copies.items():
+            for weight, part in found[one].weights[-1].items():
+                assert torch.equal(part.local, found[other].weights[-1][weight].local), weight
+
+
+def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
+    """With nothing kept and no sign."""
+    layout = LAYOUTS["HSDP 2 x 2"]
+    everything = {"replicas": {"name": "slicing", "rate": 1.0, "sign": False}}
+    found, expected = (
+        run_ranks(trace, 4, layouts.job(layout, "SGD", communication=ways, training={"steps": 4}))[
+            0
+        ]
+        for ways in (everything, AFTERWARDS)
+    )
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
+def stopped(folder: str) -> list[dict[str, Tensor]]:
+    """Train four steps at once; then two and two."""
+    found = []
+    for name, steps in (("a", 4), ("b", 2), ("b", 4)):
+        recipe = layouts.job(
+            LAYOUTS["HSDP 2 x 2"],
+            "AdamW",
+            communication={"replicas": {"name": "demo", "sign": False}},
+            training={"steps": steps},
+            job={"dump_folder": f"{folder}/{name}"},
+            checkpoint={"enable": True, "interval": 2},
+        )
+        found.append(train(recipe))
+    return found
+
+
+def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    for at_once, _, resumed in run_ranks(stopped, 4, str(tmp_path)):
+        assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())

@@ -1,0 +1,242 @@
+"""Messages in few bits: what they promise, on real ranks."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import layouts
+from tests.layouts import FULL, Case, case
+from tests.ranks import run_ranks
+from tests.runs import Trace, trace, train
+from tests.tiers import tiers
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checks import load_job
+from torchtitan.comm import Unit
+from torchtitan.comm.codec import Codec
+from torchtitan.comm.loco import LoCo
+from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
+
+SHAPES = {
+    "a.weight": torch.Size([6, 64]),
+    "norm.weight": torch.Size([40]),
+    "b": torch.Size([64, 4]),
+}
+UNIT = Unit("layers.0", SHAPES, torch.device("cpu"))
+ROW = UNIT.elements
+EXACT = slice(6 * 64, 6 * 64 + 40)
+"""The weights of a norm, which are sent as they are."""
+LOCO = {"gradients": {"name": "loco", "bucket": 64}}
+QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Of very different sizes, as gradients are."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.logspace(-3, 0, shape[-1])
+
+
+def matrices(row: Tensor) -> Tensor:
+    """What is sent in few bits of (..., p)."""
+    return torch.cat([row[..., : EXACT.start], row[..., EXACT.stop :]], -1)
+
+
+class Reduced(NamedTuple):
+    sent: Tensor
+    """What should have arrived here, in all calls together: (p)."""
+    arrived: Tensor
+    last: Tensor
+    """What arrived in the last call."""
+    errors: Tensor | None
+    """What all ranks keep of what they send here."""
+
+
+def reduced(config: Any, calls: int) -> Reduced:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    ranks, way = group.size(), config.open(UNIT, group)
+    expected, arrived = torch.zeros(ROW), torch.zeros(ROW)
+    for call in range(calls):
+        rows = [drawn(ranks, ROW, seed=ranks * call + other) for other in range(ranks)]
+        part = torch.empty(ROW)
+        way(part, rows[rank].flatten())
+        expected += sum(row[rank] for row in rows)
+        arrived += part
+        way.end_step()
+    errors = None
+    if isinstance(config, LoCo) and config.error_bits == 32:
+        errors = torch.empty_like(way.error)
+        dist.all_to_all_single(errors, way.error)
+    return Reduced(expected, arrived, part, errors)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("beta", [0.0, 0.8])
+def test_errors_of_loco_are_sent_later(ranks: int, beta: float) -> None:
+    """The identity sum(g - Q) = (e_T - e_0) / (1 - beta)."""
+    config = LoCo(beta=beta, bucket=64, reset_steps=0, error_bits=32)
+    for found in run_ranks(reduced, ranks, config, 30):
+        assert found.errors is not None
+        lost, expected = found.sent - found.arrived, found.errors.sum(0) / (1 - beta)
+        assert torch.allclose(matrices(lost), expected, atol=1e-4)
+        assert lost[EXACT].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_loco_loses_far_less_than_rounding_alone(bits: int) -> None:
+    small = slice(0, 128)  # gradients that rounding would drop
+    lost = {}
+    for compensate in (False, True):
+        config = LoCo(compensate=compensate, bits=bits, bucket=128)
+        for found in run_ranks(reduced, 2, config, 50):
+            missed = found.sent - found.arrived
+            lost[compensate] = float(missed[small].norm() / found.sent[small].norm())
+    assert lost[True] < 0.5 * lost[False]
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_loco_is_its_model_in_one_process(resets: bool) -> None:
+    """The recurrence of the paper, for each pair of ranks, with errors in 8 bits."""
+    calls, beta = 7, 0.8
+    config = LoCo(beta=beta, bucket=64, reset_steps=4 if resets else 0)
+    codec, stored = Codec(4, 64), Codec(8, 64)
+    length = matrices(torch.zeros(ROW)).numel()
+    for rank, found in enumerate(run_ranks(reduced, 2, config, calls)):
+        errors, sums = [torch.zeros(1, length)] * 2, torch.zeros(length)
+        for call in range(calls):
+            sums = torch.zeros(length)
+            for other in range(2):
+                wanted = matrices(drawn(2, ROW, seed=2 * call + other)[rank])[None] + errors[other]
+                sent = codec.decode(codec.encode(wanted), length)
+                error = beta * errors[other] + (1 - beta) * (wanted - sent)
+                errors[other] = stored.decode(stored.encode(error), length)
+                sums += sent[0]
+            if resets and call + 1 == 4:
+                errors = [torch.zeros(1, length)] * 2
+        assert torch.allclose(matrices(found.last), sums, atol=1e-5)
+
+
+def test_gradients_of_qsdp_are_right_in_the_mean() -> None:
+    """Rounded at random: the error of a sum of calls grows as their root, not as their number."""
+    calls, bits = 400, 3
+    for found in run_ranks(reduced, 2, QSDPGradients(bits=bits, bucket=64), calls):
+        # Of each bucket, one unit at most is 2 x 4 standard deviations / 7; a rounding is off by
+        # half of that at most. Two ranks send; five deviations of the sum.
+        largest = matrices(torch.logspace(-3, 0, ROW))
+        limit = 5 * (8 * largest / (2**bits - 1) / 2).max() * (2 * calls) ** 0.5
+        assert matrices(found.sent - found.arrived).abs().max() < limit
+        assert matrices(found.sent - found.arrived).abs().max() > 0.01
+
+
+class Gathered(NamedTuple):
+    first: Tensor
+    again: Tensor
+    later: Tensor
+
+
+def gathered(config: QSDPWeights) -> Gathered:
+    """Gather twice in a step, and once in the next; into the buffer that the part is a view of."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    way = config.open(UNIT, group)
+    found = []
+    for gather in range(3):
+        whole = torch.full((group.size() * ROW,), torch.nan)
+        part = whole[rank * ROW : (rank + 1) * ROW]
+        part.copy_(drawn(ROW, seed=rank))
+        if gather == 2:
+            way.end_step()
+        way(whole, part)
+        found.append(whole.clone())
+    return Gathered(*found)
+
+
+def test_all_ranks_compute_with_the_same_weights_of_qsdp() -> None:
+    config = QSDPWeights(bits=4, bucket=64)
+    results = run_ranks(gathered, 2, config)
+    kept = torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+        assert torch.equal(found.first, found.again), "the backward has the forward's weights"
+        assert not torch.equal(found.first, found.later), "each step has its own shift"
+        rows = found.first.view(2, ROW)
+        assert torch.equal(rows[:, EXACT], kept[:, EXACT])
+        off = matrices(rows - kept).abs().max()
+        assert 0 < off < 0.5 * (2 * 5 / 15)
+
+
+LAYOUTS: dict[str, Case] = {
+    "FSDP 2, accumulating 4, full recomputation": case(shard=2, batch=1, recompute=FULL),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    "FSDP 2 x PP 2": case(2, shard=2, batch=4),
+    "FSDP 2 x CP 2": case(shard=2, cp=2),
+    "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
+}
+
+
+def traced(layout: Case, communication: dict[str, Any], **sections: Any) -> list[Trace]:
+    recipe = layouts.job(
+        layout, "SGD", communication=communication, training={"steps": 4}, **sections
+    )
+    return run_ranks(trace, layout.ranks, recipe)
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, list(LAYOUTS)[:2]))
+def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
+    plain = traced(LAYOUTS[name], {})
+    for communication in (LOCO, QSDP):
+        for found, expected in zip(traced(LAYOUTS[name], communication), plain, strict=True):
+            assert found.losses != expected.losses
+            assert found.losses == pytest.approx(expected.losses, rel=2e-3)
+            assert found.grad_norms == pytest.approx(expected.grad_norms, rel=3e-2)
+
+
+@pytest.mark.gate
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_blocks_are_compiled_around_it() -> None:
+    compiled = {"compile": {"enable": True, "backend": "aot_eager"}}
+    for communication in (LOCO, QSDP):
+        eager = traced(case(shard=2), communication)
+        found = traced(case(shard=2), communication, **compiled)
+        assert found[0].losses == pytest.approx(eager[0].losses, rel=1e-4)
+
+
+def test_few_bits_that_nobody_gets_are_noted() -> None:
+    flags = ["--communication.gradients.name=loco", "--training.steps=1"]
+    alone, shared = (load_job(None, flags, ranks, "cpu").notices for ranks in (1, 2))
+    said = "no two ranks share gradients, so none are sent, and this does nothing"
+    assert [said in line for line in alone].count(True) == 1
+    assert not any(said in line for line in shared)
+
+
+def stopped(folder: str, communication: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Train four steps at once; then two and two."""
+    found = []
+    for name, steps in (("a", 4), ("b", 2), ("b", 4)):
+        recipe = layouts.job(
+            case(shard=2),
+            "AdamW",
+            communication=communication,
+            training={"steps": steps},
+            job={"dump_folder": f"{folder}/{name}"},
+            checkpoint={"enable": True, "interval": 2},
+        )
+        found.append(train(recipe))
+    return found
+
+
+@pytest.mark.parametrize("communication", [LOCO, QSDP], ids=["LoCo", "QSDP"])
+def test_a_run_that_resumes_is_the_same_to_the_bit(
+    communication: dict[str, Any], tmp_path: Path
+) -> None:
+    for at_once, _, resumed in run_ranks(stopped, 2, str(tmp_path), communication):
+        assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
+    saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
+    assert {name.split(".")[2] for name in saved if name.startswith("communication.")} == set(
+        communication
+    )

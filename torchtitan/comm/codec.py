@@ -1,0 +1,199 @@
+"""Numbers in a few bits, and how a unit is sent in them.
+
+A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 bits:
+
+    symmetric   code = round(x / s),         s = max |x| / (2^(bits-1) - 1)   of its bucket
+    minmax      code = round((x - lo) / s),  s = (hi - lo) / (2^bits - 1)
+
+Rounded to the nearest, a number is off by half of s at most. Rounded after a shift that sender and
+receiver share, `round(t + shift) - shift` with a uniform shift, it is right in the mean, and so is
+one that is rounded at random, `floor(t + u)`. A bucket that has a NaN or an infinity is read back
+as numbers that are not finite: nothing is hidden.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.comm.unit import Unit
+
+Form = Literal["symmetric", "minmax"]
+GROUP = 8
+"""Codes that are packed together, into as many bytes as each has bits."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Rows of float32 as bytes: codes, then the scales of the buckets."""
+
+    bits: int
+    bucket: int
+    """A multiple of `GROUP`."""
+    form: Form = "symmetric"
+    scales: torch.dtype = torch.float32
+    """float32 or bfloat16; a scale is rounded up, so that no code is beyond the last."""
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of a row of so many numbers."""
+        buckets = -(-elements // self.bucket)
+        fields = 1 if self.form == "symmetric" else 2
+        codes = -(-elements // GROUP) * self.bits
+        return codes + buckets * fields * self.scales.itemsize
+
+    def encode(
+        self, rows: Tensor, shift: float = 0.0, noise: torch.Generator | None = None
+    ) -> Tensor:
+        """Bytes (R, bytes) of `rows` (R, n).
+
+        Args:
+            shift: what is added before rounding; `decode` is given the same.
+            noise: rounds at random, drawing from it, instead of to the nearest.
+        """
+        length = rows.shape[1]
+        if not length:
+            return rows.new_empty(len(rows), 0, dtype=torch.uint8)
+        buckets = self._buckets(rows.float())
+        low, scale = self._ranges(buckets)
+        position = (buckets - low) / scale + shift
+        if noise is None:
+            position = position.round()
+        else:
+            drawn = torch.rand(position.shape, generator=noise, device=position.device)
+            position = (position + drawn).floor()
+        # Where a scale is zero or not finite, the codes mean nothing.
+        codes = position.nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
+        packed = _pack(codes.flatten(1)[:, :length].to(torch.uint8), self.bits)
+        fields = [scale] if self.form == "symmetric" else [scale, low]
+        stored = torch.cat([field.squeeze(2).to(self.scales) for field in fields], 1)
+        return torch.cat([packed, stored.view(torch.uint8)], 1)
+
+    def decode(self, message: Tensor, length: int, shift: float = 0.0) -> Tensor:
+        """The rows (R, length), in float32, of what `encode` gave; of zeros they are zero."""
+        if not length:
+            return message.new_empty(len(message), 0, dtype=torch.float32)
+        packed = -(-length // GROUP) * self.bits
+        codes = self._buckets(_unpack(message[:, :packed], self.bits)[:, :length].float())
+        stored = _as(message[:, packed:], self.scales).float()
+        buckets = codes.shape[1]
+        rows: Tensor = (codes + self._codes[0] - shift) * stored[:, :buckets, None]
+        if self.form == "minmax":
+            rows = rows + stored[:, buckets:, None]
+        return rows.flatten(1)[:, :length]
+
+    @property
+    def _codes(self) -> tuple[int, int]:
+        """The first and the last code, before they are made to begin at zero."""
+        last = 2 ** (self.bits - 1) - 1
+        return (-last, last) if self.form == "symmetric" else (0, 2**self.bits - 1)
+
+    def _buckets(self, rows: Tensor) -> Tensor:
+        """(R, buckets, bucket); the last is filled up with what changes no range."""
+        missing = -rows.shape[1] % self.bucket
+        if missing:
+            rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1)
+        return rows.view(len(rows), -1, self.bucket)
+
+    def _ranges(self, buckets: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each bucket begins, and its scale: (R, buckets, 1), as they are stored."""
+        kind, (first, last) = torch.finfo(self.scales), self._codes
+        smallest = kind.smallest_normal * kind.eps
+        if self.form == "symmetric":
+            low, steps = torch.zeros_like(buckets[..., :1]), last
+            width = buckets.abs().amax(2, keepdim=True)
+        else:
+            low, steps = buckets.amin(2, keepdim=True), last - first
+            if self.scales != torch.float32:
+                low = (low - low.abs() * kind.eps - smallest).to(self.scales).float()
+            width = buckets.amax(2, keepdim=True) - low
+        scale = width / steps
+        if self.scales != torch.float32:
+            scale = (scale * (1 + kind.eps)).to(self.scales).float()
+        # A denormal scale is coarse: rounded down, it would cut off the largest.
+        return low, torch.where(scale * steps < width, scale + smallest, scale)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (R, n), uint8, as bytes: `GROUP` of them in `bits` bytes, the first lowest."""
+    missing = -codes.shape[1] % GROUP
+    if missing:
+        codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
+    shifts = torch.arange(0, GROUP * bits, bits, device=codes.device)
+    words: Tensor = (codes.view(len(codes), -1, GROUP).long() << shifts).sum(2, keepdim=True)
+    return words.view(torch.uint8)[..., :bits].flatten(1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """What `_pack` was given, filled up to a multiple of `GROUP`."""
+    groups = packed.reshape(len(packed), -1, bits)
+    missing = groups.new_zeros(*groups.shape[:2], GROUP - bits)
+    words = torch.cat([groups, missing], 2).view(torch.int64)
+    shifts = torch.arange(0, GROUP * bits, bits, device=packed.device)
+    codes: Tensor = (words >> shifts) & (2**bits - 1)
+    return codes.flatten(1)
+
+
+def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of a row as numbers; copied, as they may begin anywhere."""
+    if not data.numel():
+        return data.new_empty(len(data), 0, dtype=dtype)
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """The bytes of each row."""
+    if not numbers.numel():
+        return numbers.new_empty(len(numbers), 0, dtype=torch.uint8)
+    return numbers.contiguous().view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A unit as it is sent: matrices in few bits, and the rest as it is.
+
+    The rest is what has one dim, such as the weights of norms, and what is smaller than a bucket.
+    """
+
+    unit: Unit
+    codec: Codec
+
+    @cached_property
+    def parts(self) -> list[tuple[bool, int]]:
+        """Of each parameter, in order: whether it is sent in few bits, and its elements."""
+        shapes = self.unit.shapes.values()
+        return [(len(s) > 1 and s.numel() >= self.codec.bucket, s.numel()) for s in shapes]
+
+    @cached_property
+    def coarse(self) -> int:
+        """Elements that are sent in few bits."""
+        return sum(size for is_coarse, size in self.parts if is_coarse)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Of one rank's row of a unit in `dtype`."""
+        exact = self.unit.elements - self.coarse
+        return self.codec.bytes_of(self.coarse) + exact * dtype.itemsize
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What of `rows` (R, p) is sent in few bits (R, c), and what as it is (R, p - c)."""
+        pieces = torch.split(rows, [size for _, size in self.parts], 1)
+        kinds = [is_coarse for is_coarse, _ in self.parts]
+        both = ([p for p, k in zip(pieces, kinds, strict=True) if k is w] for w in (True, False))
+        coarse, exact = (torch.cat([rows[:, :0], *pieces], 1) for pieces in both)
+        return coarse, exact
+
+    def join(self, coarse: Tensor, exact: Tensor) -> Tensor:
+        """What `split` was given."""
+        sizes = ([size for is_coarse, size in self.parts if is_coarse is w] for w in (True, False))
+        both = [iter(torch.split(t, s, 1)) for t, s in zip((coarse, exact), sizes, strict=True)]
+        return torch.cat([next(both[not is_coarse]) for is_coarse, _ in self.parts], 1)
+
+    def seal(self, codes: Tensor, exact: Tensor) -> Tensor:
+        """Codes, and numbers as they are, as bytes: a row each."""
+        return torch.cat([codes, _bytes(exact)], 1)
+
+    def open(self, sealed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `seal` was given."""
+        codes = self.codec.bytes_of(self.coarse)
+        return sealed[:, :codes], _as(sealed[:, codes:], dtype)

@@ -1,0 +1,280 @@
+"""DeMo and FlexDeMo: replicas that agree on a part of their momentum in each step
+(Peng et al., 2024, arXiv:2411.19870; From et al., 2025, arXiv:2502.06728).
+
+Each replica keeps a momentum of its own gradients g, and gives away what it sends:
+
+    d = decay d + g
+    q = the part of d that is sent
+    d = d - q
+
+The sum of q over the replicas takes the place of the gradient, or its sign does. What is sent is
+chosen by `demo` (the largest coefficients of a cosine transform), `random`, `striding` or `slicing`
+(the same numbers on all replicas, others in each step). So all replicas make the same update, and
+have the same weights to the bit, which is verified every `verify_steps` steps.
+
+The authors' code multiplies g by the learning rate before it is kept; here the optimizer does so
+after it was sent, and a change of the rate acts at once on all that is kept. It takes means where
+this takes sums: a gradient here is this replica's share of that of the global mean.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.replicas import Agree, ReplicasConfig
+from torchtitan.comm.unit import Unit
+from torchtitan.torch_private.collectives import all_gather
+
+
+class DecoupledConfig(ReplicasConfig):
+    """Settings that all choices of what is sent have in common."""
+
+    decay: float = Field(
+        0.999, ge=0, lt=1, description="How much of the momentum stays from step to step."
+    )
+    sign: bool = Field(
+        True, description="Update by the sign of what replicas agree on; false: by its value."
+    )
+    verify_steps: int = Field(
+        100, ge=0, description="Steps between comparisons of what replicas agree on; 0: never."
+    )
+
+    @property
+    def gives_signs(self) -> bool:
+        return self.sign
+
+
+class Decoupled(Agree):
+    """Keeps the momentum, and replaces gradients by what replicas agree on."""
+
+    def __init__(self, config: DecoupledConfig, unit: Unit, group: ProcessGroup) -> None:
+        self.config, self.group = config, group
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.momentum = {
+            name: torch.zeros(shape, device=unit.device) for name, shape in unit.shapes.items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return {"step": self.step, **{f"momentum.{n}": m for n, m in self.momentum.items()}}
+
+    @abstractmethod
+    def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Send a part of the momentum, and take it away; its sum over all replicas."""
+
+    @torch.no_grad()
+    def __call__(self, gradients: Mapping[str, Tensor]) -> None:
+        own = {name: self.momentum[name] for name in gradients}
+        for name, gradient in gradients.items():
+            own[name].mul_(self.config.decay).add_(gradient)
+        for name, agreed in self.exchange(own).items():
+            gradients[name].copy_(agreed.sign_() if self.config.sign else agreed)
+        self.step += 1
+        every = self.config.verify_steps
+        if every and int(self.step) % every == 0:
+            self._verify(gradients)
+        for momentum in own.values():
+            # A step that is not finite is skipped, and should not be remembered.
+            momentum.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _verify(self, gradients: Mapping[str, Tensor]) -> None:
+        digests = [torch.hash_tensor(g) for g in gradients.values() if g.numel()]
+        found = all_gather(torch.stack(digests).view(torch.int64), self.group)
+        if not bool((found == found[0]).all()):
+            raise RuntimeError(
+                f"communication.replicas: after {int(self.step)} steps replicas have agreed on "
+                "different gradients, so their weights differ; this is a defect of the hardware, "
+                "or of torchtitan"
+            )
+
+
+class Demo(DecoupledConfig):
+    """The largest coefficients of a cosine transform are sent."""
+
+    operation: ClassVar[Literal["all_reduce", "all_gather"]] = "all_gather"
+
+    name: Literal["demo"] = Field("demo", description="Which way to agree.")
+    chunk: int = Field(
+        64,
+        ge=2,
+        le=128,
+        description="Side of the tiles that are transformed, at most: the largest divisor of each "
+        "dim up to it.",
+    )
+    top_k: int = Field(32, ge=1, description="Coefficients of a tile that are sent.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "DemoAgree":
+        return DemoAgree(self, unit, group)
+
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
+        tiles = [Tiles(shape, self.chunk) for shape in unit.shapes.values()]
+        numbers = sum(each.count * min(self.top_k, each.size) for each in tiles)
+        return [ranks * numbers * (4 + 2)]
+
+
+class Tiles:
+    """A tensor as tiles of at most `chunk` x `chunk`, transformed by an orthonormal DCT-II."""
+
+    def __init__(self, shape: torch.Size, chunk: int) -> None:
+        rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
+        self.shape, self.rows, self.columns = shape, rows, columns
+        self.height, self.width = _divisor(rows, chunk), _divisor(columns, chunk)
+
+    @property
+    def size(self) -> int:
+        """Elements of a tile."""
+        return self.height * self.width
+
+    @property
+    def count(self) -> int:
+        return self.shape.numel() // self.size
+
+    def transform(self, tensor: Tensor) -> Tensor:
+        """Coefficients (tiles, elements of a tile)."""
+        h, w = self.height, self.width
+        tiles = tensor.reshape(self.rows // h, h, self.columns // w, w).transpose(1, 2)
+        found = _cosines(h, tensor.device) @ tiles @ _cosines(w, tensor.device).T
+        return found.reshape(-1, self.size)
+
+    def invert(self, coefficients: Tensor) -> Tensor:
+        """The tensor of which these are the coefficients."""
+        h, w, device = self.height, self.width, coefficients.device
+        grid = coefficients.reshape(self.rows // h, self.columns // w, h, w)
+        tiles = _cosines(h, device).T @ grid @ _cosines(w, device)
+        return tiles.transpose(1, 2).reshape(self.shape)
+
+
+class DemoAgree(Decoupled):
+    """A coefficient is the mean over the replicas that sent it, times the number of replicas."""
+
+    config: Demo
+
+    def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tiles = {name: Tiles(m.shape, self.config.chunk) for name, m in momentum.items()}
+        tiles = {name: each for name, each in tiles.items() if each.count}
+        places, values = list[Tensor](), list[Tensor]()
+        for name, each in tiles.items():
+            found = each.transform(momentum[name])
+            place = found.abs().topk(min(self.config.top_k, each.size), dim=1, sorted=False).indices
+            value = found.gather(1, place)
+            momentum[name].sub_(each.invert(torch.zeros_like(found).scatter_(1, place, value)))
+            places.append(place.to(torch.int16).flatten())
+            values.append(value.flatten())
+        sizes = [len(value) for value in values]
+        message = torch.cat([torch.cat(each).view(torch.uint8) for each in (values, places)])
+        everyones = all_gather(message, self.group)
+        total = sum(sizes) * 4
+        all_values = torch.split(everyones[:, :total].clone().view(torch.float32), sizes, 1)
+        all_places = torch.split(everyones[:, total:].clone().view(torch.int16).long(), sizes, 1)
+        return {
+            name: each.invert(self._merged(each, value, place))
+            for (name, each), value, place in zip(
+                tiles.items(), all_values, all_places, strict=True
+            )
+        }
+
+    def _merged(self, tiles: Tiles, values: Tensor, places: Tensor) -> Tensor:
+        """Coefficients, given what each replica sent (replicas, tiles * k)."""
+        sums = torch.zeros(tiles.count, tiles.size, device=values.device)
+        senders = torch.zeros_like(sums)
+        for value, place in zip(values, places, strict=True):  # in the same order on all replicas
+            at = place.view(tiles.count, -1)
+            sums.scatter_add_(1, at, value.view_as(at))
+            senders.scatter_add_(1, at, torch.ones_like(sums[:, :1]).expand_as(at))
+        return sums * (self.group.size() / senders.clamp_min(1))
+
+
+class Chosen(DecoupledConfig):
+    """Settings of a choice that follows from the step alone, so that no places are sent."""
+
+    rate: float = Field(0.1, gt=0, le=1, description="Part of the numbers that is sent in a step.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
+        return ChosenAgree(self, unit, group)
+
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
+        return [4 * sum(self.count(shape.numel()) for shape in unit.shapes.values())]
+
+    def count(self, elements: int) -> int:
+        """Numbers that are sent of so many."""
+        return max(round(self.rate * elements), 1) if elements else 0
+
+    def places(self, elements: int, step: int, name: str) -> Tensor:
+        """Which of the elements of a parameter are sent in a step: `count` of them."""
+        raise NotImplementedError
+
+
+class Random(Chosen):
+    """Numbers that are drawn anew for each step are sent."""
+
+    name: Literal["random"] = Field("random", description="Which way to agree.")
+
+    def places(self, elements: int, step: int, name: str) -> Tensor:
+        seed = blake2b(f"{name}/{step}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+        return torch.randperm(elements, generator=generator)[: self.count(elements)]
+
+
+class Striding(Chosen):
+    """Numbers at equal distances are sent, beginning one further in each step."""
+
+    name: Literal["striding"] = Field("striding", description="Which way to agree.")
+
+    def places(self, elements: int, step: int, name: str) -> Tensor:
+        count = self.count(elements)
+        return (torch.arange(count) * elements // max(count, 1) + step) % max(elements, 1)
+
+
+class Slicing(Chosen):
+    """A slice is sent, in each step the one behind it."""
+
+    name: Literal["slicing"] = Field("slicing", description="Which way to agree.")
+
+    def places(self, elements: int, step: int, name: str) -> Tensor:
+        count = self.count(elements)
+        return (torch.arange(count) + step * count) % max(elements, 1)
+
+
+class ChosenAgree(Decoupled):
+    """All replicas send the same numbers, so they are added up in one all-reduce."""
+
+    config: Chosen
+
+    def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        step, places, values = int(self.step), dict[str, Tensor](), list[Tensor]()
+        for name, own in momentum.items():
+            place = self.config.places(own.numel(), step, name).to(own.device)
+            flat = own.view(-1)
+            places[name] = place
+            values.append(flat[place])
+            flat[place] = 0.0
+        message = torch.cat(values)
+        dist.all_reduce(message, group=self.group)
+        sums = torch.split(message, [len(value) for value in values])
+        return {
+            name: torch.zeros_like(momentum[name])
+            .view(-1)
+            .index_copy_(0, place, value)
+            .view_as(momentum[name])
+            for (name, place), value in zip(places.items(), sums, strict=True)
+        }
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`."""
+    return max(d for d in range(1, most + 1) if number % d == 0) if number else 1
+
+
+def _cosines(size: int, device: torch.device) -> Tensor:
+    """The orthonormal DCT-II (size, size): its product with a column has the coefficients."""
+    at = torch.arange(size, dtype=torch.float64)
+    angles = torch.outer(at, 2 * at + 1) * (torch.pi / (2 * size))
+    scales = torch.full((size, 1), (2 / size) ** 0.5, dtype=torch.float64)
+    scales[0] = (1 / size) ** 0.5
+    return (torch.cos(angles) * scales).to(device, torch.float32)

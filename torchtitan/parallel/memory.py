@@ -1,0 +1,182 @@
+"""What a rank holds in memory, by formula, before anything is started.
+
+Of N parameters a rank holds N / (pp x fsdp x tp), with as many gradients, and the states of its
+optimizer (Rajbhandari et al., 2020, arXiv:1910.02054). A block keeps for its backward what
+`ModelSpec.kept_by_block` counts for each position of a sample, or less where it is recomputed
+(Korthikanti et al., 2022, arXiv:2205.05198). The logits come last, in float32 beside the computed.
+
+`Plan.least` leaves out whatever some run could do without, so that nothing that fits is ever
+refused; `Plan.estimate` is what an eager run comes to, without fragments and the libraries' own.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchtitan.device import GIB
+from torchtitan.models.spec import ModelSpec
+from torchtitan.optim import OptimizerConfig
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.world import Degrees
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank holds, by what they are for."""
+
+    parameters: float
+    gradients: float
+    states: float
+    gathered: float = 0.0
+    """Parameters and gradients of blocks that are whole for the time of their use."""
+    activations: float = 0.0
+    logits: float = 0.0
+    on_host: float = 0.0
+    """Of all these, what stays in host memory beside a device."""
+
+    @property
+    def total(self) -> float:
+        """All, wherever it is."""
+        return sum(self[:-1])
+
+    def __str__(self) -> str:
+        parts = {
+            name.replace("states", "optimizer states"): size / GIB
+            for name, size in self._asdict().items()
+            if name != "on_host" and size >= GIB / 20
+        }
+        terms = [f"{name} {size:.1f}" for name, size in parts.items()]
+        return f"{self.total / GIB:.1f} GiB" + (f" ({' + '.join(terms)})" if terms else "")
+
+
+class Sizes(NamedTuple):
+    """Numbers of parameters."""
+
+    total: int
+    in_blocks: int
+
+
+def sizes(spec: ModelSpec[Any], network: Any) -> Sizes:
+    """Of a whole network, which may be on the meta device."""
+    blocks = spec.blocks(network).values()
+    return Sizes(
+        sum(weight.numel() for weight in network.parameters()),
+        sum(weight.numel() for block in blocks for weight in block.parameters()),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides how much memory a rank of a run needs."""
+
+    spec: ModelSpec[Any]
+    args: Any
+    sizes: Sizes
+    layout: Layout
+    degrees: Degrees
+    optimizer: OptimizerConfig
+    accumulates: bool
+    """Whether gradients of earlier microbatches are there in a forward."""
+    has_states: bool
+    """Whether a forward follows an update, which makes the states."""
+
+    def least(self) -> Memory:
+        """What the average rank holds at the least."""
+        of_samples = _Activations(self.spec, self.args, self.layout, self.degrees)
+        share = self.sizes.total / (self.degrees.pp * self.degrees.fsdp * self.degrees.tp)
+        is_by_block = self.layout.compile.granularity != "model"
+        keeps_inputs = is_by_block and self.layout.activation_checkpoint.mode != "memory_budget"
+        return self._fuller(
+            self._held(share),
+            activations=of_samples.inputs if keeps_inputs else 0.0,
+            logits=of_samples.logits * self.layout.precision.compute.itemsize,
+        )
+
+    def estimate(self) -> Memory:
+        """What the fullest rank comes to, about."""
+        layout, ends = self.layout, min(self.degrees.pp, 2)
+        of_samples = _Activations(self.spec, self.args, layout, self.degrees)
+        outside = (self.sizes.total - self.sizes.in_blocks) / ends
+        stage = self.sizes.in_blocks / self.degrees.pp + outside
+        # Whole are a block and the next, or the embedding, which is no block.
+        whole = max(2 * self.sizes.in_blocks / self.args.n_layers, outside)
+        if layout.reshard == "never":
+            whole = stage
+        bytes_each = layout.precision.compute.itemsize + layout.precision.reduce.itemsize
+        is_gathered = layout.shards(self.degrees)
+        held = self._held(stage / (self.degrees.fsdp * self.degrees.tp))
+        gathered = whole / self.degrees.tp * bytes_each if is_gathered else 0.0
+        return self._fuller(
+            held._replace(gathered=gathered),
+            activations=of_samples.kept(),
+            # As computed, in float32, its log-softmax, and the gradient of that.
+            logits=of_samples.logits * (layout.precision.compute.itemsize + 12),
+        )
+
+    def _held(self, share: float) -> Memory:
+        """Parameters, gradients and states of a rank that holds `share` parameters."""
+        each, optimizer = self.layout.precision.parameters.itemsize, self.optimizer
+        gradients = 0.0 if optimizer.early_step_in_backward else share * each
+        states = share * optimizer.state_bytes(each)
+        return Memory(share * each, gradients, states)
+
+    def _fuller(self, at_step: Memory, activations: float, logits: float) -> Memory:
+        """The fuller moment: the update, or the end of a forward, where gradients are to come."""
+        at_loss = at_step._replace(
+            gradients=at_step.gradients if self.accumulates else 0.0,
+            states=at_step.states if self.has_states else 0.0,
+            activations=activations,
+            logits=logits,
+        )
+        fuller = max(at_step, at_loss, key=lambda memory: memory.total)
+        of_weights = fuller.parameters + fuller.gradients + fuller.states
+        on_host = of_weights if self.layout.cpu_offload else 0.0
+        if self.optimizer.offload_states and not on_host:
+            on_host = fuller.states
+        return fuller._replace(on_host=on_host)
+
+
+class _Activations:
+    """What the samples of a rank leave in memory, in bytes."""
+
+    def __init__(self, spec: ModelSpec[Any], args: Any, layout: Layout, degrees: Degrees) -> None:
+        self.layout, self.degrees = layout, degrees
+        chosen, shapes = layout.parallelism, layout.sample(spec, args)
+        itemsize, positions = layout.precision.compute.itemsize, shapes.hidden[0]
+        self.size = layout.local_batch_size
+        if degrees.pp > 1:
+            self.size = chosen.pipeline_parallel_microbatch_size
+        self.layers: float = args.n_layers / degrees.pp
+        whole = 1 if chosen.disable_sequence_parallel else degrees.tp
+        self.input = self.size * math.prod(shapes.hidden) * itemsize / (degrees.cp * whole)
+        """Of a block, as all its ranks but those of `tp` have a part of it."""
+        kept = self.size * positions * spec.kept_by_block(args, itemsize)
+        self.block = max(kept / (degrees.cp * degrees.tp), self.input)
+        """All that it keeps."""
+        outputs = self.size * math.prod(shapes.outputs) / degrees.cp
+        outputs /= 1 if chosen.disable_loss_parallel else degrees.tp
+        self.logits = 0.0 if layout.loss.vocabulary_chunk else outputs
+        """Elements."""
+
+    @property
+    def inputs(self) -> float:
+        """Of all blocks, for one microbatch."""
+        return self.layers * self.input
+
+    def kept(self) -> float:
+        """At the peak, with what one block recomputes."""
+        config = self.layout.activation_checkpoint
+        if config.mode == "memory_budget":
+            part = config.memory_budget
+        elif config.by_operator:
+            part = 0.5  # every second matrix product
+        else:
+            part = 1 - 1 / config.every if config.every else 1.0
+        each = part * self.block + (1 - part) * self.input
+        return self.in_flight * self.layers * each + (self.block if part < 1 else 0.0)
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose backward is yet to come."""
+        chosen, microbatches = self.layout.parallelism, self.layout.local_batch_size // self.size
+        is_bounded = chosen.pipeline_parallel_schedule != "GPipe"
+        return min(microbatches, self.degrees.pp) if is_bounded else microbatches
