@@ -35,7 +35,6 @@ from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import Traffic, of_step
-from torchtitan.parts import layout_of
 from torchtitan.tools.verify.measure import training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,7 +145,7 @@ def message(collective: Collective) -> Message:
 
 def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
     """What a step sends according to `torchtitan.parallel.traffic`."""
-    spec, layout, degrees = MODELS[job.model.name], layout_of(job), job.degrees(ranks)
+    spec, layout, degrees = MODELS[job.model.name], job.layout(), job.degrees(ranks)
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)

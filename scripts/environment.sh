@@ -1,6 +1,7 @@
 # Sourced by run_train.sh and scripts/test: leaves `python` and `torchrun` of an environment that
-# has what the project needs. An active environment that satisfies the project is used as it is;
-# otherwise .venv is made once, with the versions of constraints.txt. $1: "" or "[dev]".
+# has what the project needs. An active environment that satisfies the project is used as it is, also
+# one that was made for another clone; otherwise .venv is made once, with the versions of
+# constraints.txt. $1: "" or "[dev]".
 
 extras=${1:-}
 satisfied() { "$1" scripts/satisfied.py "$extras" 2>/dev/null; }
@@ -25,4 +26,5 @@ else
         --constraint constraints.txt --editable ".$extras"
     PATH=$PWD/.venv/bin:$PATH
 fi
-export PATH
+# The code of this clone, whichever clone the environment was made for.
+export PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

@@ -1,6 +1,10 @@
-"""Exit status 0 if this interpreter has torchtitan from this checkout and all that it requires."""
+"""Exit status 0 if this interpreter has all that this checkout requires, and torchtitan itself.
+
+That may be of another checkout: `environment.sh` has the code of this one come first.
+"""
 
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -10,13 +14,12 @@ from pip._vendor.packaging.requirements import Requirement
 
 def is_satisfied(extras: str) -> bool:
     root = Path(__file__).resolve().parent.parent
-    project = distribution("torchtitan")
-    if root.as_uri() not in (project.read_text("direct_url.json") or ""):
-        return False
-    for line in project.requires or []:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        if marker is None or marker.evaluate({"extra": extras.strip("[]")}):
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], "torchtitan"]
+    if extra := extras.strip("[]"):
+        wanted += project["optional-dependencies"][extra]
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is None or requirement.marker.evaluate():
             found = distribution(requirement.name).version
             if not requirement.specifier.contains(found, prereleases=True):
                 return False

@@ -10,7 +10,8 @@ from torchtitan.config import show
 from torchtitan.config.help import Section, sections
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
-from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved
+from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
+from torchtitan.legacy_recipes.unsaid import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
@@ -49,7 +50,8 @@ have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
 recipe without starting anything, reports all its mistakes at once, and otherwise prints it with
 every key. `train` makes the same checks before it starts anything; the exit status for a wrong
-recipe is 2.
+recipe is 2. Its last lines estimate the memory of a rank. `train`, and `check --here`, refuse a run
+that cannot fit in the memory of this machine: all ranks share that of a CPU host.
 
 **Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
 TOML extension of several editors, then completes and validates any recipe whose first line is
@@ -93,13 +95,28 @@ def old_keys() -> Iterator[str]:
     """The translation table."""
     yield "## What moved since TorchTitan v0.1 and v0.2\n"
     yield "A key without a counterpart is ignored if its value changes nothing, and refused"
-    yield "otherwise. One key has another default than in v0.2:"
-    yield "`checkpoint.last_save_model_only` is false.\n"
+    yield "otherwise.\n"
+    yield "A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that"
+    yield f"only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}); of recipes"
+    yield "that extend each other, the one that all rest on decides. It was written for the newest"
+    yield "version that has all its keys. What it does not say is the default of that version, with"
+    yield "a notice, where that is not the default here:\n"
+    keys = dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults)
+    yield f"| key | here | {' | '.join(DEFAULTS)} |\n|---|---|{'---|' * len(DEFAULTS)}"
+    ours = JobConfig().flat()
+    for key in keys:
+        theirs = [f"`{show(defaults.get(key, ours[key]))}`" for defaults in DEFAULTS.values()]
+        yield f"| `{key}` | `{show(ours[key])}` | {' | '.join(theirs)} |"
+    yield "\nIts Llama `debugmodel` has as many key/value heads as heads, and scaled rotary"
+    yield "frequencies (`model.rope_scaling = 8.0`); those of v0.1 are never scaled. The seed,"
+    yield "which TorchTitan draws at random, is 0.\n"
     yield "| old key | now |\n|---|---|"
     for key, row in TABLE.items():
         if isinstance(row, Moved):
             changed = " (in another form)" if row.convert else ""
             yield f"| `{key}` | `{row.to}`{changed} |"
+        elif isinstance(row, Together):
+            yield f"| `{key}` | {cell(row.about)} |"
         elif isinstance(row, Converted):
             yield f"| `{key}` | `{row.to}` of a `[[convert]]` section |"
         elif isinstance(row, Kept):

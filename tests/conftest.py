@@ -8,11 +8,18 @@ import torch
 
 import tests.tiny  # noqa: F401  (registers the model of the tests)
 from torchtitan.logging import logger
+from torchtitan.torch_private.collectives import flight_records
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.
 torch.set_num_threads(1)
+
+# Torch makes its Flight Recorder once in a process. A run on one rank would make one without
+# entries, and forked ranks have that of their parent.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
+flight_records("cpu")
+del os.environ["TORCH_FR_BUFFER_SIZE"]
 
 
 @pytest.fixture(autouse=True)

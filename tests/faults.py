@@ -1,7 +1,8 @@
 """Breaks one rank at one step, for job.imports: FAULT="kill 1 3" kills rank 1 at step 3.
 
 A run that an elastic agent has started again stays well. FAULT="slow 0 0" breaks nothing, but gives
-time to do so from outside, until there is a file `hurry` in the run's folder.
+time to do so from outside, until there is a file `hurry` in the run's folder. FAULT="save 0 0" does
+the same, and gives time during each save too.
 """
 
 import os
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.build import Run
+from torchtitan.checkpoint import saver
+from torchtitan.checkpoint.staging import Pieces
+from torchtitan.checkpoint.storage import Written, write_file
 from torchtitan.parallel import Launch
 from torchtitan.trainer import Trainer
 
@@ -21,7 +25,9 @@ healthy_step = Trainer.step
 
 
 def step(trainer: Trainer) -> None:
-    if KIND == "slow" and not Path(trainer.run.checkpoint.choice.dump_folder, "hurry").exists():
+    if KIND in ("slow", "save") and not is_in_hurry(
+        Path(trainer.run.checkpoint.choice.dump_folder)
+    ):
         time.sleep(0.1)
     if trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
         trainer.run.batches.before_step()
@@ -30,6 +36,18 @@ def step(trainer: Trainer) -> None:
         elif KIND == "silent":
             dist.recv(torch.empty(1), src=int(RANK))
     healthy_step(trainer)
+
+
+def is_in_hurry(folder: Path) -> bool:
+    return (folder / "hurry").exists()
+
+
+def write_slowly(file: Path, pieces: Pieces) -> Written:
+    """Rank 0 takes its time, so that the others wait for it in the save."""
+    written = write_file(file, pieces)
+    if file.name == "rank-0.safetensors" and not is_in_hurry(file.parents[2]):
+        time.sleep(3.0)
+    return written
 
 
 def break_down(run: Run) -> None:
@@ -50,3 +68,5 @@ def break_down(run: Run) -> None:
 
 
 Trainer.step = step  # type: ignore[method-assign]
+if KIND == "save":
+    saver.write_file = write_slowly  # type: ignore[attr-defined]

@@ -100,6 +100,7 @@ NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}
 SIMPLE = {"name": "simple_fsdp"}
+ROTATED = {"name": "rotated"}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
@@ -220,6 +221,11 @@ LAYOUTS: dict[str, Case] = {
     "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
     "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
     "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
+    # Rotated weights.
+    "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
+    "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
+    "rotated 2, copies 2": case(replicate=2, shard=2, sharding=ROTATED),
+    "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
     # All together.
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(
@@ -240,7 +246,7 @@ DAILY = (
     *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
     *("one rank, loss in chunks", "PP 2, loss in chunks"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
-    *("SimpleFSDP 2, accumulating 4",),
+    *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
 )
 """Each technique, and each pair that interacts: what `./scripts/test` compares with one rank."""
 LONG = (

@@ -37,8 +37,8 @@ class HalfWeights(WeightsConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfGather":
         return HalfGather(unit, group)
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return 2 * elements
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return 2 * ranks * unit.elements
 
 
 class HalfGather(Gather):
@@ -66,8 +66,8 @@ class HalfGradients(GradientsConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfReduce":
         return HalfReduce(unit, group)
 
-    def sent_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return 2 * elements
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return 2 * ranks * unit.elements
 
 
 class HalfReduce(Reduce):
@@ -94,7 +94,7 @@ class Counted(ReplicasConfig):
 
     name: Literal["counted"] = Field("counted", description="Which way to agree.")
 
-    def open(self, group: ProcessGroup) -> "Flat":
+    def open(self, unit: Unit, group: ProcessGroup) -> "Flat":
         return Flat(group)
 
 

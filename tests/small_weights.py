@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from torchtitan.checkpoint.storage import SavedTensors, write_weights
+from torchtitan.checkpoint.storage import SavedTensors, write_tensors
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
@@ -47,7 +47,7 @@ def saved(folder: Path, flavor: str = "plain", recipe: Mapping[str, Any] | None 
     folder.mkdir(parents=True)
     named = {"model.name": "small", "model.flavor": flavor, "training.seq_len": SEQ_LEN}
     about = {"recipe": {**named, **(recipe or {})}}
-    write_weights(folder, weights(flavor).items(), about, 10**9)
+    write_tensors(folder, weights(flavor).items(), about, 10**9)
     return folder
 
 

@@ -175,3 +175,33 @@ def test_saving_and_loading(tmp_path: Path) -> None:
         assert re.search(rf"^\| {name}.*\| \d+\.?\d* \(", page, re.MULTILINE), name
     kept = (ROOT / "benchmarks/results/checkpoint.md").read_text()
     assert len(rows(kept)) == len(rows(page))
+
+
+@pytest.mark.gate
+def test_cost_of_recording(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- RECORDING -->\n<!-- END -->\n")
+    command = [sys.executable, "benchmarks/recording.py", "--blocks", "2", "--steps", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, "--page", str(page)], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    assert [size for size, *_ in rows(page.read_text())] == ["0", "2,000", "20,000"]
+
+
+def test_debugging_quotes_what_recording_costs() -> None:
+    page = (ROOT / "docs/debugging.md").read_text()
+    table = page.partition("<!-- RECORDING -->\n")[2].partition("<!-- END -->")[0]
+    assert [size for size, *_ in rows(table)] == ["0", "2,000", "20,000"]
+
+
+@pytest.mark.gate
+def test_loading_what_dcp_saved(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    small = ["--dcp", "--quick", "--output", str(output)]
+    command = [sys.executable, "benchmarks/checkpoint.py", *small]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    kept = (ROOT / "benchmarks/results/checkpoint_dcp.md").read_text()
+    for page in (output.read_text(), kept):
+        assert re.findall(r"^\| (\S+) \| \d+ \(", page, re.MULTILINE) == ["dcp.load", "ours"] * 2

@@ -15,10 +15,10 @@ How each kind of block is played:
 - ```python``` without a file name is executed.
 - ```bash``` is run command by command, through the same `main` as from a shell, in a forked
   process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
-  where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). Of torchrun
-  the words are parsed by torch and the recipe is checked for that many ranks; of our own launcher,
-  for every number of ranks that it allows. Of `scripts/test` and of the reliability trials the
-  tests are collected.
+  where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). torchrun is
+  really started with a script of the page; else its words are parsed by torch and the recipe is
+  checked for that many ranks; of our own launcher, for every number of ranks that it allows. Of
+  `scripts/test` and of the reliability trials the tests are collected.
 
 Other blocks are for reading only.
 """
@@ -62,10 +62,12 @@ DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 NOT_RUN = {
     "README.md": ["needs Slurm"],
+    "checkpoint.md": ["needs s3fs", "needs a bucket"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
     "profiling.md": ["needs a live run"],
+    "reliability.md": ["takes hours"],
 }
 
 # What a command is made small by; more than this many steps become this many.
@@ -224,6 +226,9 @@ def run(command: str) -> int:
         case ["./run_train.sh", *flags]:
             recipe = environment.get("CONFIG_FILE", DEBUG_RECIPE)
             return train.main(["--job.config_file", recipe, *small(flags)])
+        case ["source", ".venv/bin/activate"]:
+            # What makes that environment, where none does.
+            return ".venv/bin/python" not in (ROOT / "scripts/environment.sh").read_text()
         case ["./scripts/test"] | ["./scripts/test", "--all"]:
             return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
         case ["./scripts/test", *arguments]:
@@ -241,6 +246,8 @@ def run(command: str) -> int:
             return cli.main(["train", *small(flags)])
         case ["torchtitan", *arguments]:
             return cli.main(arguments)
+        case ["torchrun", *arguments] if Path(arguments[-1]).is_file():
+            return subprocess.call([sys.executable, "-m", "torch.distributed.run", *arguments])
         case ["torchrun", *arguments]:
             return parse_torchrun(arguments)
         case ["python", script, *arguments]:
@@ -393,3 +400,24 @@ def test_every_dependency_is_justified() -> None:
     required = [*project["dependencies"], *itertools.chain(*optional)]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}  # type: ignore[index]
     assert names == set(first_cells("dependencies.md")) - {"package"}
+
+
+STUMBLING = (
+    "the loss without ever all logits",
+    "left out with a notice if it asks for nothing",
+    "asks for nothing",
+    "what may be absent",
+    "there has to be one, even of a recipe that differs",
+    "there has to be a checkpoint, even if",
+    "communication that nothing hides",
+    "never whole",
+)
+"""Sentences that readers stumbled over."""
+
+
+def test_sentences_that_readers_stumbled_over_are_gone() -> None:
+    sources = [*(ROOT / "torchtitan").rglob("*.py"), *(ROOT / "scripts").iterdir()]
+    for path in [*PAGES, *sources]:
+        # Sentences go on over lines, over the ends of strings, and over the signs of comments.
+        text = " ".join(re.sub(r'"\s*\n\s*f?"|\n\s*#', "", path.read_text()).split())
+        assert [words for words in STUMBLING if words in text] == [], path

@@ -13,6 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
@@ -21,6 +27,7 @@ from torchtitan import launch
 from torchtitan import train as entry
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
+from torchtitan.resilience import rendezvous
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.trainer import Trainer
 
@@ -238,7 +245,7 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], words: str) -> list[str]:
     """What the launcher says of a recipe before it starts anything."""
-    assert launch.main(words.split()) == 2
+    assert launch.main([*words.split(), "--training.steps=500"]) == 2
     return capsys.readouterr().err.splitlines()
 
 
@@ -291,6 +298,8 @@ def test_restarts_that_could_not_go_on_are_refused(
         ("--nnodes=two", "got two; wanted 2, or 1:2 for one or two"),
         ("--max-restarts=-1", "got -1; wanted an integer >= 0"),
         ("--processes=0", "got 0; wanted an integer >= 1"),
+        ("--rejoin-minutes=0", "got 0; wanted minutes, a number > 0"),
+        ("--rejoin-minutes=soon", "got soon; wanted minutes, a number > 0"),
     ],
 )
 def test_launcher_says_what_it_wants(
@@ -300,3 +309,90 @@ def test_launcher_says_what_it_wants(
         launch.main(["--processes=1", words])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+OUT_OF_REACH = "the rendezvous at a:1 is out of reach: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RendezvousClosedError(), "another node ended the run; see its output"),
+        (
+            RendezvousTimeoutError(),
+            "too few nodes came to the rendezvous at a:1 within 3 minutes (--rejoin-minutes)",
+        ),
+        (
+            RendezvousConnectionError(OUT_OF_REACH),
+            f"gave up after 3 minutes (--rejoin-minutes): {OUT_OF_REACH}. Its node is gone, or the",
+        ),
+    ],
+)
+def test_nodes_that_do_not_meet_say_what_can_be_done(
+    error: Exception,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "LaunchedRun", work)
+    words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-conf=join_timeout=180"]
+    assert launch.main([*words, str(ROOT / RECIPE), f"--job.dump_folder={tmp_path}"]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("saved", "status"), [(10, 1), (10_000, 0)])
+def test_node_that_comes_back_after_the_end(
+    saved: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(agent: launch.Agent) -> None:
+        raise RendezvousClosedError
+
+    monkeypatch.setattr(launch.Agent, "work", work)
+    monkeypatch.setattr(launch, "saved_steps", lambda folder: [saved])
+    words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", str(ROOT / RECIPE)]
+    words += [f"--job.dump_folder={tmp_path}", "--training.steps=10000"]
+    assert launch.main(words) == status
+
+
+# Asks a store that is frozen, and exits while the answer comes after all.
+LATE_ANSWER = """
+import os, signal, subprocess, sys
+from torchtitan import launch
+from torchtitan.resilience import rendezvous
+
+port, pid = map(int, sys.argv[1:])
+rendezvous.CALL_TIMEOUT = 0.5
+store = rendezvous.Store("127.0.0.2", port, is_host=False)
+store.set("key", "value")
+os.kill(pid, signal.SIGSTOP)
+try:
+    store.get("key")
+except rendezvous.RendezvousConnectionError:
+    subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {pid}"])
+    launch.leave(7)
+"""
+
+
+def asks(port: int) -> None:
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        held = rendezvous.Store("127.0.0.2", port)
+        held.check(["key"])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        words = [sys.executable, "-c", LATE_ANSWER, str(port), str(pids[0])]
+        assert subprocess.run(words, cwd=ROOT, timeout=100).returncode == 7
+    dist.barrier()
+
+
+@pytest.mark.gate
+def test_launcher_ends_well_while_a_late_answer_comes() -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    run_ranks(asks, 2, port)

@@ -19,6 +19,8 @@ TINY = [
     "--model.flavor=tiny",
     "--training.steps=1000",
     "--comm.train_timeout_seconds=3",
+    # Fewer than a step has, so that the report comes from a ring that has gone round.
+    "--comm.trace_buf_size=8",
 ]
 # Seconds; without a timeout of ours a run that hangs would take far longer than this.
 BOUND = 150

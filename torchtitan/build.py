@@ -18,9 +18,8 @@ from torchtitan.metrics import Meter
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.optim import learning_rate_factor
 from torchtitan.parallel import Launch, World, stages
-from torchtitan.parts import Observer, Parts, open_stream
+from torchtitan.parts import Observer, Parts
 from torchtitan.resilience.replicas import ReplicaGroup
 from torchtitan.resilience.replicas.step import GroupBatches, GroupGuard, GroupModel
 from torchtitan.resilience.spikes import Guard
@@ -151,9 +150,7 @@ def around_step(parts: Parts) -> Run:
         state=state,
         batches=batches,
         optimizers=step_optimizers,
-        schedule=lambda step: learning_rate_factor(
-            job.lr_scheduler, step - state.schedule_start, job.schedule_steps()
-        ),
+        schedule=lambda step: job.learning_rate_factor(step - state.schedule_start),
         model=model,
         agree=Agreement(world, timeline, flags),
         guard=guard,
@@ -174,7 +171,7 @@ def open_session(
     with ExitStack() as opened:
         for context in contexts:
             opened.enter_context(context)
-        # Python collects garbage only when told: at the same step on all ranks, so that none waits.
+        # Python collects garbage only on call: at the same step on all ranks, so that none waits.
         opened.callback(gc.enable)
         gc.disable()
         if restart := Launch.read().restart:
@@ -228,22 +225,25 @@ class Saving:
 
 def open_validator(parts: Parts) -> Validator:
     """What measures the loss on held-out data."""
-    job, world, groups = parts.job, parts.world, parts.job.fault_tolerance
+    job, world, config = parts.job, parts.world, parts.job.validation
     # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
-    alone = job.accumulation(world.degrees) * groups.groups
+    alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
+    accumulation = alone if config.unit == "global" else 1
     streams = {
         name: partial(
-            open_stream,
-            job,
-            parts.task,
-            config=config,
-            accumulation=alone,
+            parts.task.open_stream,
+            data,
+            seed=job.debug.seed,
+            seq_len=config.seq_len or job.training.seq_len,
+            once=config.steps == -1,
+            local_batch_size=config.local_batch_size or job.training.local_batch_size,
+            accumulation=accumulation,
             rank=world.data_rank,
             ranks=world.degrees.data,
         )
-        for name, config in job.validation.data(job.data).items()
+        for name, data in config.data(job.data).items()
     }
-    return Validator(job.validation, streams, alone, parts.task, parts.model, world)
+    return Validator(config, streams, accumulation, parts.task, parts.model, world)
 
 
 def validation(parts: Parts) -> AfterStep:

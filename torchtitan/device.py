@@ -152,6 +152,21 @@ class Device:
             return torch.cuda.get_device_properties(self.index).total_memory / GIB
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
+    def memory_limit(self) -> float:
+        """GiB that processes could have at the most: on a machine its swap counts, and a limit of
+        the control group they are in."""
+        if self.type == "cuda":
+            return self.memory_capacity()
+        here = self.memory_capacity() + _meminfo("SwapTotal")
+        group = [_control_group(name) for name in ("memory.max", "memory.swap.max")]
+        return min(here, sum(group))
+
+    def memory_available(self) -> float:
+        """GiB that are free, or would be without caches."""
+        if self.type == "cuda":
+            return torch.cuda.mem_get_info(self.index)[0] / GIB
+        return min(_meminfo("MemAvailable") or self.memory_capacity(), self.memory_limit())
+
     def reset_memory_peak(self) -> None:
         """Start a new peak. The kernel keeps one peak per process, so a CPU's is never reset."""
         if self.type == "cuda":
@@ -196,6 +211,21 @@ def pick(local_rank: int = 0) -> Device:
 def compiles_for_cpu() -> bool:
     """Whether there is what inductor needs for code of the CPU: a compiler of C++."""
     return bool(shutil.which("g++") or shutil.which("clang++"))
+
+
+def _meminfo(key: str) -> float:
+    """GiB by a line of the kernel's; 0 where there is none."""
+    path = Path("/proc/meminfo")
+    text = path.read_text() if path.exists() else ""
+    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 / GIB if found else 0.0
+
+
+def _control_group(name: str) -> float:
+    """GiB that a control group (v2) limits its processes to; infinite where there is no limit."""
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text().strip() if path.exists() else "max"
+    return int(text) / GIB if text.isdecimal() else float("inf")
 
 
 def _cpu_name() -> str:

@@ -1,14 +1,15 @@
 """The whole recipe as one tree, each section imported from its owner."""
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
-from torchtitan.config import Config, ListOf, OneOf, PlannedWorld, Problem, flat
+from torchtitan.config import Config, ListOf, OneOf, PlannedWorld, Problem, flat, local_path
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DataConfig
 from torchtitan.losses import LossConfig
@@ -16,7 +17,13 @@ from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.settings import ModelConfig
-from torchtitan.optim import OPTIMIZERS, AdamW, OptimizerConfig, ScheduleConfig
+from torchtitan.optim import (
+    OPTIMIZERS,
+    AdamW,
+    OptimizerConfig,
+    ScheduleConfig,
+    learning_rate_factor,
+)
 from torchtitan.parallel import (
     FSDP2,
     SHARDING,
@@ -24,7 +31,9 @@ from torchtitan.parallel import (
     CommConfig,
     CompileConfig,
     Degrees,
+    Layout,
     ParallelismConfig,
+    Precision,
     ShardingConfig,
 )
 from torchtitan.profiling import ProfilingConfig
@@ -65,10 +74,13 @@ class JobSection(Config):
         if self.config_file is not None:
             message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
             yield Problem("config_file", message)
-        dump = Path(self.dump_folder).expanduser()
-        existing = next((folder for folder in (dump, *dump.parents) if folder.exists()), None)
+        dump = local_path(self.dump_folder)
+        existing = next(filter(os.path.exists, (dump, *dump.parents)), None)
         if existing and not existing.is_dir():
             yield Problem("dump_folder", f"{existing} is a file; wanted a folder")
+        if not self.dump_folder.strip():
+            message = 'everything would lie about in the current folder; wanted a name, or "."'
+            yield Problem("dump_folder", message)
 
 
 class TrainingSection(Config):
@@ -180,9 +192,33 @@ class JobConfig(Config):
         once = self.training.local_batch_size * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
+    def layout(self) -> Layout:
+        """What `parallelize` has to know of a recipe."""
+        return Layout(
+            parallelism=self.parallelism,
+            precision=Precision(
+                parameters=getattr(torch, self.training.dtype),
+                compute=getattr(torch, self.training.mixed_precision_param),
+                reduce=getattr(torch, self.training.mixed_precision_reduce),
+            ),
+            cpu_offload=self.training.enable_cpu_offload,
+            activation_checkpoint=self.activation_checkpoint,
+            compile=self.compile,
+            loss=self.loss,
+            seq_len=self.training.seq_len,
+            local_batch_size=self.training.local_batch_size,
+            convert=self.convert,
+            sharding=self.sharding,
+            communication=self.communication,
+        )
+
     def schedule_steps(self) -> int:
         """Length of the learning rate schedule."""
         return self.lr_scheduler.total_steps or self.training.steps
+
+    def learning_rate_factor(self, step: int) -> float:
+        """The multiplier of the peak learning rate for a step of the schedule, from 1 on."""
+        return learning_rate_factor(self.lr_scheduler, step, self.schedule_steps())
 
     def same_run(self) -> set[str]:
         """Keys that a checkpoint and a recipe of one run agree in."""

@@ -7,28 +7,41 @@ exit status for the outcome; docs/elastic.md lists all of them.
 """
 
 import argparse
+import math
 import os
+import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from difflib import get_close_matches
+from typing import NoReturn
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 from torchtitan.checkpoint import lock, saved_steps
+from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
-from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.config import ConfigError, PlannedWorld, local_path
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.resilience.agent import Agent, describe
+from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import choose, read, refuse, saves
 
 # Enough for the hardware failures of a night; what fails immediately each time still ends soon.
 RESTARTS = 3
+# Longer than most interruptions of a network, and than it takes to replace a node.
+REJOIN_MINUTES = 30.0
 WRONG_RECIPE = 2
 
 
@@ -47,11 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.info("a rank that dies ends the run: %s: %s", problem.path, problem.message)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        return LaunchedRun(job, torchrun_words(arguments, words)).work()
-    except RendezvousError as error:
-        where = arguments.rdzv_endpoint
-        logger.error("the rendezvous at %s failed, or a node ended the run: %r", where, error)
-        return 1
+        return LaunchedRun(
+            job, torchrun_words(arguments, words), arguments.rejoin_minutes * 60
+        ).work()
+    except RendezvousClosedError:
+        logger.error("another node ended the run; see its output")
+    except (RendezvousError, dist.DistError) as error:
+        logger.error("%s", lost(error, arguments))
+    return 1
+
+
+def lost(error: Exception, arguments: argparse.Namespace) -> str:
+    """Why the nodes did not meet, and what can be done about it."""
+    endpoint, for_long = arguments.rdzv_endpoint, f"{arguments.rejoin_minutes:g} minutes"
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"too few nodes came to the rendezvous at {endpoint} within {for_long} "
+            f"(--rejoin-minutes); {arguments.nnodes[0]} are needed (--nnodes): start the command "
+            "on each"
+        )
+    why = str(error).partition("\n")[0]
+    return (
+        f"gave up after {for_long} (--rejoin-minutes): {why}. Its node is gone, or the network to "
+        "it, and no other node has that address: start the command again on that node, or on all "
+        "with another --rdzv-endpoint; a run that saved resumes from its newest checkpoint"
+    )
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -71,11 +104,22 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="number of nodes, or minimum and maximum: 2 or 1:2",
     )
     add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes")
+    rejoin = f"how long nodes wait for each other, or for the network; default: {REJOIN_MINUTES:g}"
+    add("--rejoin-minutes", type=minutes, help=rejoin)
     add("--rdzv-id", default="torchtitan", help="name of the run, if several share the endpoint")
     add("--rdzv-conf", default="", help="torch's rendezvous settings: last_call_timeout=5")
     arguments, words = parser.parse_known_args(argv)
+    options = [f"--{name.replace('_', '-')}" for name in vars(arguments)]
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        # A key of a recipe has its section before it.
+        meant = get_close_matches(flag.replace("_", "-"), options, 1, 0.75)
+        if "." not in flag and meant:
+            parser.error(f"there is no {flag}; did you mean {meant[0]}?")
     if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
         parser.error("several nodes need --rdzv-endpoint HOST:PORT")
+    if arguments.rejoin_minutes is None:
+        own = re.search(r"\bjoin_timeout=(\d+)", arguments.rdzv_conf)
+        arguments.rejoin_minutes = int(own[1]) / 60 if own else REJOIN_MINUTES
     return arguments, words
 
 
@@ -99,6 +143,17 @@ def node_range(word: str) -> range:
     return range(bounds[0], bounds[1] + 1)
 
 
+def minutes(word: str) -> float:
+    """A positive number."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {word}; wanted minutes, a number > 0")
+    return value
+
+
 def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     """Read the recipe, and check it for all numbers of ranks that it may run on.
 
@@ -108,10 +163,12 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     nodes, each = arguments.nnodes, arguments.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
     ranks = sizes if len(sizes) > 1 else sizes[0]
-    job = read(words, ranks, pick().type, may_restart=bool(arguments.max_restarts)).config
+    job = read(
+        words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
+    ).config
     if nodes[-1] == 1:  # else ranks of another node may have begun
         choose(job)
-        with lock(Path(job.job.dump_folder).expanduser()):
+        with lock(local_path(job.job.dump_folder)):
             pass  # nobody else writes there
     return job
 
@@ -137,12 +194,13 @@ def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[
 class LaunchedRun:
     """A run as its launcher sees it: through the agent, and through the traces of the ranks."""
 
-    def __init__(self, job: JobConfig, words: Sequence[str]) -> None:
+    def __init__(self, job: JobConfig, words: Sequence[str], rejoin_seconds: float) -> None:
         """`words` are the arguments of a torchrun command."""
         self.job = job
-        self.folder = Path(job.job.dump_folder).expanduser()
+        self.folder = local_path(job.job.dump_folder)
         self.agent = Agent(
             words,
+            rejoin_seconds=rejoin_seconds,
             not_restarted=(WRONG_RECIPE, DIVERGED),
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
@@ -160,6 +218,10 @@ class LaunchedRun:
                 self.explain()
                 code: int = error.get_first_failure()[1].exitcode
                 return code if code > 0 else 1
+        except RendezvousClosedError:
+            if not agent.is_finished():
+                raise
+            logger.info("the other nodes finished the run")
         except SignalException as error:
             if agent.at_once or agent.stopped_by is None:
                 return 128 + error.sigval
@@ -172,8 +234,13 @@ class LaunchedRun:
 
     def last_step(self) -> int:
         """The last completed step, by the traces of the ranks; without any, by the checkpoints."""
-        saved = saved_steps(self.folder / self.job.checkpoint.folder)
-        return max((t.step for t in self.traces()), default=0) or max(saved, default=0)
+        if trained := max((trace.step for trace in self.traces()), default=0):
+            return trained
+        try:
+            return max(saved_steps(self.job.checkpoint.path_in(self.folder)), default=0)
+        except StoreError as error:
+            logger.error("%s", error)
+            return 0
 
     def traces(self) -> list[RankTrace]:
         """The traces of the ranks since they were last started."""
@@ -190,5 +257,14 @@ class LaunchedRun:
             print(*report(traces), where, sep="\n", file=sys.stderr, flush=True)
 
 
+def leave(status: int) -> NoReturn:
+    """Exit; Python cannot end a thread that is left behind in native code without a crash."""
+    if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

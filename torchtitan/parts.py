@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
-from torchtitan.data import Batch, DataConfig, DataStream
+from torchtitan.config import local_path
+from torchtitan.data import Batch, DataStream
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -26,7 +27,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import name_parameters, open_optimizers
-from torchtitan.parallel import Layout, ParallelModel, Precision, World, parallelize, stages
+from torchtitan.parallel import ParallelModel, World, parallelize, stages
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
@@ -34,6 +35,7 @@ from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.stop import StopSignal
 from torchtitan.tasks import TASKS, Task
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.dtensor import allocate as allocate_weights
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Parts:
         )
         about = about_run(job) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
-        folder = Path(job.job.dump_folder).expanduser()
+        folder = local_path(job.job.dump_folder)
         self.meter = build_meter(job, self.task, world, folder, self.timeline, self.observer.sinks)
         evidence = Evidence(world.device, self.timeline, self.optimizers, job.flat())
         self.profiler = Profiler(
@@ -133,11 +135,10 @@ def open_stream(
     rank: int,
     ranks: int,
     groups: int = 1,
-    config: DataConfig | None = None,
 ) -> DataStream:
-    """The data of this rank; `config` in place of the recipe's [data]."""
+    """The data of this rank."""
     return task.open_stream(
-        config or job.data,
+        job.data,
         seed=job.debug.seed,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
@@ -150,8 +151,11 @@ def open_stream(
 
 def resume_policy(job: JobConfig) -> ResumePolicy:
     """What decides where this run starts from."""
-    folder = Path(job.job.dump_folder).expanduser()
-    return ResumePolicy(job.checkpoint, folder, job.in_effect(), job.same_run())
+    folder = local_path(job.job.dump_folder)
+    return ResumePolicy(
+        *(job.checkpoint, folder, job.in_effect(), job.same_run(), job.optimizer),
+        factor=job.learning_rate_factor,
+    )
 
 
 def open_task(job: JobConfig) -> Task:
@@ -174,7 +178,7 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """The network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = job.model_args()
-    layout = layout_of(job)
+    layout = job.layout()
     network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     logger.info(
         "%s %s: %s parameters, computed in %s, on %d x %s",
@@ -191,32 +195,11 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     return parallelize(network, spec, args, layout, world, timeline)
 
 
-def layout_of(job: JobConfig) -> Layout:
-    """What `parallelize` has to know of a recipe."""
-    return Layout(
-        parallelism=job.parallelism,
-        precision=Precision(
-            parameters=getattr(torch, job.training.dtype),
-            compute=getattr(torch, job.training.mixed_precision_param),
-            reduce=getattr(torch, job.training.mixed_precision_reduce),
-        ),
-        cpu_offload=job.training.enable_cpu_offload,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        loss=job.loss,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-        convert=job.convert,
-        sharding=job.sharding,
-        communication=job.communication,
-    )
-
-
 def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
     """Give the parts of a model memory, uninitialised, and fill their buffers."""
     device = world.device.torch_device
     for part in model.parts:
-        part.to_empty(device="cpu" if job.training.enable_cpu_offload else device)
+        allocate_weights(part, "cpu" if job.training.enable_cpu_offload else device)
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem, Recipe, help_text
+from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
@@ -35,14 +35,22 @@ USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
        python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
 
 Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
-lists: --section.key a b, or a,b; what may be absent: --section.key none."""
+lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
+--help SECTION shows the settings of one section: --help optimizer."""
+
+DEBUG_RECIPE = Path("train_configs/debug_model.toml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in words or "-h" in words:
-        print(USAGE, help_text(JobConfig), sep="\n")
+    if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
+        about = "".join(words[asked[0] + 1 : asked[0] + 2])
+        try:
+            settings = help_text(JobConfig, "" if about.startswith("--") else about)
+        except ConfigError as error:
+            return refuse(error)
+        print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
         return 0
     with ExitStack() as held:
         return run(words, held)
@@ -55,10 +63,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         stop_without_launcher()
     try:
         device = pick(launch.local_rank)
-        recipe = read(words, launch.size, device.type)
+        recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
-        folder = Path(job.job.dump_folder).expanduser()
+        folder = local_path(job.job.dump_folder)
         start = choose(job) if launch.rank == 0 else None
         if launch.rank == 0:
             held.enter_context(lock(folder))
@@ -112,23 +120,63 @@ def saves(job: JobConfig) -> bool:
 
 
 def read(
-    words: Sequence[str], ranks: int | range, device_type: str, *, may_restart: bool = False
+    words: Sequence[str],
+    ranks: int | range,
+    device_type: str,
+    *,
+    local_ranks: int,
+    may_restart: bool = False,
 ) -> Recipe[JobConfig]:
-    """Read and check the recipe for `ranks` ranks of this machine's kind of device.
+    """Read and check the recipe for `ranks` ranks, so many of which are on this machine.
 
     Raises:
         ConfigError: with every mistake found.
     """
     path, flags = split_recipe(words)
-    recipe = load_job(path, flags, ranks, device_type, is_here=True, may_restart=may_restart)
+    if path is None and not any(word.startswith("--training.steps") for word in flags):
+        raise ConfigError(no_recipe())
+    recipe = load_job(
+        path,
+        flags,
+        ranks,
+        device_type,
+        is_here=True,
+        may_restart=may_restart,
+        local_ranks=local_ranks,
+    )
     recipe.refuse(problems_of_task(recipe.config))
+    recipe.refuse(problems_of_files(recipe.config))
     return recipe
+
+
+def problems_of_files(job: JobConfig) -> Iterator[Problem]:
+    """What a first look at files of data tells."""
+    task = TASKS[MODELS[job.model.name].task]
+    held_out = job.validation.data(job.data) if job.validation.enable else {}
+    for section, configs in (("data", [job.data]), ("validation", held_out.values())):
+        for config in configs:
+            key = f"{section}.dataset_path" if config.dataset_path else f"{section}.dataset"
+            try:
+                task.check_files(config)
+            except ConfigError as error:
+                yield Problem(key, str(error))
+
+
+def no_recipe() -> str:
+    """What to do where no recipe is given: the defaults alone train ten thousand steps."""
+    in_tree = Path(__file__).parents[1] / DEBUG_RECIPE
+    debug = next((path for path in (DEBUG_RECIPE, in_tree) if path.is_file()), "RECIPE.toml")
+    return (
+        "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
+        f"small model in minutes: torchtitan train {debug}; or, to train with the defaults, "
+        "--training.steps N"
+    )
 
 
 def problems_of_task(job: JobConfig) -> Iterator[Problem]:
     """What only reading a task's files tells: the tokenizer, say."""
     try:
-        open_task(job)
+        open_task(job).packing(job.data, job.training.seq_len)
     except ConfigError as error:
         yield Problem(TASKS[MODELS[job.model.name].task].key, str(error))
 
@@ -161,7 +209,7 @@ def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def refuse(error: ConfigError) -> int:
     """Print what is wrong with the recipe; returns the exit status."""
-    print(error, file=sys.stderr, flush=True)
+    print(error.report(), file=sys.stderr, flush=True)
     return 2
 
 

@@ -21,7 +21,11 @@ class Trainer:
         run, state = self.run, self.run.state
         run.checkpoint.load(start)
         if run.is_finished():
-            logger.info("nothing to do: step %d is done", state.step)
+            logger.info(
+                "nothing to do: all %d steps are done; to train on, raise training.steps, and to "
+                "start over, choose another job.dump_folder",
+                state.step,
+            )
             return
         with run.session():
             while not run.is_finished():

@@ -1,7 +1,8 @@
 """Loss on held-out data, at a set pace, through the same forward as training."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -31,9 +32,23 @@ class ValidationConfig(Config):
     freq: int = Field(10, ge=1, description="Steps between validations; the last step has one.")
     steps: int = Field(
         10,
+        ge=-1,
+        description="Number of batches of each data set per validation; always the same batches. "
+        "-1: all of the data set, each document once.",
+    )
+    unit: Literal["global", "local"] = Field(
+        "global",
+        description="What steps counts. global: batches of as many sequences as an optimizer step "
+        "has; local: batches of local_batch_size sequences on each data-parallel rank.",
+    )
+    local_batch_size: int | None = Field(
+        None,
         ge=1,
-        description="Number of global batches of each data set per validation; always the same "
-        "batches.",
+        description='With unit = "local": sequences per data-parallel rank in a batch; absent: '
+        "training.local_batch_size.",
+    )
+    seq_len: int | None = Field(
+        None, ge=1, description="Tokens in a sequence; absent: training.seq_len."
     )
 
     @property
@@ -51,6 +66,11 @@ class ValidationConfig(Config):
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         if not self.enable:
             return
+        if self.steps == 0:
+            yield Problem("steps", "wanted -1 or an integer >= 1")
+        if self.local_batch_size and self.unit == "global":
+            message = 'a global batch is that of training; write self.unit = "local"'
+            yield Problem("local_batch_size", message, ("unit",))
         names, several = self.datasets, self.data(recipe.data)
         if len(names) == 1:
             yield from several[names[0]].problems(recipe, world)
@@ -139,12 +159,16 @@ class Validator:
         device = self.world.device.torch_device
         total = torch.zeros((), dtype=torch.float64, device=device)
         counts: list[Tensor] = []
-        for _ in range(self.config.steps):
+        for step in itertools.count(1):
             batches = [next(stream).to(device) for _ in range(self.accumulation)]
+            found = [torch.cat([b.count()[None], self.task.measure(b)]) for b in batches]
+            counts.append(torch.stack(found).sum(0))
+            # Ranks come to the end of their documents at different steps, and leave together.
+            if self.config.steps == -1 and not self.world.sum(counts[-1][0].clone(), over="data"):
+                break
             total += self.model.evaluate(batches)
-            counts += [
-                torch.cat([batch.count()[None], self.task.measure(batch)]) for batch in batches
-            ]
+            if step == self.config.steps:
+                break
         self.world.sum(total, over="loss")
         count, *measured = self.world.sum(torch.stack(counts).sum(0), over="data").tolist()
         return Sums(float(total), count, tuple(measured))

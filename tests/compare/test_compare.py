@@ -1,18 +1,21 @@
 """What a comparison finds: its numbers, its verdicts, and the whole of it once, for real."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
+from tests.compare.samples import sample
 from torchtitan.config import RecipeError
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
+from torchtitan.tools.compare.render import markdown
 from torchtitan.tools.compare.report import Curve, Spread
 
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
@@ -179,7 +182,7 @@ optimizer.lr = 1e30
     )
     study = str(tmp_path / "study.toml")
     assert main(["compare", study, "--check"]) == 0
-    assert "cannot: 1 rank: cannot run" in capfd.readouterr().out
+    assert "cannot: 3 ranks: cannot run" in capfd.readouterr().out
     assert not (tmp_path / "out").exists()
 
     assert main(["compare", study]) == 1  # one has failed
@@ -217,3 +220,17 @@ optimizer.lr = 1e30
     for name in ("one", "two"):
         path = tmp_path / f"out/runs/{name}/round-1/metrics.jsonl"
         assert path.stat().st_mtime_ns == before[path]
+
+
+def test_a_report_says_nothing_of_conditions_that_were_not_set() -> None:
+    unset = {"ranks": None, "launcher": "", "recipe": None, "rounds": 3, "seeds": []}
+    differs = [{"training.global_batch_size": None}, {"training.global_batch_size": 8}]
+    report = sample()
+    variants = [
+        replace(one, differs=two) for one, two in zip(report.variants, differs, strict=False)
+    ]
+    page = markdown(replace(report, conditions=unset, variants=tuple(variants)))
+    assert "| rounds | 3 |" in page
+    assert "`training.global_batch_size = none`" in page
+    for word in ("| ranks |", "| launcher |", "None", "null"):
+        assert word not in page

@@ -116,7 +116,8 @@ def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -
     assert not fine.problems
     assert any("it does not divide the 16 heads" in line for line in uneven.problems)
     (line,) = large.problems
-    assert "405,853,388,800 parameters take" in line
+    assert "3 ranks hold " in line
+    assert " GiB at the least" in line
     assert {task.ready.name for task in tasks(study, [fine, uneven, large])} == {"0"}
 
 
@@ -240,3 +241,14 @@ def test_shipped_studies_can_run_where_they_are_meant_to(
 
 def test_slugs_are_folders() -> None:
     assert slug("FSDP 2 x TP 2, Float8!") == "fsdp-2-x-tp-2-float8"
+
+
+def test_each_recipe_gets_the_ranks_that_it_needs() -> None:
+    key = "parallelism.tensor_parallel_degree"
+    ready = prepare(of_recipes([DEBUG], [f"{key}=1,2"], []))
+    assert [one.plan.ranks for one in ready] == [1, 2]
+    assert not any(one.problems for one in ready)
+    cannot = prepare(of_recipes([DEBUG], [f"{key}=1,3"], []))[1]
+    assert (cannot.plan.ranks, bool(cannot.problems)) == (3, True)
+    given = prepare(of_recipes([DEBUG], [f"{key}=1,2"], [], ranks=2))
+    assert [one.plan.ranks for one in given] == [2, 2]

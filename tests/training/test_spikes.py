@@ -21,6 +21,7 @@ from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checkpoint.store import Disk
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -381,11 +382,11 @@ def test_a_rollback_that_is_killed_halfway_is_made_again(
 
 
 def killed_while_deleting(job: JobConfig, bad: Collection[int]) -> Outcome:
-    def delete(path: Path) -> None:
+    def delete(store: Disk, path: Path) -> None:
         raise Killed("while deleting")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.checkpoint.folder.delete", delete)
+        patch.setattr(Disk, "delete", delete)
         return train(job, bad)
 
 

@@ -178,6 +178,29 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> Non
     assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, []),
+        ({"training": {"mixed_precision_param": "bfloat16"}}, ["FullyShard"]),
+        ({"compile": {"enable": True, "backend": "eager"}}, ["Watch"]),
+        ({"compile": {"enable": True, "cuda_graphs": True}}, ["Recorded", "Watch"]),
+    ],
+)
+def test_a_technique_that_is_off_is_in_no_step(
+    sections: dict[str, Any], expected: list[str]
+) -> None:
+    assert run_ranks(techniques, 1, tiny.job(**sections)) == [expected]
+
+
+def techniques(job: JobConfig) -> list[str]:
+    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        run.batches.close()
+        model = getattr(run.model, "model", run.model)
+        return [type(technique).__name__ for technique in model.techniques]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_bfloat16(ranks: int) -> None:
     settings = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}

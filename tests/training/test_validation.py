@@ -1,5 +1,6 @@
 """Loss on held-out data: of each data set, for each byte of text, the same on every layout."""
 
+import json
 import math
 from contextlib import closing
 from pathlib import Path
@@ -178,6 +179,68 @@ def test_sums_over_data_sets_weigh_their_targets() -> None:
     special = Sums(1.0, 1, (0,)).values(task)  # special tokens alone
     assert special["validation_bits_per_byte"] is None
     assert Sums(1e6, 1, (1,)).values(task)["validation_perplexity_per_byte"] == math.inf
+
+
+def sums(job: JobConfig) -> tuple[Sums, Sums]:
+    """What two validations in a row find of the one data set."""
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        run = Parts(job, world)
+        with closing(run.data):
+            validator = open_validator(run)
+            [name] = validator.open_streams
+            return validator._measure(name), validator._measure(name)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layouts"),
+    [([5], ["fsdp"]), ([300, 1, 20, 90, 40], [*LAYOUTS]), ([3] * 40, ["fsdp"])],
+)
+def test_all_of_a_data_set_is_read_once(
+    lengths: list[int], layouts: list[str], tmp_path: Path
+) -> None:
+    """Every byte of every document, on any number of ranks, whatever lanes have none left."""
+    lines = [json.dumps({"text": "x" * length}) + "\n" for length in lengths]
+    (tmp_path / "held.jsonl").write_text("".join(lines))
+    validation = {"enable": True, "steps": -1, "dataset": str(tmp_path / "held.jsonl")}
+    lanes = 8  # one for each sequence of the global batch
+    for ranks, parallelism in ((1, {}), *(LAYOUTS[name] for name in layouts)):
+        job = tiny.job(validation=validation, parallelism=parallelism)
+        for first, second in run_ranks(sums, ranks, job):
+            assert first == second
+            assert first.measured == (sum(lengths),)
+            # Each document has a BOS and an EOS, and the first token of a lane is no target.
+            assert first.units == sum(lengths) + 2 * len(lengths) - min(lanes, len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "length", "data_ranks"),
+    [
+        ({}, 16, 2),
+        ({"tensor_parallel_degree": 2}, 16, 1),
+        ({"context_parallel_degree": 2}, 16, 1),
+        ({"pipeline_parallel_degree": 2}, 32, 1),
+    ],
+)
+def test_steps_of_each_rank_have_their_own_shape(
+    parallelism: dict[str, Any], length: int, data_ranks: int, tmp_path: Path
+) -> None:
+    """Where training has batches of 2 times 32 tokens."""
+    shape = {"unit": "local", "local_batch_size": 3, "seq_len": length}
+    validation = {"enable": True, "steps": 2, "dataset": files(tmp_path)[0]} | shape
+    job = tiny.job(tmp_path / "run", validation=validation, parallelism=parallelism)
+    assert not tiny.problems(job, ranks=2)
+    found = [first for first, _ in run_ranks(sums, 2, job)]
+    assert found[0] == found[1]
+    assert found[0].units == 2 * 3 * length * data_ranks
+    run_ranks(train, 2, job)
+    assert [row["step"] for row in rows(tmp_path / "run") if "validation_loss" in row] == [5]
+
+
+def test_a_step_of_all_ranks_is_a_global_batch(tmp_path: Path) -> None:
+    validation = {"enable": True, "steps": 3, "dataset": files(tmp_path)[0]}
+    for ranks in (1, 2):
+        for first, _ in run_ranks(sums, ranks, tiny.job(validation=validation)):
+            assert first.units == 3 * 8 * 32
 
 
 def test_names_are_one_or_several() -> None:

@@ -2,7 +2,7 @@
 
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_text
-from torchtitan.config.help import help_text, json_schema
+from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Recipe, load
 from torchtitan.config.problems import PlannedWorld, Problem
 from torchtitan.config.schema import flat
@@ -17,7 +17,7 @@ from torchtitan.config.settings import (
     Setting,
     Translation,
 )
-from torchtitan.config.words import allowed_names, show
+from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
 
 __all__ = [
     "CannotRun",
@@ -33,12 +33,16 @@ __all__ = [
     "Setting",
     "Translation",
     "allowed_names",
+    "exists",
     "flat",
     "help_text",
     "json_schema",
     "load",
+    "local_path",
     "read_file",
     "read_text",
+    "sections",
+    "shorten",
     "show",
     "validate_all",
 ]

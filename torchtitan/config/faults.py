@@ -1,6 +1,8 @@
 """What is wrong with each setting taken by itself, and what could be written instead."""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from itertools import count, takewhile
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from torchtitan.config.schema import (
     places,
 )
 from torchtitan.config.settings import BAD_CHOICE, Config, KeyPath, OneOf, Setting
-from torchtitan.config.words import holds_sections, nearest, show
+from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, holds_sections, nearest, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = Mapping[KeyPath, Setting]
@@ -32,7 +34,7 @@ def validate_all(
 
     In the tree defaults take the place of those that are wrong.
     """
-    faults = dict(_gaps(schema, settings))
+    faults = {**dict(_gaps(schema, settings)), **dict(_unwritable(settings))}
     dropped = set(faults)
     while True:
         sound = {
@@ -78,6 +80,27 @@ def _gaps(schema: type[Config], settings: Settings) -> Iterator[tuple[KeyPath, s
             allowed = [".".join((*path, n)) for n in (*numbers, str(len(numbers)))][-2:]
             wanted = f"wanted {' or '.join(allowed)}"
             yield (*path, last), f"they are numbered from 0 without a gap; {wanted}"
+
+
+def _unwritable(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    """Values that TOML has no form for, or no file and no terminal."""
+    for path, setting in settings.items():
+        if len(path) > MAX_NESTED:
+            yield path, f"it is nested too deeply; wanted {SECTION_AND_KEY}"
+        elif why := _why_unwritable([*path, setting.value]):
+            yield path, f"got {show(setting.value)}; {why}"
+
+
+def _why_unwritable(value: Any) -> str:
+    if isinstance(value, list):
+        return next(filter(None, map(_why_unwritable, value)), "")
+    if isinstance(value, dict):
+        return _why_unwritable([*value.keys(), *value.values()])
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        return "wanted UTF-8 text without the character U+0000"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "wanted an integer of 64 bits, below 9,223,372,036,854,775,808"
+    return ""
 
 
 def _nest(settings: Settings) -> Any:
@@ -129,7 +152,10 @@ def wanted(info: FieldInfo, value: Any) -> str:
     if isinstance(value, list):
         value = next((item for item in value if item not in known), None)
     word = "allowed:" if {"enum", "const"} & allowed.keys() else "wanted"
-    return f"{word} {describe(allowed)}{nearest(value, known)}"
+    described = describe(allowed)
+    if isinstance(value, float) and not math.isfinite(value):
+        described = described.replace("a number", "a finite number")
+    return f"{word} {described}{nearest(value, known)}"
 
 
 def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
@@ -151,7 +177,8 @@ def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
     here = ".".join("0" if part.isdecimal() else part for part in path[:-1])
     owners = [place.choice for place in homes if place.path == here and place.choice]
     if owners:
-        return f"; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
+        names = " and ".join(filter(None, [", ".join(owners[:-1]), owners[-1]]))
+        return f"; {names} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
     elsewhere = list(dict.fromkeys(f"{place.path}.{path[-1]}" for place in homes))
     near = nearest(path[-1], known, "".join(f"{part}." for part in path[:-1]))
     is_of_another_choice = any(place.path == here for place in homes)

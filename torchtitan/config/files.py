@@ -4,13 +4,13 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.lines import key_lines
 from torchtitan.config.settings import KeyPath, Setting
-from torchtitan.config.words import show
+from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, shorten, show
 
 
 def read_recipe(
@@ -27,22 +27,24 @@ def read_recipe(
         return [settings]
     base = Path(os.path.normpath(path.parent / parent.value))
     chain = (*seen, path)
-    if base.resolve() in [link.resolve() for link in chain]:
+    if _real(base) in map(_real, chain):
         circle = " -> ".join(link.name for link in (*chain, base))
         problems.append(f"{complain}wanted a recipe that does not lead back here: {circle}")
         return [settings]
-    if not base.is_file():
-        problems.append(f"{complain}there is no file {base}{_nearest_file(base)}")
+    if not os.path.isfile(base):
+        own = [link.name for link in chain if link.parent == base.parent]
+        near = _nearest_file(base, own)
+        problems.append(f"{complain}there is no file {shorten(str(base))}{near}")
         return [settings]
     return [*read_recipe(base, problems, chain), settings]
 
 
 def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
     """The settings of one file; empty where it cannot be read."""
-    if path.is_dir():
+    if os.path.isdir(path):
         problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
         return {}
-    if not path.is_file():
+    if not os.path.isfile(path):
         problems.append(f"{path}: there is no such recipe{_nearest_file(path)}")
         return {}
     try:
@@ -59,6 +61,12 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
     except tomllib.TOMLDecodeError as error:
         problems.append(_syntax_problem(path, text, str(error)))
         return {}
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, say
+        problems.append(f"{path}: not valid TOML: {error}")
+        return {}
+    if _is_deep(table):
+        problems.append(f"{path}: nested too deeply; wanted {SECTION_AND_KEY}")
+        return {}
     lines = key_lines(text)
     return {key: Setting(value, f"{path}:{lines[key]}") for key, value in _flatten(table)}
 
@@ -66,6 +74,18 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
 def read_text(path: Path) -> str:
     """The text of a recipe, whatever its line ends, and with or without a byte order mark."""
     return path.read_text(encoding="utf-8-sig")
+
+
+def _is_deep(table: Mapping[str, Any]) -> bool:
+    level: list[Any] = [table]
+    for _ in range(MAX_NESTED):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [x for items in inner for x in items if isinstance(x, dict | list)]
+    return bool(level)
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path) if "\0" not in str(path) else ""
 
 
 def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -88,12 +108,15 @@ def _syntax_problem(path: Path, text: str, error: str) -> str:
     number = int(place[1]) if place else len(lines)
     got = lines[min(number, len(lines)) - 1].strip()
     hint = "; is it written twice?" if "overwrite" in what else ""
-    return f"{path}:{number}: not valid TOML: got `{got}`; {what}{hint}"
+    value = re.fullmatch(r"[^=]+= *([^\s\"'\[{#=][^\"'#]*?) *(?:#.*)?", got)
+    if what == "Invalid value" and value:
+        hint = f"; text stands in quotes: {show(value[1])}"
+    return f"{path}:{number}: not valid TOML: got `{shorten(got)}`; {what}{hint}"
 
 
-def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
-    recipes = sorted(p.name for p in path.parent.glob("*.toml"))
+def _nearest_file(path: Path, seen: Collection[str] = ()) -> str:
+    if not os.path.isdir(path.parent):
+        return f"; there is no folder {shorten(str(path.parent))}"
+    recipes = sorted(p.name for p in path.parent.glob("*.toml") if p.name not in seen)
     near = difflib.get_close_matches(path.name, recipes, n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""

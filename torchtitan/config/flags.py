@@ -1,9 +1,10 @@
 """Settings from the command line: `--section.key value`.
 
 Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is no list where that will do), `none` for
-what may be absent, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first
+an optional setting, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first
 section of a list. A hyphen may stand for an underscore. Words get the type of their field: TOML has
-types, a command line has not.
+types, a command line has not. Of a flag that is repeated the last one holds, so that a script can
+append its own.
 """
 
 import json
@@ -22,6 +23,7 @@ from torchtitan.config.schema import (
     json_types,
 )
 from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
+from torchtitan.config.words import dotted, shorten
 
 ANYTHING = {"boolean", "integer", "number", "string"}
 
@@ -38,6 +40,7 @@ def read_flags(
     flag does. `new_name` tells the present path of an old key, whose field then gives the type.
     """
     settings: dict[KeyPath, Setting] = {}
+    wrong: dict[KeyPath, str] = {}
     flags, problems = _split(words)
     renamed = [(new_name(path), values) for path, values in flags]
     chosen = {path: Setting(v[0], "") for path, v in renamed if path[-1] == "name" and v}
@@ -47,20 +50,19 @@ def read_flags(
         if kind is None and (positive := _without_no(path)):
             path, is_off = positive, True
             kind = find(schema, new_name(path), {**below, **chosen})
-        name = ".".join(path)
+        name = dotted(path)
         origin = f"--{name}"
+        wrong.pop(path, None)
         try:
-            if path in settings:
-                raise ConfigError("given twice; wanted one value")
             value = _off(values) if is_off else _typed(kind, values)
         except ConfigError as error:
-            problems.append(f"{origin}: {name}: {error}")
+            wrong[path] = f"{origin}: {name}: {error}"
             continue
         for depth in range(1, len(path)):
             if not path[depth].isdecimal():  # a list as a whole is not what a flag is about
                 settings[path[:depth]] = Setting({}, origin)
         settings[path] = Setting(value, origin)
-    return settings, problems
+    return settings, [*problems, *wrong.values()]
 
 
 def _split(words: Sequence[str]) -> tuple[list[tuple[KeyPath, list[str]]], list[str]]:
@@ -75,7 +77,7 @@ def _split(words: Sequence[str]) -> tuple[list[tuple[KeyPath, list[str]]], list[
         elif flags:
             flags[-1][1].append(word)
         else:
-            problems.append(f"{word}: not a flag; wanted --section.key value")
+            problems.append(f"{shorten(word)}: not a flag; wanted --section.key value")
     return flags, problems
 
 
@@ -89,7 +91,7 @@ def _without_no(path: KeyPath) -> KeyPath | None:
 
 def _off(values: Sequence[str]) -> bool:
     if values:
-        raise ConfigError(f"got {' '.join(values)} after a `no-`; wanted no value")
+        raise ConfigError(f"got {shorten(' '.join(values))} after a `no-`; wanted no value")
     return False
 
 
@@ -111,16 +113,17 @@ def _typed(kind: Kind | None, values: Sequence[str]) -> Any:
         one_will_do = any(part.get("type") in NOUNS for part in schema.get("anyOf", ()))
         return items[0] if one_will_do and len(items) == 1 else items
     if len(values) > 1:
-        raise ConfigError(f"got {len(values)} values, {' '.join(values)}; wanted one")
+        got = shorten(" ".join(values))
+        raise ConfigError(f"got {len(values)} values, {got}; wanted one")
     return _word(values[0], kinds)
 
 
 def _json(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         wanted = f"wanted {describe(schema)}, as JSON"
-        raise ConfigError(f"got {text}; {wanted}: {error}") from error
+        raise ConfigError(f"got {shorten(text)}; {wanted}: {error}") from error
 
 
 def _word(word: str, kinds: set[str]) -> Any:

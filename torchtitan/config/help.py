@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.schema import describe, field_schema, kind_of, places
-from torchtitan.config.settings import Config
-from torchtitan.config.words import show
+from torchtitan.config.settings import Config, ConfigError
+from torchtitan.config.words import allowed_names, shorten, show
 
 
 class Entry(NamedTuple):
@@ -47,10 +47,22 @@ def sections(schema: type[Config]) -> Iterator[Section]:
         yield Section(header, choice, f"(Of {owner} only.) {about}" if owner else about, entries)
 
 
-def help_text(schema: type[Config]) -> str:
-    """What `--help` prints of the settings."""
+def help_text(schema: type[Config], about: str = "") -> str:
+    """What `--help` prints of the settings.
+
+    Args:
+        about: a section, or one of its keys; all of them if empty.
+
+    Raises:
+        ConfigError: if there is no such section.
+    """
+    everything = list(sections(schema))
+    found = [part for section in everything if (part := _about(section, about))]
+    if not found:
+        names = dict.fromkeys(section.header.strip("[]") for section in everything)
+        raise ConfigError(f"--help: got {shorten(about)}; {allowed_names(about, names)}")
     lines = []
-    for section in sections(schema):
+    for section in found:
         choice = f' with name = "{section.choice}"' if section.choice else ""
         lines += ["", f"{section.header}{choice}: {section.about}"]
         for entry in section.entries:
@@ -59,6 +71,16 @@ def help_text(schema: type[Config]) -> str:
                 f"      {entry.help}",
             ]
     return "\n".join(lines)
+
+
+def _about(section: Section, about: str) -> Section | None:
+    """What of a section has that name: all of it, one key, or nothing."""
+    about = about.strip("[]").replace("-", "_")
+    name = section.header.strip("[]")
+    if not about or f"{name}.".startswith(f"{about}."):
+        return section
+    entries = [entry for entry in section.entries if entry.path in (about, f"{name}.0.{about}")]
+    return section._replace(entries=entries) if entries else None
 
 
 def json_schema(schema: type[Config]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torchtitan.config.settings import (
     Setting,
     Translation,
 )
-from torchtitan.config.words import holds_sections, show
+from torchtitan.config.words import dotted, holds_sections, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = dict[KeyPath, Setting]
@@ -43,7 +43,7 @@ class Recipe(Generic[ConfigT]):
     def refuse(self, problems: Iterable[Problem]) -> None:
         """Raise CannotRun with a line for each problem that is an error, if there are any."""
         if lines := [self.line(problem) for problem in problems if problem.severity == "error"]:
-            raise CannotRun(lines, self.config)
+            raise CannotRun(lines, self.config, self.notices)
 
     def line(self, problem: Problem) -> str:
         """A problem in words: where, which setting, what was got, what is wrong with it."""
@@ -70,6 +70,7 @@ def load(
     over: Sequence[Settings] = (),
     translate: Callable[[Settings, Settings], Translation],
     new_name: Callable[[KeyPath], KeyPath],
+    unsaid: Callable[[Sequence[Settings], Settings, Settings], Translation],
     prepare: Callable[[Settings], Iterable[str]],
     check: Callable[[ConfigT], Iterable[Problem]],
 ) -> Recipe[ConfigT]:
@@ -83,6 +84,8 @@ def load(
         translate: reads the settings of one source that has names of an older version; for flags
             it is also given those of the recipe, as written.
         new_name: the present path of an old key.
+        unsaid: what goes below all settings; given those of the recipe, what it extends first, and
+            those of flags, both as written, and all settings together.
         prepare: called with all settings before any is validated; returns problems.
         check: what is wrong with settings that are each valid.
 
@@ -115,10 +118,15 @@ def load(
     from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
     problems += wrong_flags
     settings = _merged(schema, settings, translated(from_flags, written), notices)
+    rest = unsaid(files if recipe else (), from_flags, settings)
+    notices += rest.notices
+    problems += rest.problems
+    lowest = {path: s for path, s in rest.settings.items() if find(schema, path, settings)}
+    settings = lowest | settings
 
     config, faults, sound = validate_all(schema, settings)
     for path, message in faults.items():
-        problems.append(f"{settings[path].origin}: {'.'.join(path)}: {message}")
+        problems.append(f"{settings[path].origin}: {dotted(path)}: {message}")
     origins = {
         path: setting.origin
         for path, setting in sound.items()
@@ -132,9 +140,9 @@ def load(
             lines = problems if problem.severity == "error" else notices
             lines.append(loaded.line(problem))
     if problems and are_valid:
-        raise CannotRun(problems, loaded.config)
+        raise CannotRun(problems, loaded.config, notices)
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(problems, notices)
     return loaded
 
 

@@ -41,3 +41,5 @@ class PlannedWorld:
     """On this very machine: what it lacks is a problem too."""
     may_restart: bool = False
     """Processes that die are started again."""
+    local_ranks: int | None = None
+    """How many of the ranks share this machine's memory; None: that is not asked."""

@@ -128,7 +128,7 @@ def describe(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(describe(part) for part in schema["anyOf"] if part != {"type": "null"})
     if names := _values(schema):
-        return ", ".join(names)
+        return ", ".join(map(str, names))
     if schema["type"] == "array":
         items = schema["items"]
         if items["type"] == "array":
@@ -145,11 +145,13 @@ def names(schema: Mapping[str, Any]) -> list[str]:
 
 def json_types(schema: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema admits; those of the items of a list included."""
-    own = {"string"} if _values(schema) else {schema["type"]} if "type" in schema else set()
+    own = {schema["type"]} if "type" in schema else set()
+    if named := _values(schema):
+        own = {"integer" if isinstance(name, int) else "string" for name in named}
     return own.union(*map(json_types, _parts(schema)))
 
 
-def _values(schema: Mapping[str, Any]) -> list[str]:
+def _values(schema: Mapping[str, Any]) -> list[Any]:
     return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 

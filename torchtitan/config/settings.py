@@ -20,20 +20,28 @@ BAD_CHOICE: Final = "bad_choice"
 class ConfigError(ValueError):
     """Something the user wrote is wrong; the message teaches what to write instead."""
 
+    notices: tuple[str, ...] = ()
+    """What deserves a word beside it: how an old key was read, say."""
+
+    def report(self) -> str:
+        """The message, after the notices."""
+        return "\n".join([*(f"note: {notice}" for notice in self.notices), str(self)])
+
 
 class RecipeError(ConfigError):
     """Every mistake of a recipe, one line each."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
+    def __init__(self, lines: Iterable[str], notices: Iterable[str] = ()) -> None:
         self.lines = list(dict.fromkeys(lines))
+        self.notices = tuple(notices)
         super().__init__("\n".join(self.lines))
 
 
 class CannotRun(RecipeError):
     """Settings that are each valid cannot work together, or not on this machine."""
 
-    def __init__(self, lines: Iterable[str], config: Any) -> None:
-        super().__init__(lines)
+    def __init__(self, lines: Iterable[str], config: Any, notices: Iterable[str] = ()) -> None:
+        super().__init__(lines, notices)
         self.config = config
         """The recipe as it was read."""
 

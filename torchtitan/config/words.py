@@ -2,26 +2,49 @@
 
 import difflib
 import json
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
 from datetime import date, time
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+MAX_SHOWN: Final = 200
+"""Characters of a value or key that a message repeats."""
+MAX_NESTED: Final = 32
+"""Levels of lists and tables in a recipe."""
+SECTION_AND_KEY: Final = "[section] and key = value"
 
 
-def nearest(got: Any, known: Iterable[str], prefix: str = "") -> str:
+def nearest(got: Any, known: Iterable[object], prefix: str = "") -> str:
     """`; did you mean X?` for the known name nearest to `got`, or nothing."""
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(got.lower(), names, n=1) if isinstance(got, str) else []
+    names = {name.lower(): name for name in map(str, known)}
+    is_word = isinstance(got, str) and len(got) <= MAX_SHOWN
+    near = difflib.get_close_matches(got.lower(), names, n=1) if is_word else []
     return f"; did you mean {prefix}{names[near[0]]}?" if near else ""
 
 
 def allowed_names(got: Any, known: Iterable[str]) -> str:
-    """`allowed: a, b; did you mean a?`"""
+    """`allowed: a, b; did you mean a?`
+
+    Things whose names differ in a number alone, llama3 and llama4, are not meant for each other.
+    """
     names = list(known)
-    return f"allowed: {', '.join(names)}{nearest(got, names)}"
+    likely = [name for name in names if _number(name) == _number(got) or not _alike(name, got)]
+    return f"allowed: {', '.join(names)}{nearest(got, likely)}"
+
+
+def _number(name: Any) -> list[str]:
+    return re.findall(r"\d+", str(name))
+
+
+def _alike(name: str, got: Any) -> bool:
+    """Whether two names are the same but for a number that both have."""
+    return re.sub(r"\d+", "0", name.lower()) == re.sub(r"\d+", "0", str(got).lower())
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value as TOML writes it, its beginning if it is long."""
     if value == {}:
         return "a section"
     if holds_sections(value):
@@ -30,7 +53,33 @@ def show(value: Any) -> str:
         return "nothing"
     if isinstance(value, date | time | float):
         return str(value)
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**128:
+        return f"an integer of {value.bit_length()} bits"
+    return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning and how long it is."""
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A key as TOML writes it: parts that are no plain words stand in quotes."""
+    plain = (part.isidentifier() or part.replace("-", "").isalnum() for part in path)
+    parts = zip(path, plain, strict=True)
+    return shorten(".".join(p if is_plain else show(p) for p, is_plain in parts))
+
+
+def local_path(text: str) -> Path:
+    """The path that a setting names, with `~` for the user's home folder."""
+    return Path(os.path.expanduser(text))
+
+
+def exists(text: str) -> bool:
+    """Whether there is a file or folder where a setting says; an empty text names none."""
+    return os.path.exists(os.path.expanduser(text))  # unlike Path.exists it takes any text
 
 
 def holds_sections(value: Any) -> bool:

@@ -48,7 +48,7 @@ class Wire:
     shrink_gradient: "Callable[[DTensor], DTensor]"
     """Applied to its output; has the gradient of that shrunk before it is gathered."""
     watch: "Callable[[What, Tensor], None] | None" = None
-    """Told of what is shrunk, if anyone wants to know."""
+    """Called with what is shrunk."""
 
 
 class Rounding(NamedTuple):

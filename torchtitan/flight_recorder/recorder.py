@@ -71,7 +71,9 @@ class Recorder:
     ) -> None:
         """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
         self.folder = dump_folder / config.save_traces_folder
-        self.prefix, self.has_ring = config.save_traces_file_prefix, config.trace_buf_size > 0
+        # A rank by itself waits for nobody.
+        entries = config.trace_buf_size if world_size > 1 else 0
+        self.prefix, self.has_ring = config.save_traces_file_prefix, entries > 0
         self.rank, self.world_size, self.device_type = rank, world_size, device_type
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
@@ -87,7 +89,7 @@ class Recorder:
         self._line = os.open(self.folder / f"{rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
         self._note("starting", 0)
         # Torch reads these when the first process group is made.
-        os.environ["TORCH_FR_BUFFER_SIZE"] = str(config.trace_buf_size)
+        os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{self.folder}/{self.prefix}"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
 

@@ -2,7 +2,8 @@
 
 All ranks of a group enter its collectives in the same order, so they number them alike. A rank that
 has not reached the number that others wait in is the one they wait for. A rank that is waited for,
-and waits for nobody, is where the failure began.
+and waits for nobody, is where the failure began. Where all ranks of a group wait in it, they did
+what they should, and the network between them did not.
 """
 
 import re
@@ -27,7 +28,10 @@ CAUSES = {
     "lost": "the system: it ran out of memory (see dmesg), the process was killed, or the machine "
     "is gone",
     "stuck": "what that rank was doing there; the others waited until the timeout",
-    "exchanging": "unknown from these traces; some rank did not reach its send or receive",
+    "disconnected": "the network between these ranks is gone, or one of them froze: their whole "
+    "group waited in the same collective",
+    "exchanging": "unknown from these traces: some rank did not reach its send or receive, or the "
+    "network between the ranks is gone",
     "waiting": "the ranks waited for each other: they entered different groups, or took different "
     "paths through the program",
 }
@@ -36,6 +40,8 @@ CAUSES = {
 def report(traces: Sequence[RankTrace]) -> list[str]:
     """What went wrong, then who waited for it, then the likely cause; a line each."""
     run = _Run(traces)
+    waiting = run.lines("waiting")
+    disconnected = waiting if run.is_disconnected() else []
     found = {
         "raised": run.lines("raised"),
         "mismatch": run.mismatches(),
@@ -43,8 +49,9 @@ def report(traces: Sequence[RankTrace]) -> list[str]:
         "missing": run.missing(),
         "lost": run.lines("lost"),
         "stuck": run.lines("stuck"),
+        "disconnected": disconnected,
         "exchanging": run.lines("exchanging"),
-        "waiting": run.lines("waiting"),
+        "waiting": [] if disconnected else waiting,
     }
     cause = [f"likely cause: {CAUSES[kind]}" for kind, lines in found.items() if lines]
     first = [line for lines in found.values() for line in lines]
@@ -124,12 +131,26 @@ class _Run:
     def _absent(self, rank: int, c: Collective) -> list[int]:
         """The ranks that have not reached a collective in which `rank` waits."""
         if c.is_p2p:
-            pair = [int(number) for number in re.findall(r"\d+", c.carried_out)]
-            others = [c.group.ranks[at] for at in pair if at < len(c.group.ranks)]
-            return [other for other in others if other != rank]
+            return [other for other in self._parties(c) if other != rank]
         reached = self.reached.get(c.group, {})
         members = c.group.ranks or tuple(reached)
         return [other for other in members if other != rank and reached.get(other, 0) < c.sequence]
+
+    def is_disconnected(self) -> bool:
+        """Whether all ranks of a group wait in it, or sender and receiver: nobody holds them up."""
+        waiting: dict[tuple[Group, bool, tuple[int, ...]], int] = {}
+        for c in (trace.waiting for trace in self.traces if trace.waiting):
+            call = (c.group, c.is_p2p, self._parties(c))
+            waiting[call] = waiting.get(call, 0) + 1
+        return any(len(parties) == count > 1 for (_, _, parties), count in waiting.items())
+
+    def _parties(self, c: Collective) -> tuple[int, ...]:
+        """The ranks that take part in a collective, or sender and receiver."""
+        if not c.is_p2p:
+            return c.group.ranks
+        pair = [int(number) for number in re.findall(r"\d+", c.carried_out)]
+        pair = pair if c.operation.startswith("send") else pair[::-1]
+        return tuple(c.group.ranks[at] for at in pair if at < len(c.group.ranks))
 
     def _loss(self) -> str:
         """What happened to a rank that left no message, by the errors of the others."""

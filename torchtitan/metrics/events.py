@@ -1,7 +1,7 @@
 """The event log of one rank: what it did, and how long, as JSON Lines in a folder beside the run.
 
 Rank 0's metrics tell of the run; this tells of each rank by itself, for whoever looks for the one
-that is slow. Nothing is ever taken out: a run that is started again goes on with the file, and says
+that is slow. Nothing is ever taken out: a restarted run appends to the file, and says
 so by an event of its own ("start"). "time" is Unix seconds.
 """
 

@@ -147,7 +147,10 @@ class Meter:
                 self._stopped_by = kind.__name__
             elif self._step > self._row_step:
                 self._write_row()
-            self.events.write(self._step, "end", stopped_by=self._stopped_by)
+            # Of a run that failed nothing is asked: it may wait for a device that is gone.
+            spent = self.timeline.take().items() if kind is None else ()
+            pauses = {name: each.wall for name, each in spent if name not in PHASES}
+            self.events.write(self._step, "end", stopped_by=self._stopped_by, pauses=pauses)
             self.events.close()
 
     def record(self, **values: Number) -> None:
@@ -374,6 +377,8 @@ class Meter:
         one = self.unit.removesuffix("s")
         formula = f"{self.unit}/s/device x {self.flops_per_unit:.4g} FLOPs/{one} / dense peak"
         what = f"{self.units_per_step:,} {self.unit} a step on {self.devices} x {self.device.name}"
+        if self.peak_flops is None and self.device.type == "cpu":
+            return what
         if self.peak_flops is None:
             return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"

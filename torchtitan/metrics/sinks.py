@@ -2,7 +2,7 @@
 
 Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
 went wrong while writing is raised, never passed over: a run whose curve is lost should say so. The
-meter catches it, goes on without that sink, and names it in the run's summary.
+meter catches it, continues without that sink, and names it in the run's summary.
 """
 
 import json
@@ -19,6 +19,10 @@ from typing import Any, Protocol
 from torchtitan.logging import logger, on_terminal
 
 Value = float | int | str | None
+NOTABLE_WAIT = 10.0
+"""Percent of the time."""
+RATES = {"tps": "tok/s"}
+"""Speeds by their keys, as a row has room for them."""
 Metrics = Mapping[str, Value]
 
 
@@ -68,6 +72,11 @@ class Console:
 
     def __init__(self, context: SinkContext) -> None:
         self.total, self.color = context.total_steps, context.color
+        held_out = context.recipe.get("validation.dataset_path") or (
+            context.recipe.get("validation.dataset")
+        )
+        self.held_out = held_out if isinstance(held_out, str) else ""
+        """What is validated on, if it is one data set; several have their names in a row."""
         self.bar: Any = None
 
     def open(self, start_step: int) -> None:
@@ -90,7 +99,10 @@ class Console:
     def write(self, step: int, metrics: Metrics) -> None:
         if "event" in metrics:
             return  # the log says it in words
-        logger.info("%s", row_line(step, self.total, metrics))
+        line = row_line(step, self.total, metrics)
+        if "validation_loss" in metrics and self.held_out:
+            line += f"  on {self.held_out}"
+        logger.info("%s", line)
         if self.bar is not None and "eta_s" in metrics:
             self.bar.update(0, completed=step, eta=f"eta {_duration(metrics['eta_s'])}")
 
@@ -106,7 +118,7 @@ class Jsonl:
     JSON has no NaN or infinity: such a value is written as null, and named under "non_finite", as
     in `{"step": 7, "loss": null, "non_finite": {"loss": "nan"}}`. "time" is Unix seconds.
 
-    A fresh run moves an older file aside (`metrics.1.jsonl`, 2, ...). A resumed one goes on with
+    A fresh run moves an older file aside (`metrics.1.jsonl`, 2, ...). A resumed one continues
     the file: rows past the step it resumes from, left by a process that went beyond its last
     checkpoint, are moved to `metrics.superseded.jsonl`, so that the curve is that of one run.
 
@@ -227,7 +239,7 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run in the dump folder, with the recipe as its config.
 
-    Its id is kept in `wandb_run_id`, so that a resumed run goes on with it; a fresh one gets a new
+    Its id is kept in `wandb_run_id`, so that a resumed run continues it; a fresh one gets a new
     id. W&B refuses a step lower than the last, and after a resume or a rollback steps come again.
     So the step is a metric of its own, which all others are drawn over.
 
@@ -293,22 +305,29 @@ def unit_of(rate: str) -> str:
 
 
 def row_line(step: int, total: int, metrics: Metrics) -> str:
-    """A row for people; aligned, so that a column of them can be read downwards."""
+    """A row for people, of 100 columns with the clock before it; aligned, to be read downwards.
+
+    Where waiting for data takes a notable part of the time, that stands in the place of memory.
+    """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     rate = rate_key(metrics)
     if rate is None:
-        parts += [f"{name.replace('_', ' ')} {_show(v, '.4f')}" for name, v in metrics.items()]
+        values = [f"{name.replace('_', ' ')} {_show(v, '.4f')}" for name, v in metrics.items()]
+        # A validation is called so once.
+        parts += [*values[:1], *(value.removeprefix("validation ") for value in values[1:])]
         return "  ".join(parts)
-    mfu = metrics["mfu"]
+    mfu, waiting = metrics["mfu"], metrics["data_pct"]
+    is_waiting = isinstance(waiting, float) and waiting >= NOTABLE_WAIT
+    memory = metrics["memory_gib"]
+    places = ".2f" if isinstance(memory, float) and memory < 10 else ".1f"
     parts += [
         f"loss {_show(metrics['loss'], '.4f'):>7}",
-        f"grad norm {_show(metrics['grad_norm'], '.4f'):>8}",
-        f"lr {_show(metrics['lr'], '.2e'):>8}",
-        f"{_show(metrics[rate], ',.0f'):>7} {unit_of(rate)}/s/device",
-        f"mfu {f'{mfu:.1%}' if isinstance(mfu, float) else 'n/a':>5}",
-        f"{_show(metrics['memory_gib'], '.2f'):>6} GiB ({_show(metrics['memory_pct'], '.0f')}%)",
-        f"data {_show(metrics['data_pct'], '.1f'):>4}%",
-        f"eta {_duration(metrics['eta_s'])}",
+        f"norm {_show(metrics['grad_norm'], '#.3g').removesuffix('.'):>5}",
+        f"lr {_show(metrics['lr'], '.1e'):>7}",
+        f"{_show(metrics[rate], ',.0f'):>6} {RATES.get(rate, f'{unit_of(rate)}/s')}",
+        *([f"mfu {mfu:>3.0%}"] if isinstance(mfu, float) else []),
+        f"data {waiting:.0f}%" if is_waiting else f"{_show(memory, places):>4} GiB",
+        f"eta {_about(metrics['eta_s'])}",
     ]
     if metrics["skipped"]:
         parts.append(f"skipped {metrics['skipped']}")
@@ -322,15 +341,21 @@ def summary_text(summary: Metrics) -> str:
         how = "stopped "
     rate = rate_key(summary) or "tps"
     unit = unit_of(rate)
+    step, steps = summary["step"], summary["steps"]
+    assert isinstance(step, int)
+    assert isinstance(steps, int)
+    # What an earlier launch did is known of some numbers only.
+    launch, whole = (" in this launch", " in the whole run") if step > steps else ("", "")
+    since = f"{launch}, which resumed from step {step - steps}" if launch else ""
     lines = [
-        f"{how or 'finished '}at step {summary['step']} of {summary['total_steps']}",
-        f"  steps done            {summary['steps']}, {summary['skipped']} of them skipped",
-        f"  {unit:<20}  {_show(summary[unit], ',d')}",
-        f"  time                  {_duration(summary['seconds'])}",
-        f"  {f'mean {unit}/s/device':<20}  {_show(summary[rate], ',.0f')}",
+        f"{how or 'finished '}at step {step} of {summary['total_steps']}",
+        f"  steps done            {steps}{since}; {summary['skipped']} skipped",
+        f"  {unit:<20}  {_show(summary[unit], ',d')}{whole}",
+        f"  time                  {_duration(summary['seconds'])}{launch}",
+        f"  {f'mean {unit}/s/device':<20}  {_show(summary[rate], ',.0f')}{launch}",
         f"  final loss            {_show(summary['loss'], '.4f')}",
-        f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}",
-        f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB",
+        f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}{launch}",
+        f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB{launch}",
     ]
     if summary.get("failed_sinks"):
         lines.append(f"  sinks that failed     {summary['failed_sinks']}")
@@ -357,6 +382,20 @@ def _show(value: Value, spec: str) -> str:
 
 def _duration(seconds: Value) -> str:
     return str(timedelta(seconds=round(seconds))) if isinstance(seconds, float | int) else "n/a"
+
+
+def _about(seconds: Value) -> str:
+    """A long time in five characters: 1m46s, 2h05m, 3d04h."""
+    if not isinstance(seconds, float | int):
+        return "n/a"
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 3600:
+        return f"{round(seconds) // 60}m{round(seconds) % 60:02}s"
+    return (
+        f"{minutes // 60}h{minutes % 60:02}m"
+        if minutes < 24 * 60
+        else f"{hours // 24}d{hours % 24:02}h"
+    )
 
 
 def _numbers(metrics: Metrics) -> dict[str, float | int]:

@@ -1,4 +1,4 @@
-"""What goes on in each layer: at a set pace, of activations, gradients and weights,
+"""What happens in each layer, every few steps: of activations, gradients and weights,
 
     rms         the root of the mean of squares
     absmax      the largest absolute value

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.models.spec import InitialWeight
-from torchtitan.torch_private.dtensor import local_extent
+from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 BLOCK = 2**20
 """Elements of a block, about. Changing it changes the weights that a seed stands for.
@@ -32,11 +32,9 @@ def initialize(
 
     Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
     """
-    from torch.distributed.tensor import DTensor  # takes a second
-
     for name, parameter in parameters:
         initial = rule(name)
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             local, (_, offset) = parameter.to_local(), local_extent(parameter)
         else:
             local, offset = parameter, (0,) * parameter.ndim

@@ -6,15 +6,18 @@ that is absent is the flavor's, so a recipe writes only what it changes.
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, PlannedWorld, Problem, exists, shorten
 from torchtitan.models.attention import AttentionMask
 
 Args = TypeVar("Args")
+
+MAX_LAYERS = 2**12
+MAX_SIZE = 2**28
+"""Of any other size: beyond what any model has."""
 
 
 def size(about: str, **bounds: Any) -> Any:
@@ -77,13 +80,32 @@ class TextConfig(ModelConfig):
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         path = self.tokenizer_path
-        if path is not None and not Path(path).expanduser().exists():
-            message = (
-                "there is no such file or folder; put the model's tokenizer.json or "
-                "tokenizer.model there (for Llama 3: hf download meta-llama/Llama-3.1-8B "
-                f"tokenizer.json --local-dir {path})"
-            )
+        if path is not None and not exists(path):
+            message = f"there is no such file or folder{self._where_from(path)}"
             yield Problem("tokenizer_path", message)
+
+    @property
+    def repository(self) -> str | None:
+        """The repository on the Hugging Face hub that has the tokenizer of this family."""
+        return None
+
+    def _where_from(self, path: str) -> str:
+        """How a tokenizer comes to be at `path`."""
+        *above, name = path.rstrip("/").split("/")
+        is_file = name.endswith((".json", ".model"))
+        wanted = "tokenizer.json or tokenizer.model"
+        put = f"; put the model's {name if is_file else wanted} there"
+        if self.repository is None or "://" in path:
+            return put
+        file = "tokenizer.json"
+        if name.endswith(".model"):
+            file = f"original/{name}"
+            above = above[:-1] if above[-1:] == ["original"] else above
+        folder = "/".join(above) or "." if is_file else path
+        command = f"hf download {self.repository} {file} --local-dir {shorten(folder)}"
+        if is_file and f"{folder}/{file}" not in (path, f"./{path}"):
+            return f"{put} ({command}, and {folder}/{file} is the path to write)"
+        return f"{put} ({command})"
 
     @property
     def tokenizer(self) -> str | None:

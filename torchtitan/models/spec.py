@@ -5,7 +5,7 @@ the network does not. Everything outside `torchtitan.models` reads the facts and
 so a new model is two files and one line in `torchtitan.models.MODELS`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -116,6 +116,9 @@ class ModelSpec(Generic[Args]):
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
     task counts: a token, an image."""
+    kept_by_block: Callable[[Args, int], float] = lambda args, itemsize: 0.0
+    """(arguments, bytes of a computed element) to the bytes of each position of a sample that a
+    block keeps for its backward, its input among them; 0 where that is not known."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +131,8 @@ class ModelSpec(Generic[Args]):
     """What it is trained to do: a key of `torchtitan.tasks.TASKS`."""
     shapes: Callable[[Args, int], SampleShapes] = shapes_of_tokens
     """(arguments, sequence length) to the shapes of a sample, for a pipeline's messages."""
+    open_vocabulary: Collection[str] = ()
+    """Flavors whose vocabulary grows with the tokenizer, where the recipe does not set it."""
     settings: type[ModelConfig] = TextConfig
     """Of the section `[model]` where a recipe names this family."""
 

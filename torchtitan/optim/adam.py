@@ -40,6 +40,9 @@ class AdamRule(Implemented):
         how: dict[str, Any] = self.how()
         return without_compiler(kind, [group.options() for group in groups], **how)
 
+    def state_names(self) -> frozenset[str]:
+        return frozenset({"step", "exp_avg", "exp_avg_sq"})
+
     def saved(self, state: Tensor) -> Tensor:
         return low_bit.values(state)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchtitan.config import Problem, allowed_names
+from torchtitan.config import Problem, allowed_names, shorten
 from torchtitan.device import Device
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
@@ -113,10 +113,10 @@ def group_problems(
         lost_roles = [role for role in group.roles if role not in roles]
         lost_names = [name for name in group.names if not fnmatch.filter(names, name)]
         for role in lost_roles:
-            message = f"no parameter has the role {role}; {allowed_names(role, roles)}"
+            message = f"no parameter has the role {shorten(role)}; {allowed_names(role, roles)}"
             yield Problem(f"{key}.roles", message)
         for name in lost_names:
-            message = f"no parameter matches {name}; {allowed_names(name, patterns)}"
+            message = f"no parameter matches {shorten(name)}; {allowed_names(name, patterns)}"
             yield Problem(f"{key}.names", message)
         if not group.roles and not group.names:
             yield Problem(key, "it selects no parameters; wanted roles, names or both")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.torch_private.dtensor import stored
+from torchtitan.torch_private.dtensor import is_dtensor, stored
 
 Layout = Any
 """Mesh and placements of a DTensor; None of a plain tensor."""
@@ -51,13 +51,9 @@ def local_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 def layout_of(tensor: Tensor) -> Layout:
     """How a tensor lies on a mesh."""
-    from torch.distributed.tensor import DTensor  # takes a second
-
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds."""
-    from torch.distributed.tensor import DTensor
-
-    return stored(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return stored(tensor.to_local() if is_dtensor(tensor) else tensor)

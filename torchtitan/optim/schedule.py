@@ -15,7 +15,11 @@ from torchtitan.config import Config
 class ScheduleConfig(Config):
     """Settings of the learning rate schedule."""
 
-    warmup_steps: int = Field(200, ge=0, description="Steps of linear warm-up to the peak rate.")
+    warmup_steps: int = Field(
+        200,
+        ge=0,
+        description="Steps of linear warm-up to the peak rate; at most all of the schedule.",
+    )
     total_steps: int | None = Field(
         None, ge=1, description="Length of the schedule; training.steps when absent."
     )
@@ -23,7 +27,8 @@ class ScheduleConfig(Config):
         None,
         ge=0,
         le=1,
-        description="Share of the steps that decay; absent: all steps after the warm-up.",
+        description="Share of the steps that decay, at most what the warm-up leaves; absent: all "
+        "of that.",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = Field(
         "linear", description="Shape of the decay."
@@ -32,22 +37,25 @@ class ScheduleConfig(Config):
         0.0, ge=0, le=1, description="The decay ends at this fraction of the peak rate."
     )
 
-    def decay_steps(self, steps: int) -> int:
-        """Number of steps that decay, in a schedule of `steps` steps."""
-        if self.decay_ratio is None:
-            return max(steps - self.warmup_steps, 0)
-        return round(steps * self.decay_ratio)
+    def shares(self, steps: int) -> tuple[int, int]:
+        """How many of `steps` warm up, and how many decay; the rate is stable between them.
+
+        The warm-up is at most all steps, and the decay at most what it leaves.
+        """
+        warmup = min(self.warmup_steps, steps)
+        decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
+        return warmup, min(decay, steps - warmup)
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
     """The multiplier of the peak learning rate for the 1-based `step` of a `steps`-long schedule.
 
-    Warm-up: step / warmup_steps, so step 1 already learns. Decay: t runs from 0 at its first
+    Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first
     step to 1 just after its last, so no step is spent at rate zero when `min_lr_factor` is 0.
     """
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    decay = config.decay_steps(steps)
+    warmup, decay = config.shares(steps)
+    if step <= warmup:
+        return step / warmup
     t = min(max((step - 1 - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
     shape = {
         "linear": 1 - t,

@@ -51,6 +51,10 @@ class UpdateRule(Config):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
+    def state_names(self) -> frozenset[str] | None:
+        """What it keeps of each parameter; None: only its first update tells."""
+        return None
+
     def saved(self, state: Tensor) -> Tensor:
         """What a checkpoint holds of a state: itself, or a tensor that any layout can load."""
         return state

@@ -47,5 +47,8 @@ class SGD(OptimizerConfig):
         foreach = self.implementation == "foreach"
         return without_compiler(torch.optim.SGD, options, foreach=foreach)
 
+    def state_names(self) -> frozenset[str]:
+        return frozenset({"momentum_buffer"} if self.momentum else ())
+
     def state_bytes(self, parameter_bytes: int) -> float:
         return parameter_bytes if self.momentum else 0.0

@@ -28,7 +28,7 @@ KNOBS: Mapping[str, str] = {
     "training.local_batch_size": "lower it; global_batch_size keeps the step the same",
     "training.seq_len": "shorter sequences have smaller activations, and another run",
     "activation_checkpoint.mode": '"full" keeps only the inputs of blocks',
-    "loss.vocabulary_chunk": "above 0 the logits are never whole",
+    "loss.vocabulary_chunk": "above 0, logits are computed in chunks",
     "training.mixed_precision_param": '"bfloat16" halves activations and gathered parameters',
     "parallelism.data_parallel_shard_degree": "more parts make each rank's smaller",
     "parallelism.fsdp_reshard_after_forward": '"always" frees gathered parameters soonest',

@@ -6,8 +6,8 @@ CUDA's allocator (open it at https://pytorch.org/memory_viz). Both are written o
 `torchtitan profile` does, or by SIGPROF to any rank. What one rank is asked for, all ranks learn
 with the status of the step; so all of them trace the same steps.
 
-The exception that ends training always goes on to the caller; where memory ran out, the evidence of
-why is written first.
+The exception that ends training always propagates to the caller; where memory ran out, the evidence
+of why is written first.
 """
 
 import json
@@ -46,7 +46,7 @@ class Profiler:
 
     Writes `<traces folder>/iteration_<step>/rank<r>_trace.json` and
     `<snapshot folder>/iteration_<step>/rank<r>_memory_snapshot.pickle`, where step is the last one
-    in it; the name of the folder goes on with `_on_request` where they were asked for, and with
+    in it; the folder's name then ends in `_on_request` where they were asked for, and with
     `_out_of_memory` where memory ran out.
     """
 
@@ -194,7 +194,7 @@ class Trace:
         self.warmup, self.steps, self.name = warmup, warmup + active, name
         self.done = 0
         kinds = torch.profiler.ProfilerActivity
-        # One profiler a trace: one that goes on warns that it forgets the events of the last.
+        # One profiler a trace: one that continues warns that it forgets the events of the last.
         self.profile = torch.profiler.profile(
             activities=[kinds.CPU, *([kinds.CUDA] if device.type == "cuda" else [])],
             schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1),

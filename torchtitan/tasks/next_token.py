@@ -19,9 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.data import DataConfig, Tokenizer, check_vocabulary, load_tokenizer, open_source
+from torchtitan.config import ConfigError
+from torchtitan.data import (
+    DataConfig,
+    Tokenizer,
+    check_local,
+    check_vocabulary,
+    load_tokenizer,
+    open_source,
+)
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import Lane, Record, Sample, tokenized
+from torchtitan.data.lanes import ENDED, Lane, Record, Sample, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.token_bytes import BytesUnknown
 from torchtitan.logging import logger
@@ -98,7 +106,7 @@ class PackedTokens:
         documents = _stacked([sample.documents for sample in samples])
         return TokenBatch(
             tokens=tokens[:, :-1].contiguous(),
-            targets=tokens[:, 1:].contiguous(),
+            targets=tokens[:, 1:].masked_fill(documents[:, 1:] == ENDED, IGNORED),
             positions=torch.arange(self.seq_len).repeat(len(samples), 1),
             documents=documents[:, :-1].contiguous() if self.has_documents else None,
         )
@@ -113,7 +121,7 @@ class NextToken(Task):
 
     unit, rate, key = "tokens", "tps", "model.tokenizer_path"
     outputs = "tokens"
-    splits_sequences = True
+    splits_sequences = hides_ended = True
 
     def __init__(self, model: ModelConfig, args: Any) -> None:
         assert isinstance(model, TextConfig), "the settings of a text model are a TextConfig"
@@ -126,12 +134,18 @@ class NextToken(Task):
         return seq_len
 
     def packing(self, config: DataConfig, seq_len: int) -> PackedTokens:
+        if config.add_bos and self.tokenizer.lost_bos:
+            raise ConfigError(self.tokenizer.lost_bos)
         return PackedTokens(
             self.tokenizer, seq_len, config.add_bos, config.add_eos, self.has_documents
         )
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
         return open_source(config, self.tokenizer, seed=seed)
+
+    @classmethod
+    def check_files(cls, config: DataConfig) -> None:
+        check_local(config)
 
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, TokenBatch)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.data import DataConfig, DataStream, build_stream, open_source
 from torchtitan.data.batch import Batch
-from torchtitan.data.order import Source
+from torchtitan.data.order import Once, Source
 from torchtitan.data.stream import Packing
 from torchtitan.logging import logger
 from torchtitan.models.settings import ModelConfig
@@ -37,6 +37,8 @@ class Task:
     """The setting that is wrong where the task cannot be opened."""
     splits_sequences: ClassVar[bool] = False
     """Whether its batches can be split over the ranks of context parallelism."""
+    hides_ended: ClassVar[bool] = False
+    """Whether its batches hide what a lane without further documents is filled up with."""
 
     def __init__(self, model: ModelConfig, args: Any) -> None:
         """Read what the task needs beside the data.
@@ -50,7 +52,11 @@ class Task:
         return 1
 
     def packing(self, config: DataConfig, seq_len: int) -> Packing:
-        """How documents become samples, and samples a batch."""
+        """How documents become samples, and samples a batch.
+
+        Raises:
+            ConfigError: where the section asks for what is not there.
+        """
         raise NotImplementedError
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
@@ -58,15 +64,30 @@ class Task:
         return open_source(config, None, seed=seed)
 
     def open_stream(
-        self, config: DataConfig, *, seed: int, seq_len: int, **part: int
+        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: int
     ) -> DataStream:
-        """The stream of one data-parallel rank; `part` is for `build_stream`."""
+        """The stream of one data-parallel rank; `part` is for `build_stream`.
+
+        Args:
+            once: read each document once; the stream is as endless, but has no targets then.
+        """
         source, packing = self.open_source(config, seed), self.packing(config, seq_len)
+        if once:
+            assert self.hides_ended, "the recipe was checked"
+            source = Once(source)
         return build_stream(config, source, packing, **part)
 
     def preview(self, batch: Batch) -> str:
         """What a person sees of the first sample of a batch, on one line."""
         raise NotImplementedError
+
+    @classmethod
+    def check_files(cls, config: DataConfig) -> None:
+        """Look at what files a section of data names, before anything is started.
+
+        Raises:
+            ConfigError: they cannot be read, and why.
+        """
 
     def reference(self, config: DataConfig, seed: int) -> str | None:
         """A loss to compare with that needs no model, in words, where the recipe asks for it."""

@@ -1,21 +1,28 @@
 """Validate a recipe without starting anything, and print it resolved."""
 
 import json
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from torchtitan.checks import load_job
-from torchtitan.config import json_schema
-from torchtitan.device import pick
+from torchtitan import config
+from torchtitan.checks import load_job, of_sections
+from torchtitan.checks.memory import of_rank
+from torchtitan.config import ConfigError, PlannedWorld, Problem, RecipeError, json_schema
+from torchtitan.device import GIB, pick
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
+from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
 from torchtitan.tools.options import Choice, Count, Recipe, RecipeVerb, verb
-from torchtitan.train import problems_of_task, split_recipe
+from torchtitan.train import problems_of_files, problems_of_task, split_recipe
+
+TOKENIZER = "model.tokenizer_path"
 
 app = verb()
 
@@ -26,6 +33,9 @@ def check(
     recipe: Recipe = None,
     world_size: Annotated[int | None, Count("ranks; absent: any number that fits")] = None,
     device: Annotated[str | None, Choice(("cpu", "cuda"), "absent: this machine's")] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="refuse what this machine lacks, such as memory")
+    ] = False,
     schema: Annotated[
         bool, typer.Option("--json-schema", help="print the schema for editors")
     ] = False,
@@ -34,12 +44,47 @@ def check(
         print(json.dumps(json_schema(JobConfig), indent=1))
         return
     path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
-    found = load_job(path, flags, world_size, device or pick().type)
-    found.refuse(problems_of_task(found.config))
+    device = device or pick().type
+    load = partial(
+        load_job,
+        path,
+        flags,
+        world_size,
+        device,
+        is_here=here,
+        local_ranks=(world_size or sys.maxsize) if here else None,
+    )
+    try:
+        found = load(spared=[TOKENIZER])
+    except RecipeError:
+        load()  # says it of the tokenizer, too
+        raise
+    found.refuse(problems_of_files(found.config))
     job = found.config
-    lines = [*found.notices, *summary(job, world_size)]
+    world = PlannedWorld(world_size, device)
+    missing = [problem for problem in of_sections(job, job, world) if problem.path == TOKENIZER]
+    if not missing:
+        found.refuse(problems_of_task(job))
+    lines = [*found.notices, *summary(job, world_size), *([] if missing else beginning(found))]
     # In one piece, so that `| head` does not close the pipe in between.
     print("".join(f"# {line}\n" for line in lines) + to_toml(job), end="")
+    if missing:
+        # A tokenizer that only those who are granted it can download says nothing of the rest.
+        raise ConfigError("\n".join(map(found.line, missing)))
+
+
+def beginning(found: config.Recipe[JobConfig]) -> list[str]:
+    """What a run begins with, if that is a checkpoint; refused where it does not fit."""
+    path = found.config.checkpoint.initial_load_path
+    if path is None:
+        return []
+    try:
+        start = resume_policy(found.config).initial()
+    except ConfigError as error:
+        found.refuse([Problem("checkpoint.initial_load_path", str(error))])
+        raise
+    what = "the weights" if start.model_only else "the run"
+    return [f"begins with {what} in {start.path}", *start.changes]
 
 
 def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
@@ -66,3 +111,6 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
         f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations a token"
     )
+    if needs := of_rank(job, ranks):
+        least = f"{needs.least().total / GIB:.1f} GiB"
+        yield f"memory of a rank: about {needs.estimate()}, at the least {least}"

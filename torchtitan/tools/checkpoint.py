@@ -1,19 +1,27 @@
 """Look at checkpoints, and convert weights from one format to another."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from torchtitan.checkpoint import inspect
+from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights import convert as weights
 from torchtitan.logging import on_terminal
 from torchtitan.provenance import versions
 from torchtitan.tools.options import Choice, Flavor, Imports, Model, Verb, import_modules, verb
 
-WHERE = "checkpoints (step-N), folders of them, or dump folders of runs"
-Paths = Annotated[list[Path], typer.Argument(help=WHERE)]
-OnePath = Annotated[Path, typer.Argument(help="a checkpoint; of a folder of them the newest")]
+WHERE = "checkpoints (step-N), folders of them, or dump folders of runs: paths or URLs"
+
+
+def Place(help: str) -> Any:
+    """An argument that is a path or a URL."""
+    return typer.Argument(parser=location, help=help)
+
+
+Paths = Annotated[list[Path], Place(WHERE)]
+OnePath = Annotated[Path, Place("a checkpoint; of a folder of them the newest: path or URL")]
 
 app = verb(help=__doc__)
 
@@ -32,17 +40,23 @@ def verify(paths: Paths) -> int:
     """Read every byte of checkpoints, and say which are not what was saved."""
     damaged = 0
     for path in (p for folder in paths for p in inspect.find(folder)):
-        problems = list(inspect.damage(path))
-        damaged += bool(problems)
-        print(*(problems or [f"{path}: what was saved, to the bit"]), sep="\n", flush=True)
+        is_sound, lines = inspect.verify(path)
+        damaged += not is_sound
+        print(*lines, sep="\n", flush=True)
     return 1 if damaged else 0
 
 
 @app.command(cls=Verb)
-def diff(first: OnePath, second: OnePath) -> int:
+def diff(
+    first: OnePath,
+    second: OnePath,
+    everything: Annotated[
+        bool, typer.Option("--all", help="show every tensor that differs, not only the first")
+    ] = False,
+) -> int:
     """Compare two checkpoints of any layouts; the exit status is 1 if they differ."""
     found = inspect.difference(*(inspect.find(path)[-1] for path in (first, second)))
-    print("\n".join(found.lines()))
+    print("\n".join(found.lines(None if everything else inspect.SHOWN)))
     return 1 if found else 0
 
 
@@ -50,13 +64,11 @@ def diff(first: OnePath, second: OnePath) -> int:
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="folder of weights; of a folder of checkpoints, or of a run, the newest"
-        ),
+        Place("folder of weights; of a folder of checkpoints, or of a run, the newest"),
     ],
-    destination: Annotated[Path, typer.Argument(help="folder to make")],
+    destination: Annotated[Path, Place("folder to make: path or URL")],
     source_format: Annotated[
-        str | None, Choice(weights.FORMATS, "absent: by the files", "--from")
+        str | None, Choice(weights.OPEN, "absent: by the files", "--from")
     ] = None,
     target_format: Annotated[
         str | None, Choice(weights.FORMATS, "absent: hf of ours, else ours", "--to")
@@ -69,9 +81,17 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="of a file; absent: 5GB")
     ] = None,
+    with_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--with-optimizer",
+            help="the whole run, so that it can be resumed: optimizer states and counters too; "
+            "between ours and dcp",
+        ),
+    ] = False,
     imports: Imports = None,
 ) -> None:
-    """Write weights in another format: a checkpoint of ours, Hugging Face's, or Meta's."""
+    """Write weights, or a run, in another format: ours, Hugging Face's, Meta's, or TorchTitan's."""
     import_modules(imports or (), "--imports")
     options = weights.ConvertOptions(
         source_format=source_format,
@@ -80,5 +100,6 @@ def convert(
         flavor=flavor,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        with_optimizer=with_optimizer,
     )
     weights.convert(source, destination, options, {"versions": versions()})

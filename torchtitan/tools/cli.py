@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -30,6 +31,7 @@ VERBS: Final = {
     },
     "Runs": {
         "watch": "watch",
+        "plot": "plot",
         "explain": "explain.command",
         "profile": "profile",
         "trace": "trace",
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error.format_message()}\nsee {where} --help", file=sys.stderr, flush=True)
         return 2
     except ConfigError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(error.report(), file=sys.stderr, flush=True)
         return 2
     return status or 0
 
@@ -93,8 +95,23 @@ def summary(module: str) -> str:
 app = typer.Typer()
 
 
+def show_version(is_asked: bool) -> None:
+    """Print the versions that a report of a mistake should have, and exit."""
+    if is_asked:
+        python = sys.version.split()[0]
+        print(f"torchtitan {version('torchtitan')}, torch {version('torch')}, Python {python}")
+        raise typer.Exit
+
+
 @app.callback(cls=Verbs)
-def torchtitan() -> None:
+def torchtitan(
+    is_asked: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=show_version, is_eager=True, help="Show versions, and exit."
+        ),
+    ] = False,
+) -> None:
     """Train large language models from a recipe, and look at recipes, runs and weights."""
 
 

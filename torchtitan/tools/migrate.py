@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from torchtitan.config import ConfigError
+from torchtitan.checks import load_job
+from torchtitan.config import CannotRun, ConfigError, RecipeError
 from torchtitan.legacy_recipes.migrate import migrate as migrated
 from torchtitan.tools.options import Verb, verb
 
@@ -22,6 +23,7 @@ def migrate(
     ] = None,
 ) -> None:
     text, notices = migrated(recipe)
+    notices += missing(recipe)
     print(*notices, sep="\n", end="\n" * bool(notices), file=sys.stderr)
     if output is None:
         print(text, end="")
@@ -29,3 +31,20 @@ def migrate(
         raise ConfigError(f"{output}: exists already; nothing was written")
     else:
         output.write_text(text, encoding="utf-8")
+
+
+def missing(recipe: Path) -> list[str]:
+    """What keeps a recipe that can be translated from being trained here.
+
+    Raises:
+        RecipeError: where a setting cannot be at all, a model that does not exist here, say.
+    """
+    try:
+        load_job(recipe, [], None, "cuda")
+    except RecipeError as error:
+        # What a module might add, nobody knows who cannot import it.
+        is_known = not any(": job.imports: " in line for line in error.lines)
+        if is_known and not isinstance(error, CannotRun):
+            raise
+        return [f"it cannot be trained here yet: {line}" for line in error.lines]
+    return []

@@ -4,12 +4,13 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from torchtitan.config import ConfigError, allowed_names
+from torchtitan.config import ConfigError, allowed_names, sections
+from torchtitan.job import JobConfig
 
 
 class Verb(TyperCommand):
@@ -34,8 +35,26 @@ class Verb(TyperCommand):
         return rest
 
 
+class Completion(NamedTuple):
+    """A word that the shell may complete to, as typer wants it."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
+def complete_setting(incomplete: str) -> list[Completion]:
+    """The settings of a recipe whose flag begins so."""
+    entries = (entry for section in sections(JobConfig) for entry in section.entries)
+    flags = {f"--{entry.path}": entry.help for entry in entries}
+    return [Completion(name, text) for name, text in flags.items() if name.startswith(incomplete)]
+
+
 class RecipeVerb(Verb):
     """A verb that takes the flags of a recipe, too, `--section.key value`: they are `ctx.args`."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        return super().shell_complete(ctx, incomplete) + complete_setting(incomplete)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, flags = split_flags(args, [name for option in self.params for name in option.opts])

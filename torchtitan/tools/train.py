@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from torchtitan.tools.options import verb
+from torchtitan.tools.options import complete_setting, verb
 from torchtitan.train import main
 
 
@@ -15,6 +15,9 @@ class Train(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = args
         return args
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        return complete_setting(incomplete)
 
 
 app = verb()

@@ -1,13 +1,38 @@
 """How DTensors lie over a mesh."""
 
 import math
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is distributed.
+
+    Importing DTensor takes half a second, and where nobody has imported it there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model on the meta device memory, uninitialised: `model.to_empty`, but sooner.
+
+    `empty_like` of a meta tensor imports sympy, which takes as long as a step.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_dtensor(tensor):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    model._apply(empty)  # type: ignore[no-untyped-call]
 
 
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:

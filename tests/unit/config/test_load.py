@@ -266,7 +266,7 @@ def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     flags = "--optimizer.name Mine --optimizer.warmth 7"
     recipe = write("mine.toml", '[job]\nimports = ["my_optimizers"]\n')
-    old = write("old.toml", '[experimental]\ncustom_import = "my_optimizers"\n')
+    old = write("old.toml", '[experimental]\ncustom_import = "my_optimizers"\n[data]\n')
     by_flag = f"--job.imports my_optimizers {flags}"
     for source, words in ((recipe, flags), (old, flags), (None, by_flag)):
         OPTIMIZERS.pop("Mine", None)

@@ -126,6 +126,7 @@ def read(text: str = "", flags: str = "") -> Recipe[Root]:
         flags.split(),
         translate=lambda settings, below: Translation(settings, [], [], {}),
         new_name=lambda path: path,
+        unsaid=lambda *sources: Translation({}, [], [], {}),
         prepare=lambda settings: [],
         check=lambda config: [],
     )

@@ -87,6 +87,17 @@ def test_facts_are_those_of_the_steps_after_the_first(whole: Path) -> None:
     )
 
 
+def test_validations_after_the_last_report_count(tmp_path: Path) -> None:
+    rows = [row(1), {"step": 10, "validation_loss": 2.0}, row(10), row(20, validation_s=1.0)]
+    folder = write_run(tmp_path / "run", [*rows, {"step": 20, "validation_loss": 1.9}])
+    pauses = {"validation": 1.5, "checkpoint": 0.5}
+    log(folder, 0, {"step": 20, "event": "end", "stopped_by": None, "pauses": pauses})
+    facts = read_facts(folder)
+    assert facts.validations == 2
+    assert facts.pauses == {"validation": 2.5, "checkpoint": 0.5}
+    assert "validation 2.5 s (2 times, " in page(facts, [])
+
+
 def test_logs_of_ranks_that_are_no_more_do_not_count(whole: Path) -> None:
     start = {"step": 1, "event": "start", "first_step_s": 99.0}
     log(whole, 8, start)
@@ -105,10 +116,10 @@ def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) 
         "100 tokens/s/device, 1 s a step, MFU 50.0%",
         "20.0 s to the first step, 10.0 s for it, 6.0 s of it all in the compiler",
         "1 step skipped, 1 rollback",
-        "forward         600.0 ms  60.0%  ##############################",
+        "forward         600.0 ms  60.0%  ##############################  with its collectives",
         "checkpoint 2.0 s (9.5% of the time)",
         "Rank 0 sends in a step: 3 MB over dp_shard, 200 B over all.",
-        "rank 1    computes 61.0 ms a step; communication that nothing hides 19.0%, idle 20.0%",
+        "rank 1    computes 61.0 ms a step; exposed communication 19.0%, idle 20.0%",
         "Waiting for data takes 10% of a step",
         'checkpoint.async_mode = "async"',
     ):
@@ -172,6 +183,7 @@ def calm(**changes: Any) -> Facts:
         step_s=1.0,
         phases={"data": 0.01, "forward": 0.33, "backward": 0.62, "sync": 0.02, "optimizer": 0.02},
         pauses={"checkpoint": 10.0, "validation": 20.0},
+        validations=3,
         reported_s=1000.0,
         first_step_s=20.0,
         before_first_step_s=10.0,

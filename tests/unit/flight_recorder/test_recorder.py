@@ -39,6 +39,15 @@ def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
         assert trace.pid == os.getpid()
 
 
+def test_a_rank_by_itself_records_no_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks, entries in ((1, "0"), (2, "2000")):
+        monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+        recorder(tmp_path, world_size=ranks)
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == entries
+
+
 def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
     assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
     assert names(tmp_path) == {"0.step"}

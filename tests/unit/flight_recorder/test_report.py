@@ -157,6 +157,43 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
     assert last.startswith("likely cause: the ranks waited for each other")
 
 
+def p2p(operation: str) -> dict[str, Any]:
+    return waiting(TP, 1, is_p2p=True, p2p_seq_id=9, operation=f"nccl:{operation}")
+
+
+# What each of the ranks 2 and 3 waits in, and whether nothing but the network can be the cause.
+PAIRS = {
+    "the same collective": (waiting(TP, 2), waiting(TP, 2), True),
+    "data of one that the other has finished": (waiting(TP, 3), waiting(TP, 2), True),
+    "send and receive": (p2p("send 0->1"), p2p("recv 1<-0"), True),
+    "two receives": (p2p("recv 0<-1"), p2p("recv 1<-0"), False),
+    "a collective and a receive": (waiting(TP, 2), p2p("recv 1<-0"), False),
+    "other operations": (waiting(TP, 2), waiting(TP, 2, operation="nccl:broadcast"), False),
+    "other groups": (waiting(TP, 2), waiting(ALL, 2), False),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_network_that_is_gone(case: str, tmp_path: Path) -> None:
+    one, other, is_network = PAIRS[case]
+    leave(tmp_path, 2, record(TP, 1), one, world_size=0)
+    leave(tmp_path, 3, record(TP, 1), other, world_size=0)
+    *first, last = report(read_traces(tmp_path))
+    assert ("the network between these ranks is gone, or one of them froze" in last) == is_network
+    assert len(first) == len(set(first))
+
+
+def test_network_is_gone_where_one_of_several_groups_waits(tmp_path: Path) -> None:
+    """Ranks 2 and 3 are cut off from each other; the others wait for them elsewhere."""
+    for rank in (0, 1):
+        leave(tmp_path, rank, waiting(ALL, 1))
+    for rank in (2, 3):
+        leave(tmp_path, rank, waiting(TP, 1))
+    lines = report(read_traces(tmp_path))
+    assert "the network between these ranks is gone" in lines[-1]
+    assert len(lines) == 3
+
+
 def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path: Path) -> None:
     leave(tmp_path, 0, waiting(ALL, 1), error="Connection closed by peer")
     leave(tmp_path, 1, error="ValueError: no", kind="other")

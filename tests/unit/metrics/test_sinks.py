@@ -41,7 +41,7 @@ ROW = {
 SUMMARY = {
     "step": 100,
     "total_steps": 100,
-    "steps": 60,
+    "steps": 100,
     "skipped": 2,
     "tokens": 1_234_567,
     "seconds": 3723.4,
@@ -74,21 +74,49 @@ def write_jsonl(folder, written, start_step=0, rank=0):
 
 def test_console_row():
     assert row_line(12, 1000, ROW) == (
-        "step   12/1000  loss  4.2500  grad norm   1.5000  lr 3.00e-04   12,346 tokens/s/device"
-        "  mfu 35.8%   12.30 GiB (15%)  data  1.2%  eta 1:02:03"
+        "step   12/1000  loss  4.2500  norm  1.50  lr 3.0e-04  12,346 tok/s  mfu 36%  12.3 GiB"
+        "  eta 1h02m"
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(59.6, "1m00s"), (3599, "59m59s"), (3723.4, "1h02m"), (86_390, "1d00h"), (273_600, "3d04h")],
+)
+def test_time_left_is_short(seconds, shown):
+    assert row_line(12, 1000, ROW | {"eta_s": seconds}).endswith(f"  eta {shown}")
+
+
+@pytest.mark.parametrize("more", [{}, {"tps": 123_456.0}, {"loss": 11.9, "data_pct": 100.0}])
+def test_console_row_fits_with_the_clock_before_it(more):
+    row = ROW | {"grad_norm": 123.456, "mfu": None, "memory_gib": 0.39} | more
+    assert len(f"12:34:56 {row_line(9_999, 10_000, row)}") <= 100
+    assert len(row_line(9_999, 10_000, row | {"mfu": 0.41})) <= 100
+
+
+def test_console_row_says_that_it_waits_for_data():
+    lines = [row_line(12, 1000, ROW | {"data_pct": share}) for share in (9.0, 12.0)]
+    assert "12.3 GiB" in lines[0]
+    assert "data 12%" in lines[1]
+    assert len(lines[0]) == len(lines[1])
 
 
 def test_console_row_without_what_is_not_known():
     row = ROW | {"mfu": None, "grad_norm": None, "lr": None, "skipped": 3}
     assert row_line(1000, 1000, row) == (
-        "step 1000/1000  loss  4.2500  grad norm      n/a  lr      n/a   12,346 tokens/s/device"
-        "  mfu   n/a   12.30 GiB (15%)  data  1.2%  eta 1:02:03  skipped 3"
+        "step 1000/1000  loss  4.2500  norm   n/a  lr     n/a  12,346 tok/s  12.3 GiB  eta 1h02m"
+        "  skipped 3"
     )
 
 
 def test_console_row_of_a_validation():
     assert row_line(20, 100, {"validation_loss": 3.21}) == "step  20/100  validation loss 3.2100"
+    names = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
+    line = row_line(100, 100, dict(zip(names, (3.21, 9.6211, 787.4686), strict=True)))
+    assert line.endswith(
+        "validation loss 3.2100  bits per byte 9.6211  perplexity per byte 787.4686"
+    )
+    assert len(f"12:34:56 {line}") <= 100
 
 
 def test_console_leaves_an_event_to_the_log_that_told_it(caplog, tmp_path):
@@ -101,13 +129,26 @@ def test_console_leaves_an_event_to_the_log_that_told_it(caplog, tmp_path):
 def test_console_summary_of_a_finished_run():
     assert summary_text(SUMMARY).splitlines() == [
         "finished at step 100 of 100",
-        "  steps done            60, 2 of them skipped",
+        "  steps done            100; 2 skipped",
         "  tokens                1,234,567",
         "  time                  1:02:03",
         "  mean tokens/s/device  2,346",
         "  final loss            2.5000",
         "  best validation loss  n/a",
         "  peak memory           12.34 GiB",
+    ]
+
+
+def test_console_summary_says_what_is_of_this_launch():
+    assert summary_text(SUMMARY | {"steps": 60}).splitlines() == [
+        "finished at step 100 of 100",
+        "  steps done            60 in this launch, which resumed from step 40; 2 skipped",
+        "  tokens                1,234,567 in the whole run",
+        "  time                  1:02:03 in this launch",
+        "  mean tokens/s/device  2,346 in this launch",
+        "  final loss            2.5000",
+        "  best validation loss  n/a in this launch",
+        "  peak memory           12.34 GiB in this launch",
     ]
 
 
@@ -148,11 +189,8 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
     with pytest.raises(KeyError):
         fail()
     _, row, summary = caplog.messages
-    assert row.startswith(
-        "step 1/2  loss  4.2500  grad norm   1.0000  lr 1.00e-03    2,048 tokens/s/device"
-        "  mfu   n/a  "
-    )
-    assert row.endswith("  data  0.0%  eta 0:00:02")
+    assert row.startswith("step 1/2  loss  4.2500  norm  1.00  lr 1.0e-03   2,048 tok/s  ")
+    assert row.endswith(" GiB  eta 0m02s")
     assert summary.startswith("stopped by KeyError at step 1 of 2\n")
     assert "\033" not in caplog.text
     assert sink.bar is None

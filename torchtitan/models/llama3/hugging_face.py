@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import WeightFormat
 
 MODULES = {
@@ -105,11 +106,16 @@ def from_config(config: Mapping[str, Any]) -> Llama3Args:
         if not isinstance(sizes[ours], int):
             problems.append(f"{theirs}: got {show(sizes[ours])}; wanted a number")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        problems.append(f"rope_scaling: got {show(rope)}; wanted an object")
+        rope = {}
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
     try:
         scaling = rope_scaling(rope)
     except RecipeError as error:
         problems += error.lines
+    if not isinstance(theta, int | float):
+        problems.append(f"rope_theta: got {show(theta)}; wanted a number")
     if problems:
         raise RecipeError(problems)
     args = Llama3Args(
@@ -120,6 +126,7 @@ def from_config(config: Mapping[str, Any]) -> Llama3Args:
         rope_scaling=scaling,
         tied=config.get("tie_word_embeddings", False),
     )
+    args = Llama3Config.checked(args)
     head_dim = config.get("head_dim") or args.head_dim
     if head_dim != args.head_dim:
         raise RecipeError([f"head_dim: got {head_dim}; llama3 has {args.head_dim} = dim / heads"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import WeightFormat
 
 SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of")
@@ -48,6 +49,9 @@ def from_params(params: Mapping[str, Any]) -> Llama3Args:
         for key in SIZES
         if not isinstance(params.get(key), int) or params[key] < 1
     ]
+    multiplier = params.get("ffn_dim_multiplier") or 1.0
+    if not isinstance(multiplier, int | float):
+        problems.append(f"ffn_dim_multiplier: got {show(multiplier)}; wanted a number")
     if not isinstance(params.get("rope_theta"), int | float):
         got = show(params.get("rope_theta"))
         problems.append(f"rope_theta: got {got}; wanted the base of the rotary embedding")
@@ -56,19 +60,18 @@ def from_params(params: Mapping[str, Any]) -> Llama3Args:
             problems.append(f"{key}: llama3 has no such thing")
     if problems:
         raise RecipeError(problems)
-    return Llama3Args(
+    args = Llama3Args(
         dim=params["dim"],
         n_layers=params["n_layers"],
         n_heads=params["n_heads"],
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        ffn_dim=ffn_dim(
-            params["dim"], params.get("ffn_dim_multiplier") or 1.0, params["multiple_of"]
-        ),
+        ffn_dim=ffn_dim(params["dim"], multiplier, params["multiple_of"]),
         vocab_size=params["vocab_size"],
         norm_eps=params.get("norm_eps", 1e-5),
         rope_theta=float(params["rope_theta"]),
         rope_scaling=META_SCALING if params.get("use_scaled_rope") else None,
     )
+    return Llama3Config.checked(args)
 
 
 META = WeightFormat(

@@ -86,6 +86,8 @@ class RotaryEmbedding(nn.Module):
 
     def init_buffers(self) -> None:
         """Fill the table: in fp32 and on the CPU, so that it is the same on every device."""
+        if self.table.is_meta:
+            return
         args = self.args
         frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
         positions = torch.arange(len(self.table), dtype=torch.float32, device="cpu")

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.config import Problem
+from pydantic import ValidationError
+
+from torchtitan.config import Problem, RecipeError, show
 from torchtitan.models.llama3.model import Llama3Args, RopeScaling
-from torchtitan.models.settings import TextConfig, size
+from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE, TextConfig, size
 
 ROPE = {
     "rope_scaling": "factor",
@@ -40,11 +42,39 @@ class Llama3Config(TextConfig):
     )
     tied: bool | None = size("Take the logits from the embedding matrix")
 
+    @property
+    def repository(self) -> str | None:
+        return "meta-llama/Llama-3.1-8B" if self.name == "llama3" else None
+
     @classmethod
     def sizes_of(cls, args: Llama3Args) -> dict[str, Any]:
         scaling = args.rope_scaling or RopeScaling(factor=1.0)
         plain = {key: getattr(args, key) for key in cls.sizes() if key not in ROPE}
         return plain | {key: getattr(scaling, name) for key, name in ROPE.items()}
+
+    @classmethod
+    def checked(cls, args: Llama3Args) -> Llama3Args:
+        """Arguments that other software wrote, if a network can have them.
+
+        Raises:
+            RecipeError: with what cannot be.
+        """
+        sizes = cls.sizes_of(args)
+        try:
+            config = cls.model_validate(sizes, strict=True)
+        except ValidationError as error:
+            raise RecipeError(
+                f"{details['loc'][0]}: got {show(details['input'])}; {details['msg'].lower()}"
+                for details in error.errors()
+            ) from None
+        problems = [f"{problem.path}: {problem.message}" for problem in config.misfits(args)]
+        for key, value in sizes.items():
+            most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
+            if isinstance(value, int) and value > most:
+                problems.append(f"{key}: got {show(value)}; wanted {most:,} at the most")
+        if problems:
+            raise RecipeError(problems)
+        return args
 
     def over(self, args: Llama3Args) -> Llama3Args:  # type: ignore[override]
         said = self.said()

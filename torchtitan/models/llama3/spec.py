@@ -111,6 +111,18 @@ def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
     return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
 
 
+def kept_by_block(args: Llama3Args, itemsize: int) -> float:
+    """Bytes that the backward of a block needs of a token: exact for torch's own operators.
+
+    A norm keeps its input and the normalised in float32, and so do sines and cosines. As computed
+    are what the norms give, queries, keys and values, the mixed values and their log-sum-exp, the
+    two halves of the feed-forward, the activated one, and their product.
+    """
+    keys, hidden = args.n_kv_heads * args.head_dim, args.ffn_dim
+    in_float32 = 4 * args.dim + 2 * args.head_dim + args.n_heads + 2
+    return 4 * in_float32 + itemsize * (4 * args.dim + 2 * keys + 4 * hidden)
+
+
 def shrink(args: Llama3Args, needed: MinShape) -> Llama3Args:
     """The same structure in heads of 8: grouped queries, the feed-forward's ratio, tied or not."""
     tp, head_dim = needed.tensor_ranks, 8
@@ -155,7 +167,9 @@ LLAMA3 = ModelSpec(
     after_blocks=("norm", "output"),
     tensor_plan=TENSOR_PLAN,
     flops_per_unit=flops_per_unit,
+    kept_by_block=kept_by_block,
     shrink=shrink,
     formats={"hf": HUGGING_FACE, "meta": META},
+    open_vocabulary=("debugmodel",),
     settings=Llama3Config,
 )

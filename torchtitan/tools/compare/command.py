@@ -23,7 +23,9 @@ def compare(
     vary: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="a variant for each value")
     ] = None,
-    ranks: Annotated[int | None, Count(f"processes of a run; {ABSENT} 1")] = None,
+    ranks: Annotated[
+        int | None, Count(f"processes of a run; {ABSENT} what its recipe needs")
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"{ABSENT} the first variant")
     ] = None,

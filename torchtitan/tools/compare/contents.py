@@ -107,6 +107,8 @@ def sections(report: Report) -> list[Section]:
 
 def written(value: object) -> str:
     """A value of a recipe or a machine as it is to be read."""
+    if value is None:
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -345,7 +347,8 @@ def settings(report: Report) -> Section:
 def conditions(report: Report) -> Iterable[Table]:
     """How it was measured, and on what."""
     made = (("command", Cell((report.command,), code=True)), ("made", report.created))
-    yield Table("Conditions", ("what", "value"), (*made, *facts(report.conditions)))
+    given = {name: value for name, value in report.conditions.items() if value not in (None, "")}
+    yield Table("Conditions", ("what", "value"), (*made, *facts(given)))
     if report.machine:
         yield Table("Machine of the runs", ("what", "value"), facts(report.machine))
 

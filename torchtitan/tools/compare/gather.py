@@ -16,7 +16,6 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import of_step
-from torchtitan.parts import layout_of
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
@@ -49,8 +48,10 @@ class Candidate:
         """Its settings by dotted key, and the number of ranks."""
         if self.job is None:
             return {}
-        told = self.job.flat().items()
-        return {"ranks": self.ranks} | {k: v for k, v in told if not k.startswith(NO_DIFFERENCE)}
+        settings = self.job.flat().items()
+        return {"ranks": self.ranks} | {
+            k: v for k, v in settings if not k.startswith(NO_DIFFERENCE)
+        }
 
 
 def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
@@ -166,7 +167,7 @@ def _sent(each: Candidate) -> tuple[dict[str, float], str]:
     job = each.job
     if note or job is None or job.degrees(each.ranks).pp == 1 or each.runs[0].has_messages:
         return sent, note
-    degrees, layout, spec = job.degrees(each.ranks), layout_of(job), MODELS[job.model.name]
+    degrees, layout, spec = job.degrees(each.ranks), job.layout(), MODELS[job.model.name]
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     try:

@@ -21,10 +21,10 @@ from torchtitan.logging import logger
 from torchtitan.tools.compare.prepare import PlannedRun, write_recipe
 
 TERMINATE_TIMEOUT = 10.0
-"""Seconds in which a run that is told to end should have ended."""
+"""Seconds in which a run that is asked to end should have ended."""
 
 LAST_LINES = 6
-"""Of its log, told of a run that failed."""
+"""Of its log, shown of a run that failed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def launch(task: PlannedRun, launcher: str) -> Outcome:
 
 
 def _run(command: Sequence[str], output: int) -> int:
-    """The status of a command, which ends with this process, however that is told to end."""
+    """The status of a command, which ends with this process, however that ends."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )

@@ -1,7 +1,7 @@
 """From a study to runs that can be launched: each variant is checked first.
 
 A setting that does not exist refuses the whole study. A variant whose settings cannot work
-together, or not on this machine, is told in the report, and the others go on.
+together, or not on this machine, is reported, and the others run.
 """
 
 import hashlib
@@ -9,18 +9,16 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan.checks import load_job
-from torchtitan.config import CannotRun, Problem, Recipe, RecipeError
-from torchtitan.device import Device, pick
+from torchtitan.config import CannotRun, Problem, RecipeError
+from torchtitan.device import pick
 from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.provenance import to_toml, versions
 from torchtitan.tools.compare.study import (
     Settings,
@@ -75,14 +73,15 @@ def prepare(study: Study) -> list[Ready]:
     launcher(study)
     decided = decisions(study)
     refuse_conditions(study.plans, [*decided, "job.dump_folder", "debug.seed"])
-    found, wrong = [], []
+    found, wrong, notices = [], list[str](), list[str]()
     for plan in study.plans:
         try:
             found.append(_check(study, plan, decided))
         except RecipeError as error:
             wrong += error.lines
+            notices += error.notices
     if wrong:
-        raise RecipeError(wrong)
+        raise RecipeError(wrong, dict.fromkeys(notices))
     return found
 
 
@@ -127,36 +126,33 @@ def _check(study: Study, plan: VariantPlan, decided: dict[str, Any]) -> Ready:
     kind = study.conditions.device or pick().type
     over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
     try:
-        recipe = load_job(plan.recipe, plan.flags, plan.ranks, kind, is_here=not own, over=over)
+        if not plan.ranks:
+            draft = load_job(plan.recipe, plan.flags, None, kind, is_here=not own, over=over)
+            plan = replace(plan, ranks=draft.config.parallelism.least_ranks)
+        local = None if own else plan.ranks
+        recipe = load_job(
+            *(plan.recipe, plan.flags, plan.ranks, kind),
+            is_here=not own,
+            local_ranks=local,
+            over=over,
+        )
         recipe.refuse(problems_of_task(recipe.config))
         if not own:
-            recipe.refuse(_too_large(recipe, plan, Device(pick().type)))
+            recipe.refuse(_too_many(plan))
     except CannotRun as error:
+        plan = replace(plan, ranks=plan.ranks or error.config.parallelism.least_ranks)
         return Ready(plan, error.config, tuple(error.lines))
     return Ready(plan, recipe.config, ())
 
 
-def _too_large(recipe: Recipe[JobConfig], plan: VariantPlan, device: Device) -> Iterator[Problem]:
-    """What this machine alone cannot hold, at the least."""
-    job, ranks = recipe.config, plan.ranks
-    if device.type == "cuda" and ranks > torch.cuda.device_count():
+def _too_many(plan: VariantPlan) -> Iterator[Problem]:
+    """Ranks for which this machine has no devices."""
+    ranks = plan.ranks
+    if pick().type == "cuda" and ranks > torch.cuda.device_count():
         message = f"{ranks} ranks need as many devices, and this machine has "
         yield Problem(
             "parallelism",
             f"{message}{torch.cuda.device_count()}; a study may have a launcher of its own",
-        )
-        return
-    spec, args = MODELS[job.model.name], job.model_args()
-    parameters = count_parameters(build_empty(spec.build, args, job.training.seq_len)).total
-    copies = job.degrees(ranks).dp_replicate
-    # In float32: the weight, its gradient, and the optimizer's state (arXiv:1910.02054).
-    needed = parameters * (8 + job.optimizer.state_bytes(4)) * copies / 1024**3
-    there = device.memory_capacity() * (ranks if device.type == "cuda" else 1)
-    if needed > there:
-        yield Problem(
-            "model.flavor",
-            f"weights, gradients and optimizer state of {parameters:,} parameters take "
-            f"{needed:,.0f} GiB on {ranks} ranks, and this machine has {there:,.0f}",
         )
 
 

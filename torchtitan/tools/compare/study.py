@@ -13,7 +13,7 @@ each `[[variants]]` a name and the settings in which it differs, written as in a
     name = "TP 2"
     parallelism.tensor_parallel_degree = 2
 
-Each setting keeps its line, so that what is wrong with a variant is told as of any recipe.
+Each setting keeps its line, so that mistakes in a variant are reported as of any recipe.
 """
 
 import itertools
@@ -45,7 +45,9 @@ class Conditions(Config):
     title: str = Field("", description="Heading of the report; absent: the name of the file.")
     description: str = Field("", description="What the study is to find out.")
     recipe: str | None = Field(None, description="The recipe of all variants, relative to this.")
-    ranks: int | None = Field(None, ge=1, description="Processes of each run; absent: 1.")
+    ranks: int | None = Field(
+        None, ge=1, description="Processes of each run; absent: what its recipe needs."
+    )
     baseline: str | None = Field(None, description="A variant's name; absent: the first.")
     rounds: int = Field(3, ge=1, description="How often every variant is run.")
     warmup_steps: int = Field(5, ge=1, description="First steps of a run that are not measured.")
@@ -84,6 +86,7 @@ class VariantPlan:
     name: str
     recipe: Path | None
     ranks: int
+    """0: as few as the recipe allows."""
     over: tuple[Settings, ...] = ()
     flags: tuple[str, ...] = ()
 
@@ -160,7 +163,7 @@ def _plans(
         yield VariantPlan(
             variant.name,
             path.parent / recipe if recipe else None,
-            variant.ranks or conditions.ranks or 1,
+            variant.ranks or conditions.ranks or 0,
             (common, section),
             tuple(flags),
         )
@@ -190,7 +193,7 @@ def of_recipes(
             if path is not None and (len(paths) > 1 or not names):
                 names.insert(0, path.stem)
             plans.append(
-                VariantPlan(", ".join(names), path, conditions.ranks or 1, (), (*flags, *words))
+                VariantPlan(", ".join(names), path, conditions.ranks or 0, (), (*flags, *words))
             )
     stem = "_".join([path.stem for path in paths] or ["defaults"])
     if variations:

@@ -117,7 +117,7 @@ class CollectiveModel:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """At the end of the block the other ranks are told that there is no more."""
+        """At the end of the block the other ranks learn that there is no more."""
         yield
         self.model.world.share(None)
 
@@ -160,7 +160,7 @@ def _generate(model: Model, requests: Sequence[Request], first: int) -> list[str
 
 @contextmanager
 def progress(what: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar: the function in the block is told of each step, and how many there are."""
+    """Shows a bar: the function in the block is called with each step and their number."""
     from tqdm import tqdm
 
     with tqdm(desc=what, disable=not is_shown) as bar:

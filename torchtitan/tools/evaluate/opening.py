@@ -118,6 +118,8 @@ def _tokenizer(place: Place) -> Tokenizer:
 
 
 def _begin(tokenizer: Tokenizer, add_bos: bool) -> tuple[int, ...]:
+    if add_bos and tokenizer.lost_bos:
+        raise ConfigError(tokenizer.lost_bos)
     return (tokenizer.bos,) if add_bos and tokenizer.bos is not None else ()
 
 

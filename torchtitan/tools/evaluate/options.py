@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
+from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights.opening import OPEN
 from torchtitan.tools.evaluate.opening import BYTES, DTYPES
 from torchtitan.tools.options import Choice, Count, Text
 
 WHERE = "a run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights"
-Source = Annotated[Path, typer.Argument(help=WHERE)]
+Source = Annotated[Path, typer.Argument(parser=location, help=WHERE)]
 Format = Annotated[str | None, Choice(OPEN, "absent: by the files", "--from")]
 Tokenizer = Annotated[
     str | None, Text("PATH", f"file, folder, or {BYTES}; absent: as the source says")

@@ -55,7 +55,7 @@ def score_texts(
 
     Args:
         rows: windows that are read together.
-        after_batch: told how many windows were read, of how many.
+        after_batch: called with how many windows were read, of how many.
     """
     cut = [
         (number, window)

@@ -62,7 +62,7 @@ def _data(facts: Facts) -> Iterator[Advice]:
 
 
 def _bubble(facts: Facts) -> Iterator[Advice]:
-    # A rank that is done with a batch waits for the others in `agree`.
+    # A rank that is done with a batch waits for the others in `sync`.
     share = facts.share("pipeline") + facts.share("sync")
     if facts.layout.get("pp", 1) > 1 and share > BUBBLE:
         schedule = facts.recipe.get("parallelism.pipeline_parallel_schedule")
@@ -81,7 +81,7 @@ def _exposed(facts: Facts) -> Iterator[Advice]:
     share = min(facts.traces.exposed.values())
     if share <= EXPOSED:
         return
-    because = f"in the trace, communication that nothing hides takes {share:.0%} of the time"
+    because = f"in the trace, exposed communication takes {share:.0%} of the time"
     if facts.layout.get("dp_shard", 1) > 1:
         reshard = facts.recipe.get("parallelism.fsdp_reshard_after_forward")
         attempt = "a larger training.local_batch_size, so that there is more to compute for each"

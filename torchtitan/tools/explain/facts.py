@@ -55,6 +55,7 @@ class Facts:
     """Seconds a step."""
     pauses: dict[str, float]
     """Seconds in all."""
+    validations: int
     reported_s: float
     """What the phases and pauses are of, in all."""
     first_step_s: float | None
@@ -100,6 +101,10 @@ def read_facts(folder: Path) -> Facts:
     first_steps = {row["step"] for of_rank in starts for row in of_rank}
     later = [(row, n) for row, n in history.report_steps()[1:] if row["step"] not in first_steps]
     seconds, pauses = seconds_of(later)
+    # No report follows the last validation and the last save.
+    for end in (row for row in logs.get(0, ()) if row["event"] == "end"):
+        for name, paused in end.get("pauses", {}).items():
+            pauses[name] = pauses.get(name, 0.0) + paused
     all_reports, reports = history.reports, [row for row, _ in later]
     last = all_reports[-1] if all_reports else {}
     steps = sum(count for _, count in later)
@@ -120,6 +125,7 @@ def read_facts(folder: Path) -> Facts:
         step_s=_median(row.get("step_time") for row in reports),
         phases={name: total / steps for name, total in seconds.items()},
         pauses=pauses,
+        validations=len(history.validations),
         reported_s=sum(seconds.values()) + sum(pauses.values()),
         first_step_s=_largest(last_starts, "first_step_s"),
         before_first_step_s=_largest(last_starts, "before_first_step_s"),

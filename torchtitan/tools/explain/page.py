@@ -15,6 +15,17 @@ LABEL = 10
 NOTABLE = 1.0
 # Seconds of a pause that is not worth mentioning.
 SHORT = 0.05
+IN_WORDS: Final = {
+    "data": "waiting for the next batch",
+    "forward": "with its collectives",
+    "backward": "with its collectives",
+    "pipeline": "waiting for other stages",
+    "clip": "norm of the gradients",
+    "sync": "ranks agree on loss and status",
+    "optimizer": "the update",
+    "other": "what is left",
+}
+"""What the phases of a step are, see `torchtitan.timeline`."""
 
 
 def page(facts: Facts, advice: Sequence[Advice]) -> str:
@@ -36,9 +47,10 @@ def _about(facts: Facts) -> Iterator[str]:
     done = f"step {facts.step:,}" + (f" of {steps:,}" if steps else "")
     batch = f", {facts.tokens_a_step:,} tokens each" if facts.tokens_a_step else ""
     yield _line("done", f"{done}{batch}; {facts.tokens:,} tokens")
+    mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
-        f"{_show(facts.tps, ',.0f')} tokens/s/device, {_show(facts.step_s, '.3g')} s a step, "
-        f"MFU {_show(facts.mfu, '.1%')} (medians of the reports after the first)"
+        f"{_show(facts.tps, ',.0f')} tokens/s/device, {_show(facts.step_s, '.3g')} s a step{mfu} "
+        "(medians of the reports after the first)"
     )
     yield _line("speed", speed if facts.tps else "unknown: there is no report after the first")
     if facts.memory_gib is not None:
@@ -73,9 +85,12 @@ def _phases(facts: Facts) -> Iterator[str]:
     longest = max(facts.phases.values()) or 1.0
     for name, seconds in facts.phases.items():
         bar = "#" * round(BAR * seconds / longest)
-        yield f"  {name:<{LABEL}} {1000 * seconds:10.1f} ms {seconds / whole:6.1%}  {bar}".rstrip()
+        numbers = f"{1000 * seconds:10.1f} ms {seconds / whole:6.1%}"
+        yield f"  {name:<{LABEL}} {numbers}  {bar:<{BAR}}  {IN_WORDS.get(name, '')}".rstrip()
+    times = {"validation": f"{facts.validations} times, "} if facts.validations > 1 else {}
     long = [
-        f"{name} {seconds:.1f} s ({facts.share_of_pause(name):.1%} of the time)"
+        f"{name} {seconds:.1f} s ({times.get(name, '')}{facts.share_of_pause(name):.1%} of the "
+        "time)"
         for name, seconds in facts.pauses.items()
         if seconds >= SHORT
     ]
@@ -102,8 +117,8 @@ def describe_traces(traces: Traces) -> Iterator[str]:
     yield f"The newest trace, of {steps} ({traces.folder}):"
     for rank, compute in traces.compute_s.items():
         yield (
-            f"  rank {rank:<4} computes {1000 * compute:.1f} ms a step; communication that nothing "
-            f"hides {traces.exposed[rank]:.1%}, idle {traces.idle[rank]:.1%}"
+            f"  rank {rank:<4} computes {1000 * compute:.1f} ms a step; exposed communication "
+            f"{traces.exposed[rank]:.1%}, idle {traces.idle[rank]:.1%}"
         )
     if traces.left_out:
         yield f"  {traces.left_out} ranks more were not read"

@@ -46,7 +46,7 @@ class RunState:
     """Where a run is, or how it ended."""
 
     is_alive: bool
-    """As far as can be told: of processes on another machine it cannot."""
+    """As far as can be known: of processes on another machine it cannot."""
     step: int
     ranks: int
     words: str

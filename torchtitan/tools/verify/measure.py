@@ -3,7 +3,7 @@
 One run leaves what it has in a folder; the ranks of another then compare what each of them holds
 with its place in that. So an error is found on the rank that made it, no weight is sent, and copies
 of a weight that should be the same are compared one by one. One rank writes weights and gradients;
-a run that is never stopped saves a checkpoint of every step. Samples are told apart by a hash of
+a run that is never stopped saves a checkpoint of every step. Samples are identified by a hash of
 their content.
 """
 

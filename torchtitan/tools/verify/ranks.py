@@ -104,7 +104,7 @@ def _bar(what: str, steps: int, done: Callable[[], int]) -> Iterator[Callable[[]
     from rich.console import Console
     from rich.progress import Progress
 
-    # It draws only when told: a thread, or a stream of its own, would not survive the fork.
+    # It draws only when called: a thread, or a stream of its own, would not survive the fork.
     with Progress(
         console=Console(stderr=True),
         transient=True,

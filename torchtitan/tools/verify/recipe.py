@@ -1,15 +1,14 @@
 """The recipe as it is verified: laid out as it is written, but exact, short, on data at hand.
 
-Whatever is changed for that is told, key by key. What a flag of the command line says stays.
+Whatever is changed for that is reported, key by key. What a flag of the command line says stays.
 """
 
 import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torchtitan.config import ConfigError, Recipe, show
+from torchtitan.config import ConfigError, Recipe, exists, show
 from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.losses import LossConfig
@@ -196,7 +195,7 @@ def _find_data(draft: Draft) -> None:
 
 
 def _is_there(path: str | None) -> bool:
-    return path is not None and Path(path).expanduser().exists()
+    return path is not None and exists(path)
 
 
 def _make_batches_small(draft: Draft, ranks: int) -> None:

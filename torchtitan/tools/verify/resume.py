@@ -83,16 +83,16 @@ def verify_resume(
         except RanksFailed as error:
             print(f"no comparison: {error}", file=sys.stderr)
             return False
-    told = (
+    summary = (
         f"\nthe same run: killed after step {trial.half} of {2 * trial.half} and resumed "
         f"{_where(asked.job, asked.ranks)}, to the bit"
     )
     if not found.is_exact:
-        told += (
+        summary += (
             f"; {where}, losses are off by {found.largest_loss():.0e} ({LOSS:.0e} is allowed), "
             f"weights by {found.largest_weight():.0e} ({WEIGHT:.0e})"
         )
-    console.print(told, style="bold green")
+    console.print(summary, style="bold green")
     return True
 
 

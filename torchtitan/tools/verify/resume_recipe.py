@@ -1,4 +1,4 @@
-"""The recipe as it is run, killed and resumed, and the other layout in which it goes on."""
+"""The recipe as it is run, killed and resumed, and the other layout in which it resumes."""
 
 import math
 from collections.abc import Mapping

@@ -102,7 +102,8 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
     speeds = show(report["tps"], ",.0f"), show(mean_tps(history.reports), ",.0f")
     a_step = f"{show(report.get('step_time'), '.3g')} s a step"
     yield "speed", "{} tokens/s/device now, {} mean; {}".format(*speeds, a_step)
-    yield "mfu", show(report.get("mfu"), ".1%")
+    if report.get("mfu") is not None:
+        yield "mfu", show(report["mfu"], ".1%")
     memory = show(report.get("memory_gib"), ".2f"), show(report.get("memory_pct"), ".0f")
     yield "memory", "{} GiB ({}%)".format(*memory)
     yield "data", f"waited for {show(report.get('data_pct'), '.1f')}% of the time"

@@ -1,0 +1,68 @@
+"""What the second step of a process sends is counted where the Flight Recorder keeps all of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan.device import Device
+from torchtitan.flight_recorder import Collective, Group
+from torchtitan.flight_recorder.records import _shapes
+from torchtitan.metrics import startup
+from torchtitan.parallel import CommConfig
+from torchtitan.parallel.world import Degrees
+from torchtitan.timeline import Timeline
+
+ENTRIES = 4
+SUM = Collective(
+    number=0,
+    operation="all_reduce",
+    carried_out="all_reduce",
+    group=Group("0", "all", (0, 1)),
+    sequence=1,
+    is_p2p=False,
+    inputs=_shapes([[5]], ["Float"]),
+    outputs=_shapes([[5]], ["Float"]),
+    finished=True,
+    created=0.0,
+    caller="",
+)
+
+
+def traffic(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
+) -> dict[str, Any]:
+    """The event of a run with collectives before and during its second step."""
+    told: dict[str, dict[str, Any]] = {}
+    world = SimpleNamespace(
+        comm=CommConfig(trace_buf_size=ENTRIES),
+        size=ranks,
+        device=Device("cpu"),
+        degrees=Degrees(dp_shard=ranks),
+    )
+    events = SimpleNamespace(write=lambda step, kind, **values: told.update({kind: values}))
+    timeline = Timeline(world.device)
+    watch = startup.Startup(events, timeline, world)  # type: ignore[arg-type]
+    watch.before_step()
+    watch.after_step(1)
+    watch.before_step()
+    times = [watch.began - 1] * before + [watch.began + 1] * during
+    ring = [replace(SUM, created=time) for time in times][-ENTRIES:]
+    monkeypatch.setattr(startup, "recorded", lambda device_type: ring)
+    watch.after_step(2)
+    return told["traffic"]
+
+
+def test_a_step_that_fits_is_counted_whatever_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traffic(monkeypatch, ranks=2, before=20, during=ENTRIES - 1)
+    assert found == {"sent/dp_shard": 3 * 20, "messages": 0}
+
+
+def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traffic(monkeypatch, ranks=2, before=20, during=ENTRIES)
+    assert "comm.trace_buf_size = 4" in found["left_out"]
+
+
+def test_a_rank_by_itself_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traffic(monkeypatch, ranks=1, before=0, during=ENTRIES) == {"messages": 0}

@@ -1,0 +1,63 @@
+"""The learning rate, step by step, against its rules written down another way."""
+
+import math
+from itertools import product
+
+import pytest
+
+from torchtitan.optim import ScheduleConfig, learning_rate_factor
+
+SHAPES = {
+    "linear": lambda left: left,
+    "sqrt": lambda left: 1 - math.sqrt(1 - left),
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
+
+
+def rates(config: ScheduleConfig, steps: int) -> list[float]:
+    """The multiplier of each step, laid out from both ends.
+
+    The warm-up is at most the run; a decay that would overlap it is shortened to what is left; the
+    stable phase lies between. A virtual step that follows the last ends the decay.
+    """
+    rising = [done / config.warmup_steps for done in range(1, config.warmup_steps + 1)]
+    if config.warmup_steps > steps:
+        rising = [done / steps for done in range(1, steps + 1)]
+    left = steps - len(rising)
+    wanted = left if config.decay_ratio is None else round(steps * config.decay_ratio)
+    length = min(wanted, left)
+    low = config.min_lr_factor
+    falling = [  # counted back from the virtual step, where nothing of the decay is left
+        low + (1 - low) * SHAPES[config.decay_type](ahead / length)
+        for ahead in range(length, 0, -1)
+    ]
+    stable = [1.0] * (left - length)
+    return [*rising, *stable, *falling]
+
+
+@pytest.mark.parametrize("decay_type", SHAPES)
+@pytest.mark.parametrize("steps", [1, 2, 10, 37])
+def test_learning_rate(steps: int, decay_type: str) -> None:
+    warmups, ratios, floors = (0, 1, 3, 9, 10, 11, 200), (None, 0.0, 0.1, 0.5, 0.99, 1.0), (0, 0.1)
+    for warmup, ratio, floor in product(warmups, ratios, floors):
+        config = ScheduleConfig(
+            warmup_steps=warmup, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=floor
+        )
+        found = [learning_rate_factor(config, step, steps) for step in range(1, steps + 1)]
+        assert found == pytest.approx(rates(config, steps), abs=1e-12)
+        assert found[0] == (1 / min(warmup, steps) if warmup else 1)
+        assert found[-1] > 0
+        after = learning_rate_factor(config, steps + 1, steps)
+        has_decay = steps > warmup and (ratio is None or round(ratio * steps) > 0)
+        assert after == pytest.approx(floor if has_decay else 1, abs=1e-12)
+
+
+def test_rates_by_hand() -> None:
+    config = ScheduleConfig(warmup_steps=2, decay_ratio=0.5)
+    by_hand = [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    found = [learning_rate_factor(config, step, 8) for step in range(1, 9)]
+    assert found == pytest.approx(by_hand)
+    # Of the 4 steps that would decay, the warm-up leaves 2.
+    config = ScheduleConfig(warmup_steps=6, decay_ratio=0.5)
+    found = [learning_rate_factor(config, step, 8) for step in (5, 6, 7, 8)]
+    assert found == pytest.approx([5 / 6, 1, 1, 0.5])

@@ -1,0 +1,155 @@
+"""What a run holds in memory: formulas against what is allocated, and what is refused by them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.checks import load_job
+from torchtitan.checks.memory import of_rank
+from torchtitan.config import CannotRun
+from torchtitan.device import GIB, Device
+from torchtitan.launch import main as launch
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.spec import FLAVORS, kept_by_block
+from torchtitan.parallel.memory import Memory
+from torchtitan.tools.cli import main
+
+LLAMA3 = MODELS["llama3"]
+PARAMETERS = 5_770_496
+
+
+def held(words: str = "", ranks: int = 1) -> tuple[Memory, Memory]:
+    """The least and the estimate of a rank."""
+    job = load_job(None, words.split(), ranks, "cpu").config
+    plan = of_rank(job, ranks)
+    assert plan is not None
+    return plan.least(), plan.estimate()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_block_keeps_is_what_autograd_saves(dtype: torch.dtype) -> None:
+    args, seq_len = dataclasses.replace(FLAVORS["debugmodel"], n_layers=1), 64
+    network = LLAMA3.build(args, seq_len).to(dtype)
+    lasting = [*network.parameters(), *network.buffers()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    x = torch.randn(2, seq_len, args.dim, dtype=dtype, requires_grad=True)
+    (block,) = network.layers.values()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        result = block(x, torch.arange(seq_len).repeat(2, 1), None)
+    per_token = sum(storage.nbytes() for storage in saved.values()) / (2 * seq_len)
+    assert result.shape == x.shape
+    assert per_token == pytest.approx(kept_by_block(args, dtype.itemsize), rel=0.02)
+
+
+def test_parameters_gradients_and_states_are_those_of_the_model() -> None:
+    least, _ = held("--training.seq_len 16 --training.local_batch_size 1")
+    assert least[:3] == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
+    assert sum(weight.numel() for weight in LLAMA3.build(FLAVORS["debugmodel"], 16).parameters())
+    least, _ = held("--training.seq_len 16 --training.local_batch_size 1 --training.dtype bfloat16")
+    assert least[:3] == (2 * PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--parallelism.data_parallel_shard_degree 2", 2),
+        ("--parallelism.tensor_parallel_degree 2", 2),
+        ("--parallelism.pipeline_parallel_degree 2", 2),
+        ("--parallelism.context_parallel_degree 2", 2),
+    ],
+)
+def test_ranks_that_share_a_model_have_half_each_and_copies_all(words: str, ranks: int) -> None:
+    assert held(words, ranks)[0].parameters == 2 * PARAMETERS
+    copied = "--parallelism.data_parallel_replicate_degree 2 "
+    assert held(copied + words, 2 * ranks)[0].parameters == 2 * PARAMETERS
+
+
+def test_recomputation_small_batches_and_chunks_take_less() -> None:
+    every = {
+        words: held(words)[1]
+        for words in (
+            "--activation_checkpoint.mode none",
+            "",
+            "--activation_checkpoint.mode full",
+            "--activation_checkpoint.mode full --training.local_batch_size 2",
+        )
+    }
+    totals = [memory.activations + memory.logits for memory in every.values()]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == len(totals)
+    assert held("--loss.vocabulary_chunk 64")[1].logits == 0
+    offloaded = held("--training.enable_cpu_offload")[0]
+    assert offloaded.on_host == offloaded.parameters + offloaded.states == 12 * PARAMETERS
+    assert held("--optimizer.offload_states")[0].on_host == 8 * PARAMETERS
+    assert held("--optimizer.early_step_in_backward --training.max_norm 0")[0].gradients == 0
+
+
+def test_at_the_least_is_never_more_than_the_estimate() -> None:
+    for flavor in FLAVORS:
+        for words, ranks in (("", 1), ("--parallelism.tensor_parallel_degree 4", 8)):
+            least, estimate = held(f"--model.flavor {flavor} {words}", ranks)
+            assert 0 < least.total <= estimate.total
+
+
+def test_405b_is_checked_for_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.flavor", "405B", "--parallelism.tensor_parallel_degree", "8"]
+    assert main(["check", *words, "--world-size", "512"]) == 0
+    assert "# memory of a rank: about " in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model.flavor", "405B", "--training.steps", "5"]
+    for command, words in (
+        (main, ["check", "--here", "--device", "cpu"]),
+        (main, ["train"]),
+        (launch, ["--processes", "2"]),
+    ):
+        assert command([*words, *flags]) == 2
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith('--model.flavor: model.flavor: got "405B"; ')
+        assert "GiB at the least, and the host has " in message
+        assert "(parameters " in message
+        assert " + gradients " in message
+        assert " + optimizer states " in message
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "memory_limit", lambda self: 3 * held()[0].total / GIB)
+    monkeypatch.setattr(Device, "memory_available", lambda self: 1e9)
+    load_job(None, [], 2, "cpu", is_here=True, local_ranks=2)
+    load_job(None, [], 16, "cpu", is_here=True, local_ranks=2)
+    words = ["--parallelism.data_parallel_replicate_degree", "4"]
+    with pytest.raises(CannotRun, match=r"got 8; 4 ranks hold .* GiB at the least"):
+        load_job(None, words, 4, "cpu", is_here=True, local_ranks=4)
+    load_job(None, words, 4, "cpu", is_here=True)  # a check for elsewhere
+
+
+def test_a_run_that_may_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "memory_available", lambda self: 0.25)
+    found = load_job(None, [], 1, "cpu", is_here=True, local_ranks=1)
+    (notice,) = found.notices
+    assert "GiB by an estimate, and 0.2 of the host are free" in notice
+
+
+def test_samples_that_no_machine_holds_are_refused_anywhere() -> None:
+    words = ["--training.seq_len", str(2**31), "--training.local_batch_size", str(2**20)]
+    with pytest.raises(CannotRun, match="no machine has so much"):
+        load_job(None, words, None, "cuda")
+
+
+def test_a_model_that_tells_nothing_of_its_blocks_still_has_a_least() -> None:
+    plan = of_rank(load_job(None, [], 1, "cpu").config, 1)
+    assert plan is not None
+    silent = dataclasses.replace(LLAMA3, kept_by_block=lambda args, itemsize: 0.0)
+    assert dataclasses.replace(plan, spec=silent).estimate().total > plan.least().total
+    assert isinstance(plan.spec.build(plan.args, 16), nn.Module)

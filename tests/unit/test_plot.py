@@ -1,0 +1,78 @@
+"""`torchtitan plot`: the loss of runs as an SVG."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.unit.explain.folders import row, write_run
+from torchtitan.tools.cli import main
+from torchtitan.tools.plot import LEVELS, scale
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parts(path: Path, kind: str) -> list[ElementTree.Element]:
+    return list(ElementTree.parse(path).getroot().iter(f"{SVG}{kind}"))
+
+
+def words(path: Path) -> list[str | None]:
+    return [text.text for text in parts(path, "text")]
+
+
+def test_the_loss_of_a_run_is_drawn_into_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(1, loss=5.0), row(50, loss=3.0), {"step": 50, "validation_loss": 3.5}]
+    folder = write_run(tmp_path / "a <&> b", [*rows, row(60, loss=None), row(100, loss=2.0)])
+    assert main(["plot", str(folder)]) == 0
+    path = folder / "loss.svg"
+    assert capsys.readouterr().out == f"{path}\n"
+    (line,) = parts(path, "polyline")
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    assert len(heights) == 3, "a loss that is not finite has no point"
+    assert heights == sorted(heights), "lower losses lie lower"
+    (dot,) = parts(path, "circle")
+    assert heights[0] < float(dot.attrib["cy"]) < heights[1]
+    assert {str(folder), "100", "training loss; dots: validation"} <= {*words(path)}
+
+
+def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
+    folders = [
+        str(write_run(tmp_path / name, [row(1, loss=4.0), row(10, loss=end)]))
+        for name, end in (("a", 3.0), ("b", 2.0))
+    ]
+    path = tmp_path / "both.svg"
+    assert main(["plot", *folders, "-o", str(path), "--reference", "3.5"]) == 0
+    assert len({line.attrib["stroke"] for line in parts(path, "polyline")}) == 2
+    assert {*folders, "reference: 3.5"} <= {*words(path)}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("none", "none: is not a folder; wanted the job.dump_folder of a run"),
+        ("empty", "empty: the run has reported no loss; there is nothing to draw"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    run: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("empty"), [])
+    assert main(["plot", run]) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+@pytest.mark.parametrize(
+    "losses", [[2.0, 11.9], [2.123, 2.124], [3.0], [0.0], [0.01, 5e6], [-1.0, 1.0]]
+)
+def test_the_axis_holds_all_losses_in_round_numbers(losses: list[float]) -> None:
+    low, high, apart = scale(losses)
+    assert low <= min(losses) <= max(losses) <= high
+    assert 1 <= round((high - low) / apart) <= LEVELS + 2
+    assert f"{apart:e}"[0] in "125"

@@ -1,0 +1,128 @@
+"""Draw the loss of runs side by side: an SVG, which every browser shows.
+
+It is written by hand, so that no plotting library is needed; `torchtitan compare` has interactive
+plots of much more.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+from xml.sax.saxutils import escape
+
+import typer
+
+from torchtitan.config import ConfigError
+from torchtitan.tools.history import Row, RunHistory
+from torchtitan.tools.options import Verb, verb
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 48, 620, 20, 316
+COLORS: Final = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
+REFERENCE, GRID, INK = "#57606a", "#d8dee4", "#24292f"
+LEVELS = 6
+"""Lines of the grid, about."""
+
+Point = tuple[int, float]
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__.partition("\n")[0])
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of each run: outputs/x")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="the SVG; absent: loss.svg in the first run's folder"),
+    ] = None,
+    reference: Annotated[
+        float | None,
+        typer.Option(metavar="LOSS", help="draw a level to compare with, such as the unigram loss"),
+    ] = None,
+) -> None:
+    path = output or runs[0] / "loss.svg"
+    curves = [Curve.of(RunHistory.open(folder), folder) for folder in runs]
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output: got {path}; there is no folder {path.parent}")
+    path.write_text(draw(curves, reference), encoding="utf-8")
+    print(path)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of a run by step; those that are not finite are left out."""
+
+    name: str
+    training: Sequence[Point]
+    validation: Sequence[Point]
+
+    @classmethod
+    def of(cls, history: RunHistory, folder: Path) -> "Curve":
+        """Of a run.
+
+        Raises:
+            ConfigError: where it has reported no loss yet.
+        """
+        training = list(_points(history.reports, "loss"))
+        if not training:
+            raise ConfigError(f"{folder}: the run has reported no loss; there is nothing to draw")
+        return cls(str(folder), training, list(_points(history.rows, "validation_loss")))
+
+
+def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
+    """The SVG: training loss as lines, validation loss as dots, the reference dashed."""
+    every = [point for curve in curves for point in (*curve.training, *curve.validation)]
+    losses = [loss for _, loss in every] + ([] if reference is None else [reference])
+    last, (low, high, apart) = max(step for step, _ in every), scale(losses)
+
+    def x(step: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * step / (last or 1), 1)
+
+    def y(loss: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (loss - low) / (high - low), 1)
+
+    def text(left: float, base: float, words: object, color: str, anchor: str = "end") -> str:
+        at = f'x="{left}" y="{base}" fill="{color}" text-anchor="{anchor}"'
+        return f"<text {at}>{escape(str(words))}</text>"
+
+    def level(loss: float, style: str) -> str:
+        return f'<path d="M{LEFT} {y(loss)}H{RIGHT}" stroke={style}/>'
+
+    font = 'font-family="sans-serif" font-size="12"'
+    box = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    parts = [f"<svg {box} {font}>", f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
+    for number in range(round((high - low) / apart) + 1):
+        loss = round(low + number * apart, 9)
+        parts += [level(loss, f'"{GRID}"'), text(LEFT - 8, y(loss) + 4, f"{loss:g}", INK)]
+    for step in dict.fromkeys(round(last * part / 4) for part in range(5)):
+        parts.append(text(x(step), BOTTOM + 18, f"{step:,}", INK, "middle"))
+    parts.append(text(x(last / 2), BOTTOM + 38, "optimizer step", INK, "middle"))
+    if reference is not None:
+        parts.append(level(reference, f'"{REFERENCE}" stroke-dasharray="6 4"'))
+        parts.append(text(RIGHT, y(reference) - 6, f"reference: {reference:g}", REFERENCE))
+    for number, curve in enumerate(curves):
+        color = COLORS[number % len(COLORS)]
+        line = " ".join(f"{x(step)},{y(loss)}" for step, loss in curve.training)
+        style = f'fill="none" stroke="{color}" stroke-width="2"'
+        parts.append(f'<polyline points="{line}" {style}/>')
+        for step, loss in curve.validation:
+            parts.append(f'<circle cx="{x(step)}" cy="{y(loss)}" r="4" fill="{color}"/>')
+        parts.append(text(RIGHT, TOP + 14 + 18 * number, curve.name, color))
+    dots = "; dots: validation" if any(curve.validation for curve in curves) else ""
+    parts.append(text(RIGHT, HEIGHT - 6, f"training loss{dots}", INK))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def scale(losses: Sequence[float]) -> tuple[float, float, float]:
+    """Ends of the axis around all losses, and the distance of its lines: 1, 2 or 5 times 10^n."""
+    low, high = min(losses), max(losses)
+    rough = max(high - low, 1e-3 * abs(high), 1e-9) / LEVELS
+    power = 10 ** math.floor(math.log10(rough))
+    apart = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    begin = math.floor(low / apart) * apart
+    return begin, max(math.ceil(high / apart) * apart, begin + apart), apart
+
+
+def _points(rows: Sequence[Row], key: str) -> Iterator[Point]:
+    for row in rows:
+        if (value := row.get(key)) is not None and math.isfinite(value):
+            yield row["step"], value
