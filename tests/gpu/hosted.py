@@ -1,0 +1,214 @@
+"""Collectives for ranks that share one GPU: NCCL refuses two ranks on a device.
+
+A test tool, and no recipe can choose it: what is to be sent is copied to the host, gloo sends it,
+and what comes is copied back. So it tells whether a layout computes the right thing with CUDA
+tensors, and nothing of how fast it would be. It serves CPU tensors too, so that a machine without
+a GPU can rehearse.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "hosted"
+
+
+class HostedWork(dist._Work):  # type: ignore[name-defined, misc]
+    """A collective that gloo was given; `after` copies what came to where it belongs."""
+
+    def __init__(self, work: Any, after: Callable[[], None], result: list[Tensor]) -> None:
+        super().__init__()
+        self.work, self.after, self.result_of, self.done = work, after, result, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.done:
+            self.work.wait()
+            self.after()
+            self.done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done or bool(self.work.is_completed())
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self.result_of
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self.result_of)
+        return future
+
+
+class HostedGroup(dist.ProcessGroup):
+    """A process group whose tensors may be on any device. Shapes are those of torch's methods."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.named = self.described = ""
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[attr-defined]
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def setGroupName(self, name: str) -> None:
+        self.named = name
+
+    def getGroupName(self) -> str:
+        return self.named
+
+    def setGroupDesc(self, description: str) -> None:
+        self.described = description
+
+    def getGroupDesc(self) -> str:
+        return self.described
+
+    def _send(self, given: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor.detach().cpu().contiguous() for tensor in given]
+
+    def _room(self, wanted: Iterable[Tensor]) -> list[Tensor]:
+        return [torch.empty(t.shape, dtype=t.dtype) for t in wanted]
+
+    def _work(self, work: Any, wanted: Sequence[Tensor], came: Sequence[Tensor]) -> HostedWork:
+        def copy() -> None:
+            for to, value in zip(wanted, came, strict=True):
+                to.detach().copy_(value)
+
+        return HostedWork(work, copy, list(wanted))
+
+    def _now(self, work: Any, wanted: Sequence[Tensor], came: Sequence[Tensor]) -> HostedWork:
+        """A collective is over when it is called: the ranks share the device anyway."""
+        hosted = self._work(work, wanted, came)
+        hosted.wait()
+        return hosted
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> HostedWork:
+        host = self._send(tensors)
+        return self._now(self.gloo.broadcast(host, opts or dist.BroadcastOptions()), tensors, host)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> HostedWork:
+        opts = opts or dist.AllreduceOptions()
+        host, mean = self._send(tensors), opts.reduceOp == dist.ReduceOp.AVG
+        if mean:  # which gloo does not know
+            opts.reduceOp = dist.ReduceOp.SUM
+        work = self._now(self.gloo.allreduce(host, opts), tensors, host)
+        if mean:
+            for tensor in tensors:
+                tensor.detach().div_(self.size())
+        return work
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> HostedWork:
+        each = dist.AllreduceOptions()
+        if opts is not None:
+            each.reduceOp = opts.reduceOp
+        return [self.allreduce([tensor], each) for tensor in tensors][-1]
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> HostedWork:
+        host, rooms = self._send(inputs), [self._room(wanted) for wanted in outputs]
+        work = self.gloo.allgather(rooms, host)
+        return self._now(work, *(sum(lists, []) for lists in (outputs, rooms)))
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> HostedWork:
+        (host,), room = self._send([given]), torch.empty(output.shape, dtype=output.dtype)
+        parts = list(room.view(-1).chunk(self.size()))
+        return self._now(self.gloo.allgather([parts], [host.view(-1)]), [output], [room])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> HostedWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.all_gather_single(output, given) for output, given in pairs][-1]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> HostedWork:
+        ((output,), (parts,)) = outputs, inputs
+        return self.reduce_scatter_single(output, torch.cat([p.reshape(-1) for p in parts]), opts)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> HostedWork:
+        # As an all-reduce: gloo of torch 2.11 has no other for all dtypes.
+        (whole,) = self._send([given])
+        each = dist.AllreduceOptions()
+        mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
+        if opts is not None and not mean:
+            each.reduceOp = opts.reduceOp
+        work = self.gloo.allreduce([whole], each)
+        own = whole.view(self.size(), *output.shape)[self.rank()]
+        done = self._now(work, [output], [own])
+        if mean:
+            output.detach().div_(self.size())
+        return done
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> HostedWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.reduce_scatter_single(output, given, opts) for output, given in pairs][-1]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> HostedWork:
+        (host,), (room,) = self._send([given]), self._room([output])
+        work = self.gloo.alltoall_base(
+            room, host, output_sizes, input_sizes, dist.AllToAllOptions()
+        )
+        return self._now(work, [output], [room])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> HostedWork:
+        host, rooms = self._send(inputs), self._room(outputs)
+        return self._now(self.gloo.alltoall(rooms, host), outputs, rooms)
+
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> HostedWork:
+        host, rooms = [self._send(parts) for parts in inputs], self._room(outputs)
+        return self._now(self.gloo.scatter(rooms, host, opts), outputs, rooms)
+
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> HostedWork:
+        host, rooms = self._send(inputs), [self._room(wanted) for wanted in outputs]
+        work = self.gloo.gather(rooms, host, opts)
+        return self._now(work, *(sum(lists, []) for lists in (outputs, rooms)))
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> HostedWork:
+        # Waited for later: two ranks that send to each other would wait for ever.
+        host = self._send(tensors)
+        return self._work(self.gloo.send(host, to, tag), (), ())
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> HostedWork:
+        rooms = self._room(tensors)
+        return self._work(self.gloo.recv(rooms, source, tag), tensors, rooms)
+
+    def barrier(self, opts: Any = None) -> HostedWork:
+        return self._now(self.gloo.barrier(), (), ())
+
+
+def register() -> None:
+    """Let `init_process_group("hosted")` make such groups, in this process."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, HostedGroup, devices=["cpu", "cuda"])

@@ -1,0 +1,66 @@
+"""Stage 2: layouts whose ranks share one device, against one rank of the same device."""
+
+import os
+import tempfile
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import layouts
+from tests.gpu import hosted
+from tests.layouts import LAYOUTS, OPTIMIZERS, alone
+from tests.parallel.test_parity import assert_complete, compare
+from tests.runs import Trace, trace
+from torchtitan import local_ranks
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+
+
+def share_a_device(store: str, kind: str, jobs: list[JobConfig]) -> list[Trace]:
+    """In a forked rank: a run of each job, all ranks on the first device of that kind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    hosted.register()
+    dist.init_process_group(
+        hosted.NAME,
+        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=100),
+    )
+    os.environ["LOCAL_RANK"] = "0"
+    if kind == "cuda":
+        torch.cuda.set_device(0)
+    return [trace(job, True, kind) for job in jobs]
+
+
+def traces(jobs: list[JobConfig], ranks: int, kind: str) -> list[list[Trace]]:
+    """Of each rank, a run of each job. The parent must not have used CUDA."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "hosted")
+        return local_ranks.run_ranks(share_a_device, ranks, store, kind, jobs)
+
+
+@cache
+def reference(kind: str, *recipes: str) -> list[Trace]:
+    return traces([JobConfig.model_validate_json(recipe) for recipe in recipes], 1, kind)[0]
+
+
+def check(name: str, device: Device) -> dict[str, Any]:
+    """Train a layout with both optimizers; raise AssertionError where it is not one rank's run."""
+    layout = LAYOUTS[name]
+    jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
+    flavor = jobs[0].model.flavor
+    single = [layouts.job(alone(layout), opt, model={"flavor": flavor}) for opt in OPTIMIZERS]
+    expected = reference(device.type, *(job.model_dump_json() for job in single))
+    results = traces(jobs, layout.ranks, device.type)
+    for number, right in enumerate(expected):
+        found = [ranks[number] for ranks in results]
+        assert_complete(found, right)
+        for rank, own in enumerate(found):
+            compare(own, right, f"{jobs[number].optimizer.name}, rank {rank}")
+    return {}

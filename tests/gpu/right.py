@@ -1,0 +1,304 @@
+"""Stage 1: what one device can run, each step compared with the CPU's.
+
+Every case trains five steps of a small model on the device and the same recipe, plain and eager,
+on the CPU, from the same weights and data; losses, gradient norms and weights are compared after
+each. In float32 they have to agree to rounding. In bfloat16 and Float8 the two round differently,
+and a weight is judged by how far it is off in parts of how far it has moved.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, get_args
+
+import torch
+
+from tests import layouts, tiny
+from tests.runs import Trace, trace
+from torchtitan.comm.codec import Codec, Form
+from torchtitan.convert import ConverterConfig, Float8
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.torch_private.attention import attention_backward, attention_forward
+
+Sections = Mapping[str, dict[str, Any]]
+
+COMPILE: Sections = {"compile": {"enable": True}}
+WHOLE: Sections = {"compile": {"enable": True, "granularity": "model"}}
+BF16: Sections = {"training": {"mixed_precision_param": "bfloat16"}}
+SIMPLE: Sections = {"sharding": {"name": "simple_fsdp"}}
+DOCUMENTS: Sections = {"model": {"attn_mask_type": "block_causal"}}
+CHUNKS: Sections = {"loss": {"vocabulary_chunk": 100}}
+
+
+def merged(*sections: Sections) -> dict[str, dict[str, Any]]:
+    """Sections of a recipe, key by key; the later win."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in sections:
+        for name, keys in part.items():
+            found[name] = found.get(name, {}) | keys
+    return found
+
+
+def recompute(mode: str, **rest: Any) -> Sections:
+    return {"activation_checkpoint": {"mode": mode, **rest}}
+
+
+def optimizer(**keys: Any) -> Sections:
+    return {"optimizer": keys}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """How far two runs may be apart: losses and norms in parts, weights by element or movement."""
+
+    loss: float
+    norm: float
+    weight: float = float("inf")
+    """Of the largest difference of an element."""
+    moved: float = float("inf")
+    """Of a difference's 2-norm, in parts of that of the movement since the start."""
+
+
+ROUNDING = Bounds(loss=1e-5, norm=1e-4, weight=1e-5)
+HALF = Bounds(loss=3e-3, norm=3e-2, moved=0.1)
+EIGHT = Bounds(loss=1e-2, norm=1e-1, moved=0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A recipe for the device, and one for the CPU that it has to agree with."""
+
+    sections: Sections = dataclasses.field(default_factory=dict)
+    bounds: Bounds = ROUNDING
+    convert: tuple[ConverterConfig, ...] = ()
+    like: Sections = dataclasses.field(default_factory=dict)
+    """What the CPU's recipe has besides data, precision and optimizer."""
+
+
+def case(*sections: Sections, **rest: Any) -> Case:
+    return Case(merged(*sections), **rest)
+
+
+FLOAT8 = {
+    name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+}
+CASES: dict[str, Case] = {
+    "float32": case(),
+    "bf16": case(BF16, bounds=HALF),
+    "bf16, compiled": case(BF16, COMPILE, bounds=HALF),
+    "compiled by block": case(COMPILE),
+    "compiled whole": case(WHOLE),
+    "full recomputation": case(recompute("full")),
+    "every second block recomputed": case(recompute("selective", selective_ac_option=2)),
+    "operators recomputed": case(recompute("selective", selective_ac_option="op")),
+    "operators recomputed, compiled": case(
+        COMPILE, recompute("selective", selective_ac_option="op")
+    ),
+    "full recomputation, compiled": case(COMPILE, recompute("full")),
+    "memory budget": case(COMPILE, recompute("memory_budget", memory_budget=0.3)),
+    "documents": case(DOCUMENTS, like=DOCUMENTS),
+    "documents, compiled": case(DOCUMENTS, COMPILE, like=DOCUMENTS),
+    "loss in chunks": case(CHUNKS),
+    "loss in chunks, compiled": case(CHUNKS, COMPILE),
+    "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
+    "SimpleFSDP": case(SIMPLE),
+    "SimpleFSDP, compiled whole": case(SIMPLE, WHOLE),
+    "CUDA graphs": case(
+        SIMPLE, WHOLE, {"compile": {"cuda_graphs": True}, "training": {"local_batch_size": 8}}
+    ),
+    "CPU offload": case({"training": {"enable_cpu_offload": True}}),
+    "Float8 tensorwise": case(
+        BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16
+    ),
+    "Float8 rowwise": case(BF16, COMPILE, convert=FLOAT8["rowwise"], bounds=EIGHT),
+    "Float8 rowwise_with_gw_hp": case(
+        BF16, COMPILE, convert=FLOAT8["rowwise_with_gw_hp"], bounds=EIGHT
+    ),
+    "Float8 tensorwise, eager": case(BF16, convert=FLOAT8["tensorwise"], bounds=EIGHT),
+    "Float8 rowwise, eager": case(BF16, convert=FLOAT8["rowwise"], bounds=EIGHT),
+    "foreach": case(optimizer(implementation="foreach")),
+    "one tensor after the other": case(optimizer(implementation="for-loop")),
+    "states in bfloat16": case(
+        optimizer(state_dtype="bfloat16"), like=optimizer(state_dtype="bfloat16"), bounds=HALF
+    ),
+    "states in Float8": case(
+        optimizer(state_dtype="float8"), like=optimizer(state_dtype="float8"), bounds=HALF
+    ),
+    "states in 8 bits": case(
+        optimizer(state_dtype="8bit"), like=optimizer(state_dtype="8bit"), bounds=HALF
+    ),
+    "states in 4 bits": case(
+        optimizer(state_dtype="4bit"), like=optimizer(state_dtype="4bit"), bounds=EIGHT
+    ),
+    "states in host memory": case(optimizer(offload_states=True)),
+    "updates in the backward": case(
+        optimizer(early_step_in_backward=True),
+        {"training": {"local_batch_size": 8, "max_norm": 0.0}},
+        like={"training": {"max_norm": 0.0}},
+    ),
+    "deterministic": case({"debug": {"deterministic": True}}),
+    "precision watched": case(
+        BF16,
+        {"metrics": {"precision_freq": 1}},
+        convert=FLOAT8["tensorwise"],
+        bounds=EIGHT,
+    ),
+}
+
+
+def job(sections: Sections, name: str, convert: tuple[ConverterConfig, ...]) -> JobConfig:
+    """The small recipe with SGD or AdamW."""
+    base = {
+        "model": {"flavor": "even"},
+        "training": {"max_norm": 0.3},
+        "optimizer": {"name": name, **layouts.OPTIMIZERS[name]},
+    }
+    recipe = tiny.job(**merged(base, sections))
+    return recipe.model_copy(update={"convert": convert})
+
+
+def eager_on_cpu(recipe: JobConfig) -> Trace:
+    """What a CPU trains; nothing is compiled, an optimizer's arithmetic neither."""
+    with torch.compiler.set_stance("force_eager"):
+        return trace(recipe, True, "cpu")
+
+
+@cache
+def on_cpu(recipe: str) -> Trace:
+    return eager_on_cpu(JobConfig.model_validate_json(recipe))
+
+
+def plain(sections: Sections, like: Sections, name: str, emulated: tuple[Any, ...]) -> JobConfig:
+    """What the CPU trains: the same precision, nothing compiled, recomputed or offloaded."""
+    precision = {"mixed_precision_param": "float32"} | {
+        key: value
+        for key, value in sections.get("training", {}).items()
+        if key in ("mixed_precision_param", "local_batch_size")
+    }
+    return job(merged({"training": precision}, like), name, emulated)
+
+
+def check(name: str, device: Device, backend: str = "inductor") -> dict[str, float]:
+    """Compare a case with the CPU; how far apart they were at most.
+
+    Raises AssertionError naming what is too far off.
+    """
+    if name in FUNCTIONS:
+        return FUNCTIONS[name](device)
+    this = CASES[name]
+    state = this.sections.get("optimizer", {})
+    names = ["AdamW"] if "state_dtype" in state or "implementation" in state else ["AdamW", "SGD"]
+    worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "moved": 0.0}
+    on_cuda = device.type == "cuda"
+    emulated = tuple(c.model_copy(update={"emulate": True}) for c in this.convert)
+    for optimizer_name in names:
+        sections = copy.deepcopy(dict(this.sections))
+        if "compile" in sections:
+            sections["compile"]["backend"] = backend
+        if not on_cuda:
+            sections.get("compile", {}).pop("cuda_graphs", None)
+        recipe = job(sections, optimizer_name, this.convert if on_cuda else emulated)
+        reference = plain(this.sections, this.like, optimizer_name, emulated)
+        expected = (
+            eager_on_cpu(reference) if emulated else on_cpu(reference.model_dump_json())
+        )
+        torch._dynamo.reset()
+        found = trace(recipe, True, "cuda") if on_cuda else eager_or(recipe)
+        for kind, value in differences(found, expected).items():
+            worst[kind] = max(worst[kind], value)
+    bounds = dataclasses.asdict(this.bounds)
+    over = {kind: value for kind, value in worst.items() if not value <= bounds[kind]}
+    assert not over, f"too far off: {over}; allowed {bounds}; all: {worst}"
+    return worst
+
+
+def eager_or(recipe: JobConfig) -> Trace:
+    """A rehearsal: what the recipe compiles is compiled, an optimizer's arithmetic is not."""
+    return trace(recipe, True, "cpu") if recipe.compile.enable else eager_on_cpu(recipe)
+
+
+def differences(found: Trace, expected: Trace) -> dict[str, float]:
+    """How far two runs of one rank are apart at most, over all steps."""
+    apart = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "moved": 0.0}
+
+    def note(kind: str, value: float) -> None:
+        apart[kind] = max(apart[kind], value if value == value else float("inf"))
+
+    assert len(found.losses) == len(expected.losses)
+    for step, weights in enumerate(expected.weights):
+        note("loss", abs(found.losses[step] / expected.losses[step] - 1))
+        note("norm", abs(found.grad_norms[step] / expected.grad_norms[step] - 1))
+        assert weights.keys() == found.weights[step].keys()
+        off = moved = 0.0
+        for key, part in weights.items():
+            difference = found.weights[step][key].local.float() - part.local.float()
+            note("weight", difference.abs().max().item())
+            off += difference.square().sum().item()
+            moved += (part.local - expected.weights[0][key].local).float().square().sum().item()
+        if step:
+            note("moved", (off / moved) ** 0.5)
+    return apart
+
+
+def attention(device: Device) -> dict[str, float]:
+    """The kernels that tell their normaliser, forward and backward, against the CPU's."""
+    worst = {"float32": 0.0, "bfloat16": 0.0}
+    allowed = {"float32": 2e-5, "bfloat16": 3e-2}
+    for dtype in (torch.float32, torch.bfloat16):
+        for length, heads, kv_heads, size in ((128, 4, 4, 64), (96, 8, 2, 32), (77, 4, 2, 128)):
+            for kind in ("causal", "full", "biased"):
+                torch.manual_seed(0)
+                q = torch.randn(2, heads, length, size)
+                k, v = torch.randn(2, 2, kv_heads, length, size)
+                grad = torch.randn_like(q)
+                masked = torch.rand(2, 1, length, length) < 0.3
+                masked.diagonal(dim1=-2, dim2=-1).fill_(False)
+                bias = torch.zeros(masked.shape).masked_fill(masked, -1e4)
+                results = []
+                for where in ("cpu", device.torch_device):
+                    given = [x.to(where, dtype) for x in (q, k, v)]
+                    options: dict[str, Any] = {"causal": kind == "causal", "bias": None}
+                    if kind == "biased":
+                        options["bias"] = bias.to(where, dtype)
+                    out, lse = attention_forward(*given, **options)
+                    gradients = attention_backward(
+                        grad.to(where, dtype), *given, out, lse, **options
+                    )
+                    results.append([x.float().cpu() for x in (out, lse, *gradients)])
+                for what, mine, right in zip(
+                    ("out", "lse", "grad q", "grad k", "grad v"), *results, strict=True
+                ):
+                    assert mine.shape == right.shape, (what, mine.shape, right.shape)
+                    off = ((mine - right).norm() / right.norm()).item()
+                    name = str(dtype).removeprefix("torch.")
+                    worst[name] = max(worst[name], off)
+                    assert off <= allowed[name], (
+                        f"{what} is off by {off:.2g}: {name}, {kind}, {length} tokens, "
+                        f"{heads}/{kv_heads} heads of {size}"
+                    )
+    return worst
+
+
+def codec(device: Device) -> dict[str, float]:
+    """What few bits hold: rounded to nearest on the device as on the CPU, to the bit."""
+    apart = 0
+    for bits in (2, 3, 4, 8):
+        for form in get_args(Form):
+            torch.manual_seed(0)
+            numbers = torch.randn(3, 1000)
+            chosen = Codec(bits, 64, form)
+            here = chosen.encode(numbers)
+            there = chosen.encode(numbers.to(device.torch_device))
+            apart += int((here != there.cpu()).sum())
+            back = chosen.decode(there, numbers.shape[-1]).cpu()
+            assert torch.allclose(back, chosen.decode(here, numbers.shape[-1]), atol=1e-6)
+    assert apart == 0, f"{apart} bytes differ"
+    return {"bytes apart": float(apart)}
+
+
+FUNCTIONS: dict[str, Callable[[Device], dict[str, float]]] = {
+    "attention kernels": attention,
+    "codec": codec,
+}

@@ -1,0 +1,129 @@
+"""Stage 1 besides: what a person would start, as processes of its own on the device."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torchtitan.device import Device
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = ("train_configs/debug_model.toml",)
+SMALL = (
+    *("--training.seq_len", "128", "--training.local_batch_size", "4"),
+    *("--validation.enable", "false", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
+)
+
+
+def start(*arguments: str, fails: bool = False) -> str:
+    """What `torchtitan ARGUMENTS` prints; an AssertionError with its last lines if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.tools.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+    )
+    said = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, f"status {done.returncode}:\n{said[-1500:]}"
+    return said
+
+
+def train(folder: str | Path, *flags: str, fails: bool = False) -> str:
+    return start("train", *DEBUG, *SMALL, "--job.dump_folder", str(folder), *flags, fails=fails)
+
+
+def losses(folder: str | Path) -> dict[int, float]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def learns(folder: str) -> dict[str, Any]:
+    """The debug recipe's first steps, with validation."""
+    train(folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15")
+    found = losses(folder)
+    assert found[30] < found[1] - 1, found
+    return {"first loss": found[1], "last loss": found[30]}
+
+
+def resumes(mode: str, *flags: str) -> Callable[[str], dict[str, Any]]:
+    def check(folder: str) -> dict[str, Any]:
+        saving = ("--checkpoint.interval", "3", "--checkpoint.async_mode", mode, *flags)
+        saving += ("--debug.deterministic", "true", "--training.steps", "6")
+        whole, cut = Path(folder, "whole"), Path(folder, "cut")
+        train(whole, *saving)
+        shutil.copytree(whole, cut)
+        shutil.rmtree(cut / "checkpoint" / "step-6")
+        train(cut, *saving)
+        assert losses(whole) == losses(cut), f"{losses(whole)}\n{losses(cut)}"
+        return {}
+
+    return check
+
+
+def says_out_of_memory(folder: str) -> dict[str, Any]:
+    said = train(
+        folder,
+        *("--training.steps", "2", "--training.local_batch_size", "65536"),
+        *("--training.seq_len", "8192", "--profiling.enable_memory_snapshot", "true"),
+        *("--checkpoint.enable", "false"),
+        fails=True,
+    )
+    assert "memory" in said, said[-1500:]
+    assert "Traceback" not in said, said[-1500:]
+    return {}
+
+
+def traces(folder: str) -> dict[str, Any]:
+    train(
+        folder,
+        *("--training.steps", "6", "--profiling.enable_profiling", "true"),
+        *("--profiling.profile_freq", "5", "--profiling.profiler_warmup", "1"),
+        *("--profiling.enable_memory_snapshot", "true", "--checkpoint.enable", "false"),
+    )
+    found = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    assert any("profile_traces" in name for name in found), found
+    assert any("memory_snapshot" in name for name in found), found
+    start("explain", folder)
+    return {}
+
+
+def generates(folder: str) -> dict[str, Any]:
+    train(folder, "--training.steps", "10")
+    assert "def" in start("generate", folder, "--prompt", "def ", "--tokens", "8")
+    return {}
+
+
+def debug_recipe(folder: str) -> dict[str, Any]:
+    """The README's first command, on a GPU."""
+    start("train", *DEBUG, "--job.dump_folder", folder)
+    found = losses(folder)
+    assert found[max(found)] < found[1] - 2, found
+    return {"first loss": found[1], "last loss": found[max(found)]}
+
+
+COMPILED = ("--compile.enable", "true")
+CASES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "trains": learns,
+    "the debug recipe": debug_recipe,
+    "resumes": resumes("disabled"),
+    "resumes, async": resumes("async"),
+    "resumes, async with pinned memory": resumes("async_with_pinned_mem"),
+    "resumes, compiled, bf16": resumes(
+        "disabled", *COMPILED, "--training.mixed_precision_param", "bfloat16"
+    ),
+    "traces and memory snapshots": traces,
+    "out of memory": says_out_of_memory,
+    "generates": generates,
+}
+
+
+def check(name: str, device: Device) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        return CASES[name](folder)

@@ -1,0 +1,62 @@
+"""A process that checks cases of a stage, one after the other, as their names come in.
+
+    python -m tests.gpu.worker STAGE DEVICE BACKEND
+
+Each line of its input is the name of a case; each line that it answers on descriptor 3 is JSON.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+
+def checks(stage: str, backend: str) -> Any:
+    if stage == "right":
+        from tests.gpu import right
+
+        return lambda name, device: right.check(name, device, backend)
+    if stage == "ranks":
+        from tests.gpu import ranks
+
+        return ranks.check
+    from tests.gpu import runs
+
+    return runs.check
+
+
+def main() -> None:
+    stage, kind, backend = sys.argv[1:]
+    # Forked ranks use CUDA; this process may only count devices, by NVML.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    warnings.simplefilter("ignore")
+    import torch
+
+    import tests.tiny  # noqa: F401
+    from torchtitan.device import Device
+    from torchtitan.logging import logger
+
+    torch.set_num_threads(1)
+    logger.setLevel(logging.ERROR)
+    device = Device("cuda" if kind == "cuda" else "cpu")
+    check = checks(stage, backend)
+    with os.fdopen(3, "w") as answers:
+        for line in sys.stdin:
+            begin = time.monotonic()
+            answer: dict[str, Any] = {"case": line.strip()}
+            try:
+                answer["figures"] = check(line.strip(), device)
+            except BaseException as error:
+                answer["error"] = f"{type(error).__name__}: {error}"
+                answer["traceback"] = traceback.format_exc()
+            answer["seconds"] = round(time.monotonic() - begin, 1)
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
