@@ -6,12 +6,12 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan import __version__
 from torchtitan.config import show
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -29,7 +29,7 @@ def about_run(job: JobConfig) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Versions that results may depend on, and the git commit of this code if it has one."""
     return {
-        "torchtitan": version("torchtitan"),
+        "torchtitan": __version__,
         "git_commit": git_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),

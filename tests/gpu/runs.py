@@ -70,7 +70,7 @@ def resumes(mode: str, *flags: str) -> Callable[[str], dict[str, Any]]:
 def says_out_of_memory(folder: str) -> dict[str, Any]:
     said = train(
         folder,
-        *("--training.steps", "2", "--training.local_batch_size", "65536"),
+        *("--training.steps", "2", "--training.local_batch_size", "540"),
         *("--training.seq_len", "8192", "--profiling.enable_memory_snapshot", "true"),
         *("--checkpoint.enable", "false"),
         fails=True,

@@ -108,7 +108,8 @@ class Codec:
             if self.scales != torch.float32:
                 low = (low - low.abs() * kind.eps - smallest).to(self.scales).float()
             width = buckets.amax(2, keepdim=True) - low
-        scale = width / steps
+        # By a tensor: CUDA would multiply by the inverse of a number, and round otherwise.
+        scale = width / torch.full_like(width, steps)
         if self.scales != torch.float32:
             scale = (scale * (1 + kind.eps)).to(self.scales).float()
         # A denormal scale is coarse: rounded down, it would cut off the largest.

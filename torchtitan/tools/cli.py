@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from torchtitan import __version__
 from torchtitan.config import ConfigError
 from torchtitan.logging import configure
 
@@ -99,7 +100,7 @@ def show_version(is_asked: bool) -> None:
     """Print the versions that a report of a mistake should have, and exit."""
     if is_asked:
         python = sys.version.split()[0]
-        print(f"torchtitan {version('torchtitan')}, torch {version('torch')}, Python {python}")
+        print(f"torchtitan {__version__}, torch {version('torch')}, Python {python}")
         raise typer.Exit
 
 
