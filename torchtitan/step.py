@@ -207,6 +207,8 @@ class Agreement:
     def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
         """What all ranks know of the step; the flags are handed on."""
         loss = losses["loss"]
+        # Offloaded gradients have theirs in host memory.
+        grad_norm = grad_norm.to(loss.device)
         flags = [torch.full_like(loss, float(flag.mine())) for flag in self.flags]
         with self.timeline.phase("sync"):
             mine = torch.stack([each.double() for each in (loss, grad_norm, count, *flags)])

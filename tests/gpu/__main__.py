@@ -10,7 +10,15 @@ from pathlib import Path
 from tests.gpu import pool
 
 
-def stage_cases(stage: str) -> list[str]:
+def stage_cases(stage: str, rehearsed: bool) -> list[str]:
+    if stage == "fast":
+        from tests.gpu import fast
+
+        return fast.names(rehearsed)
+    if stage == "many":
+        from tests.gpu import many
+
+        return list(many.CASES)
     if stage == "right":
         from tests.gpu import right
 
@@ -47,22 +55,32 @@ def main() -> None:
                 kept.flush()
                 first = (result.error or "").strip().splitlines()[:1]
                 word = "FAILED" if result.error else "ok"
-                figures = " ".join(f"{k} {v:.2g}" for k, v in result.figures.items())
+                figures = " ".join(
+                    f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                    for k, v in result.figures.items()
+                )
                 print(f"{word:6} {stage}: {result.case} ({result.seconds} s) {figures}", *first)
                 sys.stdout.flush()
 
             pool.run(
-                [c for c in stage_cases(stage) if not arguments.only or c in arguments.only],
+                [
+                    c
+                    for c in stage_cases(stage, arguments.rehearse)
+                    if not arguments.only or any(o in c for o in arguments.only)
+                ],
                 (stage, kind, backend),
-                workers=arguments.workers,
+                workers=1 if stage in ("fast", "many") else arguments.workers,
                 limit=arguments.limit,
                 until=until,
                 log=str(arguments.output / f"{stage}.log"),
                 tell=tell,
             )
         failed = sum(result.error is not None for result in results)
-        print(f"{stage}: {len(results) - failed} passed, {failed} failed, "
-              f"{time.monotonic() - begin:.0f} s", flush=True)
+        print(
+            f"{stage}: {len(results) - failed} passed, {failed} failed, "
+            f"{time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -176,9 +176,7 @@ class HostedGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> HostedWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> HostedWork:
         host, rooms = self._send(inputs), self._room(outputs)
         return self._now(self.gloo.alltoall(rooms, host), outputs, rooms)
 

@@ -62,5 +62,25 @@ def check(name: str, device: Device) -> dict[str, Any]:
         found = [ranks[number] for ranks in results]
         assert_complete(found, right)
         for rank, own in enumerate(found):
-            compare(own, right, f"{jobs[number].optimizer.name}, rank {rank}")
+            where = f"{jobs[number].optimizer.name}, rank {rank}"
+            if layout.convert and device.type == "cuda":
+                compare_rounded(own, right, where)
+            else:
+                compare(own, right, where)
     return {}
+
+
+def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
+    """A converted model's runs: a GPU's matrix product depends on the shapes of its parts in the
+    last bit, and what Float8 rounds to the nearest may then be its neighbour, an eighth away."""
+    for step, weights in enumerate(found.weights):
+        assert abs(found.losses[step] / expected.losses[step] - 1) <= 1e-4, where
+        assert abs(found.grad_norms[step] / expected.grad_norms[step] - 1) <= 1e-2, where
+        off = moved = 0.0
+        for name, part in weights.items() if step else ():
+            right = part.of(expected.weights[step][name])
+            off += (right - part.local).square().sum().item()
+            moved += (right - part.of(expected.weights[0][name])).square().sum().item()
+        assert off <= 0.1**2 * moved, (
+            f"{where}, step {step + 1}: off by {(off / moved) ** 0.5} of the way"
+        )

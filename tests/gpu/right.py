@@ -20,6 +20,7 @@ from torchtitan.comm.codec import Codec, Form
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.models.attention import causal_attention
 from torchtitan.torch_private.attention import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]
@@ -81,9 +82,7 @@ def case(*sections: Sections, **rest: Any) -> Case:
     return Case(merged(*sections), **rest)
 
 
-FLOAT8 = {
-    name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-}
+FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
 CASES: dict[str, Case] = {
     "float32": case(),
     "bf16": case(BF16, bounds=HALF),
@@ -109,9 +108,7 @@ CASES: dict[str, Case] = {
         SIMPLE, WHOLE, {"compile": {"cuda_graphs": True}, "training": {"local_batch_size": 8}}
     ),
     "CPU offload": case({"training": {"enable_cpu_offload": True}}),
-    "Float8 tensorwise": case(
-        BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16
-    ),
+    "Float8 tensorwise": case(BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16),
     "Float8 rowwise": case(BF16, COMPILE, convert=FLOAT8["rowwise"], bounds=EIGHT),
     "Float8 rowwise_with_gw_hp": case(
         BF16, COMPILE, convert=FLOAT8["rowwise_with_gw_hp"], bounds=EIGHT
@@ -201,9 +198,7 @@ def check(name: str, device: Device, backend: str = "inductor") -> dict[str, flo
             sections.get("compile", {}).pop("cuda_graphs", None)
         recipe = job(sections, optimizer_name, this.convert if on_cuda else emulated)
         reference = plain(this.sections, this.like, optimizer_name, emulated)
-        expected = (
-            eager_on_cpu(reference) if emulated else on_cpu(reference.model_dump_json())
-        )
+        expected = eager_on_cpu(reference) if emulated else on_cpu(reference.model_dump_json())
         torch._dynamo.reset()
         found = trace(recipe, True, "cuda") if on_cuda else eager_or(recipe)
         for kind, value in differences(found, expected).items():
@@ -298,7 +293,31 @@ def codec(device: Device) -> dict[str, float]:
     return {"bytes apart": float(apart)}
 
 
+def attention_memory(device: Device) -> dict[str, float]:
+    """Attention never holds all scores, whatever the dtype and the mask: memory in parts of them."""
+    if device.type == "cpu":
+        return {}
+    worst = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for masked in (False, True):
+            q = torch.randn(1, 8, 8192, 64, device="cuda", dtype=dtype, requires_grad=True)
+            k, v = torch.randn(2, 1, 2, 8192, 64, device="cuda", dtype=dtype)
+            documents = torch.arange(8192, device="cuda")[None] // 1000 if masked else None
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            causal_attention(q, k, v, documents).sum().backward()
+            # With a mask, a kernel makes a bias of it, which heads share.
+            scores = 8 * 8192 * 8192 * dtype.itemsize
+            part = (torch.cuda.max_memory_allocated() - before) / scores
+            name = f"{str(dtype).removeprefix('torch.')}{', masked' * masked}"
+            worst[name] = part
+    over = {name: part for name, part in worst.items() if part > 0.7}
+    assert not over, f"memory in parts of all scores: {worst}"
+    return worst
+
+
 FUNCTIONS: dict[str, Callable[[Device], dict[str, float]]] = {
     "attention kernels": attention,
+    "attention holds no scores": attention_memory,
     "codec": codec,
 }

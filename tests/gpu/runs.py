@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ("train_configs/debug_model.toml",)
 SMALL = (
     *("--training.seq_len", "128", "--training.local_batch_size", "4"),
-    *("--validation.enable", "false", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
+    *(
+        "--validation.enable",
+        "false",
+        "--metrics.log_freq",
+        "1",
+        "--lr_scheduler.warmup_steps",
+        "2",
+    ),
 )
 
 
@@ -46,7 +53,9 @@ def losses(folder: str | Path) -> dict[int, float]:
 
 def learns(folder: str) -> dict[str, Any]:
     """The debug recipe's first steps, with validation."""
-    train(folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15")
+    train(
+        folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15"
+    )
     found = losses(folder)
     assert found[30] < found[1] - 1, found
     return {"first loss": found[1], "last loss": found[30]}
@@ -75,9 +84,11 @@ def says_out_of_memory(folder: str) -> dict[str, Any]:
         *("--checkpoint.enable", "false"),
         fails=True,
     )
-    assert "memory" in said, said[-1500:]
-    assert "Traceback" not in said, said[-1500:]
-    return {}
+    assert "OutOfMemoryError" in said, said[-1500:]
+    evidence = json.loads(Path(folder, "out_of_memory", "rank0.json").read_text())
+    assert evidence["held_gib"] < evidence["peak_gib"] < evidence["capacity_gib"], evidence
+    assert list(Path(folder, "memory_snapshot").rglob("*")), "no memory snapshot"
+    return {"peak GiB": evidence["peak_gib"], "phase": evidence["phase"]}
 
 
 def traces(folder: str) -> dict[str, Any]:
@@ -87,7 +98,9 @@ def traces(folder: str) -> dict[str, Any]:
         *("--profiling.profile_freq", "5", "--profiling.profiler_warmup", "1"),
         *("--profiling.enable_memory_snapshot", "true", "--checkpoint.enable", "false"),
     )
-    found = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    found = sorted(
+        str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()
+    )
     assert any("profile_traces" in name for name in found), found
     assert any("memory_snapshot" in name for name in found), found
     start("explain", folder)

@@ -5,6 +5,7 @@
 Each line of its input is the name of a case; each line that it answers on descriptor 3 is JSON.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -24,6 +25,9 @@ def checks(stage: str, backend: str) -> Any:
         from tests.gpu import ranks
 
         return ranks.check
+    if stage in ("fast", "many"):
+        module = importlib.import_module(f"tests.gpu.{stage}")
+        return lambda name, device: module.check(name, device, backend)
     from tests.gpu import runs
 
     return runs.check

@@ -27,6 +27,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) 
     Returns:
         (B, H, S, E).
     """
+    if q.is_cuda and (documents is not None or q.dtype == torch.float32):
+        # Of the kernels that serve several heads with one of k and v, those that take a mask or
+        # float32 make all scores, S x S of each head.
+        heads = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return F.scaled_dot_product_attention(

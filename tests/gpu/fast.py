@@ -1,0 +1,312 @@
+"""Stage 3: how fast one device trains, beside the shortest loop that one would write by hand.
+
+A row is trained by itself: warm-up, then rounds of steps whose median and quartiles are told, and
+two more steps under the profiler. The first row of each model is timed again at the end, so that a
+device that slows down is seen.
+"""
+
+import gc
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.build import build
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError
+from torchtitan.device import GIB, Device
+from torchtitan.models import MODELS
+from torchtitan.models.initialize import initialize
+from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel import open_world
+from torchtitan.trainer import Trainer
+
+ROUNDS, STEPS, WARMUP = 5, 4, 3
+
+BASE = """\
+[job]
+dump_folder = "{folder}"
+[training]
+seq_len = {seq_len}
+local_batch_size = {batch}
+steps = 1000000
+mixed_precision_param = "bfloat16"
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1000000
+[model]
+flavor = "{flavor}"
+"""
+
+
+class Model(NamedTuple):
+    flavor: str
+    batch: int
+    seq_len: int
+    sizes: dict[str, Any] = {}  # noqa: RUF012
+    chunk: int = 16384
+
+
+MODELS_HERE = {
+    "8B, 4 layers": Model("8B", 1, 8192, {"n_layers": 4}),
+    "1B": Model("1B", 1, 8192),
+}
+TOY = Model("debugmodel", 2, 64, {}, 512)
+
+COMPILE = "[compile]\nenable = true\n"
+WHOLE = COMPILE + 'granularity = "model"\n'
+SIMPLE = '[sharding]\nname = "simple_fsdp"\n'
+CHUNKS = "[loss]\nvocabulary_chunk = {chunk}\n"
+
+
+def recompute(mode: str, option: str = "") -> str:
+    return f'[activation_checkpoint]\nmode = "{mode}"\n{option}'
+
+
+def float8(recipe: str) -> str:
+    return f'[[convert]]\nname = "float8"\nrecipe = "{recipe}"\n'
+
+
+ROWS = {
+    "compiled": COMPILE,
+    "eager": "",
+    "compiled, loss in chunks": COMPILE + CHUNKS,
+    "Float8 tensorwise": COMPILE + float8("tensorwise"),
+    "Float8 rowwise": COMPILE + float8("rowwise"),
+    "SimpleFSDP, whole": WHOLE + SIMPLE,
+    "SimpleFSDP, CUDA graphs": WHOLE + "cuda_graphs = true\n" + SIMPLE,
+    "operators recomputed": COMPILE + recompute("selective", 'selective_ac_option = "op"\n'),
+    "every second block recomputed": COMPILE + recompute("selective", "selective_ac_option = 2\n"),
+    "full recomputation": COMPILE + recompute("full"),
+    "memory budget 0.5": COMPILE + recompute("memory_budget"),
+}
+BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
+TRANSFORMERS = "transformers, compiled"
+
+
+def names(rehearsed: bool) -> list[str]:
+    """A case is a model and a row."""
+    models = ["toy"] if rehearsed else list(MODELS_HERE)
+    rows = [*ROWS, *BY_HAND]
+    if importlib.util.find_spec("transformers"):
+        rows.append(TRANSFORMERS)
+    cases = ["matrix product"]
+    for model in models:
+        cases += [f"{model}: {row}" for row in [*rows, "compiled, again"]]
+    return cases
+
+
+def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+    if name == "matrix product":
+        return {"TFLOP/s": matrix_product(device) / 1e12}
+    flavor, row = name.split(": ")
+    model = MODELS_HERE.get(flavor, TOY)
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        device.reset_memory_peak()
+    row = row.removesuffix(", again")
+    if row in BY_HAND:
+        return measured(by_hand(model, BY_HAND[row], device, backend), model, device)
+    if row == TRANSFORMERS:
+        return measured(transformers(model, device, backend), model, device)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "row.toml"
+        recipe.write_text(extended(ROWS[row], model, folder, backend))
+        try:
+            job = load_job(recipe, [], 1, device.type, is_here=True).config
+        except RecipeError as error:
+            return {"left out": "; ".join(error.lines)}
+        with open_world(job.degrees(1), job.comm, device) as world:
+            run = build(job, world)
+            with closing(run.batches), run.meter:
+                return measured(Trainer(run).step, model, device)
+
+
+def extended(row: str, model: Model, folder: str, backend: str) -> str:
+    """The whole recipe of a row: sections may be named twice, as the parts are."""
+    import tomlkit
+
+    found: dict[str, Any] = {}
+    texts = [BASE.format(folder=folder, **model._asdict()), row.format(**model._asdict())]
+    for text in texts:
+        for section, keys in tomlkit.parse(text).unwrap().items():
+            if isinstance(keys, list):
+                found[section] = keys
+            else:
+                found.setdefault(section, {}).update(keys)
+    found["model"].update(model.sizes)
+    if "compile" in found:
+        found["compile"]["backend"] = backend
+    return tomlkit.dumps(found)
+
+
+def arguments(model: Model) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(LLAMA3.flavors[model.flavor], **model.sizes)
+
+
+def measured(step: Callable[[], object], model: Model, device: Device) -> dict[str, Any]:
+    """Time `step`, and look at what the device did in two more."""
+    rounds, steps, warmup = (ROUNDS, STEPS, WARMUP) if device.type == "cuda" else (3, 1, 1)
+    begin = time.perf_counter()
+    for _ in range(warmup):
+        step()
+    device.synchronize()
+    warm = time.perf_counter() - begin
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        device.synchronize()
+        seconds.append((time.perf_counter() - begin) / steps)
+    tokens = model.batch * model.seq_len
+    low, middle, high = statistics.quantiles((tokens / s for s in seconds), n=4)
+    found: dict[str, Any] = {
+        "tokens/s": middle,
+        "quartiles": [low, high],
+        "GiB": device.memory_peak(),
+        "warm-up s": warm,
+    }
+    peak = device.peak_flops(torch.bfloat16)
+    flops = MODELS["llama3"].flops_per_unit(arguments(model), model.seq_len) * tokens
+    found["TFLOP/s"] = flops / statistics.median(seconds) / 1e12
+    if peak:
+        found["MFU"] = flops / statistics.median(seconds) / peak
+    if device.type == "cuda":
+        found |= traced(step, device)
+    return found
+
+
+def traced(step: Callable[[], object], device: Device) -> dict[str, Any]:
+    """Launches a step, the part of the time in which the device is idle, and what takes longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(2):
+            step()
+        device.synchronize()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or []
+        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation
+    )
+    if not kernels:
+        return {}
+    busy, last, gaps, took = 0.0, kernels[0][0], [], Counter[str]()
+    for begin, end, name in kernels:
+        if begin > last:
+            gaps.append((begin - last, name[:60]))
+        busy += max(end - max(begin, last), 0.0)
+        last = max(last, end)
+        took[name[:90]] += end - begin
+    whole = last - kernels[0][0]
+    return {
+        "launches": len(kernels) / 2,
+        "idle": 1 - busy / whole,
+        "longest": [f"{t / whole:.1%} {name}" for name, t in took.most_common(8)],
+        "gaps": [f"{gap:.0f} us before {name}" for gap, name in sorted(gaps, reverse=True)[:4]],
+    }
+
+
+def by_hand(model: Model, granularity: str, device: Device, backend: str) -> Callable[[], object]:
+    """The shortest loop: the same network, autocast, torch.compile, fused AdamW, clipping."""
+    args = arguments(model)
+    network = build_empty(LLAMA3.build, args, model.seq_len)
+    network.to_empty(device=device.torch_device)
+    network.init_buffers()  # type: ignore[operator]
+    initialize(network.named_parameters(), partial(LLAMA3.init_std, args), 0)
+    forward: Callable[..., Any] = network
+    if granularity == "model":
+        forward = torch.compile(network, backend=backend)
+    else:
+        for block in LLAMA3.blocks(network).values():
+            block.compile(backend=backend)
+    return loop(network, forward, lambda out: out, args.vocab_size, model, device, backend)
+
+
+def transformers(model: Model, device: Device, backend: str) -> Callable[[], object]:
+    """Hugging Face's Llama of the same sizes, in the same loop."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = arguments(model)
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.dim,
+        intermediate_size=args.ffn_dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads,
+        max_position_embeddings=model.seq_len,
+        tie_word_embeddings=args.tied,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device(device.torch_device):
+        network = LlamaForCausalLM(config)
+    network.train()
+    forward = torch.compile(network, backend=backend)
+    return loop(network, forward, lambda out: out.logits, args.vocab_size, model, device, backend)
+
+
+def loop(
+    network: nn.Module,
+    forward: Callable[..., Any],
+    logits_of: Callable[[Any], torch.Tensor],
+    vocabulary: int,
+    model: Model,
+    device: Device,
+    backend: str,
+) -> Callable[[], object]:
+    shape = 16, model.batch, model.seq_len + 1
+    batches = torch.randint(vocabulary, shape, device=device.torch_device)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    loss_of = torch.compile(cross_entropy, backend=backend)
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        batch = batches[count % len(batches)]
+        count += 1
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = logits_of(forward(batch[:, :-1]))
+        loss_of(logits, batch[:, 1:]).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def matrix_product(device: Device) -> float:
+    """FLOP/s of a bf16 product of two random matrices, the median of 20."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = torch.randn(2, size, size, device=device.torch_device, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(25):
+        begin = device.stamp()
+        a @ b
+        seconds.append(device.seconds(begin, device.stamp()))
+    return 2 * size**3 / statistics.median(seconds[5:])
+
+
+assert GIB

@@ -1,0 +1,128 @@
+"""Stage 4: what one rank of many computes, with a process group that only pretends to send.
+
+Torch's fake group has one rank and says that there are the others; a gather returns at once, and
+what it returns means nothing. So a step takes the time that this rank computes, and its memory is
+that of the real layout; the formulas of `torchtitan.parallel.traffic` say what is to be sent.
+"""
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.checks import load_job
+from torchtitan.device import Device
+from torchtitan.models import MODELS
+from torchtitan.optim import Optimizers, name_parameters
+from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.world import make_world
+from torchtitan.parts import allocate, lay_out
+from torchtitan.tasks.next_token import TokenBatch
+from torchtitan.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Layout(NamedTuple):
+    """A rank of a recipe."""
+
+    recipe: str
+    ranks: int
+    rank: int
+    flags: tuple[str, ...]
+
+
+CASES = {
+    "8B, FSDP 8": Layout("llama3_8b", 8, 0, ("--training.local_batch_size", "1")),
+    "70B, TP 8 x FSDP 32": Layout("llama3_70b", 256, 0, ("--training.local_batch_size", "1")),
+    "405B, TP 8 x PP 16 x FSDP 8, a middle stage": Layout(
+        "llama3_405b",
+        1024,
+        8 * 64,
+        (
+            *("--parallelism.pipeline_parallel_degree", "16"),
+            *("--parallelism.pipeline_parallel_schedule", "1F1B"),
+            *("--training.local_batch_size", "16"),
+        ),
+    ),
+}
+
+
+def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Time the steps of a rank: forward and backward, and the update."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    layout = CASES[name]
+    flags = [*layout.flags, "--model.tokenizer_path", "none", "--compile.backend", backend]
+    if device.type == "cpu":  # a rehearsal
+        flags += ["--training.seq_len", "128", "--model.flavor", "debugmodel"]
+        flags += ["--training.local_batch_size", "16", "--model.n_layers", "16"]
+        flags += ["--compile.enable", "false"]
+    path = ROOT / "train_configs" / f"{layout.recipe}.toml"
+    job = load_job(path, flags, layout.ranks, device.type).config
+    os.environ.update(RANK=str(layout.rank), WORLD_SIZE=str(layout.ranks), LOCAL_RANK="0")
+    dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=layout.ranks)
+    try:
+        device.make_current()
+        device.reset_memory_peak()
+        world = make_world(job.degrees(layout.ranks), job.comm, device, dist.group.WORLD)
+        model = lay_out(job, world, Timeline(world.device))
+        if isinstance(model.executor, Pipeline):
+            leave_out_the_vote(model.executor)
+        allocate(model, job, world)
+        parameters = name_parameters(model.parts, MODELS[job.model.name].role)
+        optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
+        shape = job.training.local_batch_size, job.training.seq_len
+        batch = TokenBatch(
+            *(torch.zeros(shape, dtype=torch.int64, device=device.torch_device) for _ in range(4))
+        )
+        seconds, updates = [], []
+        for _ in range(4):
+            begin = time.perf_counter()
+            model.forward_backward([batch], torch.tensor(1.0, device=device.torch_device))
+            device.synchronize()
+            middle = time.perf_counter()
+            optimizers.clip(job.training.max_norm)
+            optimizers.step()
+            optimizers.begin(1.0)
+            device.synchronize()
+            seconds.append(middle - begin)
+            updates.append(time.perf_counter() - middle)
+        compute = statistics.median(seconds[1:])
+        args = job.model_args()
+        # Of the whole model's arithmetic, the part that falls to this rank.
+        tokens = job.training.local_batch_size * job.training.seq_len
+        parts = job.degrees(layout.ranks).tp * job.degrees(layout.ranks).pp
+        flops = MODELS[job.model.name].flops_per_unit(args, job.training.seq_len) * tokens / parts
+        found: dict[str, Any] = {
+            "forward and backward s": compute,
+            "spread": [min(seconds[1:]), max(seconds[1:])],
+            "update s": statistics.median(updates[1:]),
+            "first s": seconds[0],
+            "tokens": tokens,
+            "GiB": device.memory_peak(),
+            "TFLOP/s": flops / compute / 1e12,
+        }
+        if peak := device.peak_flops(torch.bfloat16):
+            found["MFU without waiting"] = flops / compute / peak
+        return found
+    finally:
+        dist.destroy_process_group()
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(key, None)
+
+
+def leave_out_the_vote(pipeline: Pipeline) -> None:
+    """Torch 2.13 has the stages agree on who knows its shapes, by values; ours all do."""
+    if hasattr(pipeline.schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining.stage import InferenceMode
+
+        def redistribute_grads(stages: list[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        pipeline.schedule._warmup_p2p = redistribute_grads
