@@ -66,6 +66,7 @@ NOT_RUN = {
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
+    "gpu.md": ["needs a GPU", "takes minutes, and is a test of its own"],
     "profiling.md": ["needs a live run"],
     "reliability.md": ["takes hours"],
 }

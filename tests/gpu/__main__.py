@@ -1,86 +1,137 @@
-"""`scripts/gpu`: see docs/gpu.md."""
+"""`scripts/gpu`: proves and measures the code on one GPU. docs/gpu.md says how to read its page.
+
+Stages run cheapest and most telling first. What a case gave is kept at once, in OUTPUT/STAGE.jsonl,
+and the page is written after every stage from all that is there: a later run of a case replaces an
+earlier one, so what was mended can be tried by itself.
+"""
 
 import argparse
 import json
 import os
+import platform
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.gpu import pool
+from tests.gpu import page, pool
 
 
-def stage_cases(stage: str, rehearsed: bool) -> list[str]:
-    if stage == "fast":
-        from tests.gpu import fast
+class Stage(NamedTuple):
+    """Cases that are checked alike."""
 
-        return fast.names(rehearsed)
-    if stage == "many":
-        from tests.gpu import many
+    about: str
+    minutes: float
+    """What it may take."""
+    limit: float
+    """Seconds of a case."""
+    at_once: bool
+    """Whether cases may share the device: not where they are timed."""
 
-        return list(many.CASES)
-    if stage == "right":
-        from tests.gpu import right
 
-        return [*right.CASES, *right.FUNCTIONS]
-    if stage == "ranks":
-        from tests.layouts import LAYOUTS
-
-        return list(LAYOUTS)
-    from tests.gpu import runs
-
-    return list(runs.CASES)
+STAGES = {
+    "right": Stage("one device against the CPU", 4, 150, True),
+    "runs": Stage("runs as a person starts them", 3, 150, True),
+    "ranks": Stage("layouts whose ranks share the device", 8, 150, True),
+    "fast": Stage("speed beside a loop by hand", 16, 120, False),
+    "many": Stage("one rank of many", 6, 180, False),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/gpu", description="Prove and measure a GPU.")
-    parser.add_argument("--stage", nargs="+", default=["right", "runs", "ranks"])
-    parser.add_argument("--only", nargs="+")
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1))
-    parser.add_argument("--limit", type=float, default=150)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
-    arguments = parser.parse_args()
+    arguments = parse()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    kind, backend = ("cpu", "aot_eager") if arguments.rehearse else ("cuda", "inductor")
+    environment = about(arguments.rehearse)
+    (arguments.output / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    if not arguments.rehearse and not environment["device"]:
+        raise SystemExit("there is no CUDA device here; --rehearse goes through all on a CPU")
     until = time.monotonic() + 60 * arguments.minutes
-    for stage in arguments.stage:
-        begin, results = time.monotonic(), []
-        with open(arguments.output / f"{stage}.jsonl", "w") as kept:
+    failed = 0
+    for name in arguments.stage or STAGES:
+        failed += run(name, arguments, until)
+        written = page.write(arguments.output)
+    print(written)
+    raise SystemExit(1 if failed else 0)
 
-            def tell(result: pool.Result) -> None:
-                results.append(result)
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu", description="Prove and measure the code on one GPU, and write a page."
+    )
+    stages = "; ".join(f"{name}: {stage.about}" for name, stage in STAGES.items())
+    parser.add_argument("--stage", nargs="+", choices=STAGES, help=f"absent: all. {stages}")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose names contain it")
+    minutes = sum(stage.minutes for stage in STAGES.values())
+    parser.add_argument(
+        "--minutes", type=float, default=minutes, help=f"in all; absent: {minutes:.0f}"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=max((os.cpu_count() or 2) // 3, 1), help="cases at once"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, at toy size")
+    parser.add_argument("--output", type=Path, default=Path("outputs/gpu"), help="folder")
+    return parser.parse_args()
+
+
+def run(name: str, arguments: argparse.Namespace, until: float) -> int:
+    """Check the cases of a stage; how many failed."""
+    stage, begin = STAGES[name], time.monotonic()
+    rehearsed = arguments.rehearse
+    cases = [
+        case
+        for case in import_module(f"tests.gpu.{name}").names(rehearsed)
+        if not arguments.only or any(text in case for text in arguments.only)
+    ]
+    results: list[pool.Result] = []
+    with open(arguments.output / f"{name}.jsonl", "a") as kept:
+
+        def tell(result: pool.Result) -> None:
+            results.append(result)
+            if result.error != pool.NOT_RUN:
                 kept.write(json.dumps(result._asdict()) + "\n")
                 kept.flush()
-                first = (result.error or "").strip().splitlines()[:1]
-                word = "FAILED" if result.error else "ok"
-                figures = " ".join(
-                    f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                    for k, v in result.figures.items()
-                )
-                print(f"{word:6} {stage}: {result.case} ({result.seconds} s) {figures}", *first)
-                sys.stdout.flush()
+            print(f"{name} {len(results)}/{len(cases)}: {line(result)}", flush=True)
 
-            pool.run(
-                [
-                    c
-                    for c in stage_cases(stage, arguments.rehearse)
-                    if not arguments.only or any(o in c for o in arguments.only)
-                ],
-                (stage, kind, backend),
-                workers=1 if stage in ("fast", "many") else arguments.workers,
-                limit=arguments.limit,
-                until=until,
-                log=str(arguments.output / f"{stage}.log"),
-                tell=tell,
-            )
-        failed = sum(result.error is not None for result in results)
-        print(
-            f"{stage}: {len(results) - failed} passed, {failed} failed, "
-            f"{time.monotonic() - begin:.0f} s",
-            flush=True,
+        pool.run(
+            cases,
+            (name, "cpu", "aot_eager") if rehearsed else (name, "cuda", "inductor"),
+            workers=arguments.workers if stage.at_once else 1,
+            limit=stage.limit,
+            until=min(until, begin + 60 * stage.minutes),
+            log=str(arguments.output / f"{name}.log"),
+            tell=tell,
         )
+    return sum(result.error not in (None, pool.NOT_RUN) for result in results)
+
+
+def line(result: pool.Result) -> str:
+    """A result in short."""
+    figures = [f"{k} {v:.3g}" for k, v in result.figures.items() if isinstance(v, float)]
+    word = result.error.strip().splitlines()[0] if result.error else "ok"
+    return f"{result.case}: {word} {', '.join(figures)} ({result.seconds:.0f} s)"
+
+
+def about(rehearsed: bool) -> dict[str, str | None]:
+    """Device, driver, versions and command."""
+    smi: Callable[..., str] = subprocess.check_output
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        device, driver = smi(query, text=True).splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        device, driver = None, None
+    return {
+        "device": platform.processor() or platform.machine() if rehearsed else device,
+        "driver": None if rehearsed else driver,
+        **{name: version(name) for name in ("torch", "torchao")},
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["scripts/gpu", *sys.argv[1:]]),
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import nn
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.device import GIB, Device
+from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
@@ -118,6 +118,7 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.empty_cache()
         device.reset_memory_peak()
     row = row.removesuffix(", again")
@@ -309,6 +310,3 @@ def matrix_product(device: Device) -> float:
         a @ b
         seconds.append(device.seconds(begin, device.stamp()))
     return 2 * size**3 / statistics.median(seconds[5:])
-
-
-assert GIB

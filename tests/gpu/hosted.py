@@ -8,6 +8,7 @@ a GPU can rehearse.
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class HostedGroup(dist.ProcessGroup):
     ) -> HostedWork:
         host, rooms = self._send(inputs), [self._room(wanted) for wanted in outputs]
         work = self.gloo.allgather(rooms, host)
-        return self._now(work, *(sum(lists, []) for lists in (outputs, rooms)))
+        return self._now(work, *(list(chain(*lists)) for lists in (outputs, rooms)))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> HostedWork:
         (host,), room = self._send([given]), torch.empty(output.shape, dtype=output.dtype)
@@ -191,7 +192,7 @@ class HostedGroup(dist.ProcessGroup):
     ) -> HostedWork:
         host, rooms = self._send(inputs), [self._room(wanted) for wanted in outputs]
         work = self.gloo.gather(rooms, host, opts)
-        return self._now(work, *(sum(lists, []) for lists in (outputs, rooms)))
+        return self._now(work, *(list(chain(*lists)) for lists in (outputs, rooms)))
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> HostedWork:
         # Waited for later: two ranks that send to each other would wait for ever.

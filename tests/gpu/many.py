@@ -68,6 +68,8 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=layout.ranks)
     try:
         device.make_current()
+        if device.type == "cuda":
+            torch.cuda.init()
         device.reset_memory_peak()
         world = make_world(job.degrees(layout.ranks), job.comm, device, dist.group.WORLD)
         model = lay_out(job, world, Timeline(world.device))
@@ -126,3 +128,8 @@ def leave_out_the_vote(pipeline: Pipeline) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         pipeline.schedule._warmup_p2p = redistribute_grads
+
+
+def names(rehearsed: bool) -> list[str]:
+    """The cases."""
+    return list(CASES)

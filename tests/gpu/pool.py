@@ -1,5 +1,6 @@
 """Workers that share the cases of a stage; one that dies or takes too long is replaced."""
 
+import contextlib
 import json
 import os
 import queue
@@ -12,13 +13,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+NOT_RUN = "not run: the time was up"
+
 
 class Result(NamedTuple):
-    """What became of a case."""
+    """What became of a case; `left out` among its figures says why it was not tried."""
 
     case: str
     error: str | None
-    figures: dict[str, float]
+    figures: dict[str, Any]
     seconds: float
     traceback: str = ""
 
@@ -31,8 +34,16 @@ class Worker:
         mine, theirs = os.pipe()
         self.answers = mine
         self.process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3>&{theirs} {theirs}>&-', "worker", sys.executable, "-m"]
-            + ["tests.gpu.worker", *arguments],
+            [
+                "bash",
+                "-c",
+                f'exec "$@" 3>&{theirs} {theirs}>&-',
+                "worker",
+                sys.executable,
+                "-m",
+                "tests.gpu.worker",
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=self.log,
@@ -76,10 +87,8 @@ class Worker:
         return self.process.poll() is None
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 
@@ -108,11 +117,13 @@ def run(
                 break
             left = until - time.monotonic()
             if left < 5:
-                result = Result(case, "not run: the time was up", {}, 0.0)
+                result = Result(case, NOT_RUN, {}, 0.0)
             else:
                 if worker is None or not worker.alive:
                     worker = Worker(arguments, log)
                 result = worker.ask(case, min(limit, left))
+                if not worker.alive and time.monotonic() >= until - 1:
+                    result = result._replace(error=NOT_RUN)
             with lock:
                 tell(result)
         if worker:
@@ -123,6 +134,3 @@ def run(
         thread.start()
     for thread in threads:
         thread.join()
-
-
-_ = Any

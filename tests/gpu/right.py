@@ -294,7 +294,7 @@ def codec(device: Device) -> dict[str, float]:
 
 
 def attention_memory(device: Device) -> dict[str, float]:
-    """Attention never holds all scores, whatever the dtype and the mask: memory in parts of them."""
+    """Attention never holds all scores, whatever dtype and mask: memory in parts of them."""
     if device.type == "cpu":
         return {}
     worst = {}
@@ -321,3 +321,9 @@ FUNCTIONS: dict[str, Callable[[Device], dict[str, float]]] = {
     "attention holds no scores": attention_memory,
     "codec": codec,
 }
+
+
+def names(rehearsed: bool) -> list[str]:
+    """All cases; in a rehearsal not those that take longest."""
+    cases = [*CASES, *FUNCTIONS]
+    return [name for name in cases if "compiled" not in name] if rehearsed else cases

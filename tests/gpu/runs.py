@@ -140,3 +140,8 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
 def check(name: str, device: Device) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         return CASES[name](folder)
+
+
+def names(rehearsed: bool) -> list[str]:
+    """The cases."""
+    return ["trains", "generates"] if rehearsed else list(CASES)

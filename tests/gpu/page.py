@@ -1,0 +1,167 @@
+"""The page of all that is known of a device, from what the cases of each stage gave."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Rows = dict[str, dict[str, Any]]
+"""By case, the last result of each."""
+
+PAGE = """\
+# On a GPU
+
+<!-- Written by scripts/gpu. -->
+
+{about}
+
+`{command}`
+
+| stage | passed | failed | left out |
+|---|---:|---:|---:|
+{summary}
+
+{parts}
+"""
+
+
+def write(folder: Path) -> str:
+    """Write OUTPUT/page.md from what lies in `folder`, and return it."""
+    environment = json.loads((folder / "environment.json").read_text())
+    stages = {
+        name: read(folder / f"{name}.jsonl") for name in ("right", "runs", "ranks", "fast", "many")
+    }
+    summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
+    parts = [failures(stages), right(stages["right"]), fast(stages["fast"]), many(stages["many"])]
+    shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
+    text = PAGE.format(
+        about=", ".join(
+            f"{name} {environment[name]}" for name in shown if environment.get(name) is not None
+        ),
+        command=environment["command"],
+        summary=summary,
+        parts="\n\n".join(filter(None, parts)),
+    )
+    (folder / "page.md").write_text(text)
+    return text
+
+
+def read(path: Path) -> Rows:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["case"]: row for row in map(json.loads, lines)}
+
+
+def counts(rows: Rows) -> list[str]:
+    failed = sum(row["error"] is not None for row in rows.values())
+    left_out = sum("left out" in row["figures"] for row in rows.values())
+    return [str(len(rows) - failed - left_out), str(failed), str(left_out)]
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def failures(stages: Mapping[str, Rows]) -> str:
+    """What failed, with its first lines, and what was left out and why."""
+    found = []
+    for stage, rows in stages.items():
+        for case, row in rows.items():
+            if row["error"]:
+                first = " ".join(row["error"].split())[:300]
+                found.append(f"- {stage}, {case}: {first}")
+            elif "left out" in row["figures"]:
+                found.append(f"- {stage}, {case}: left out: {row['figures']['left out']}")
+    return "\n".join(["## Failed, or left out\n", *found]) if found else ""
+
+
+def right(rows: Rows) -> str:
+    """How far each case was from the CPU at most."""
+    kinds = {
+        "loss": "loss, in parts",
+        "norm": "gradient norm, in parts",
+        "weight": "largest difference of a weight",
+        "moved": "difference of weights, in parts of their way",
+    }
+    cells = [
+        [case, *(f"{row['figures'][kind]:.1e}" for kind in kinds)]
+        for case, row in rows.items()
+        if row["figures"].keys() >= kinds.keys()
+    ]
+    if not cells:
+        return ""
+    return "## How far five steps are from the CPU's\n\n" + table(["", *kinds.values()], cells)
+
+
+def fast(rows: Rows) -> str:
+    """A table of each model, and what the device did in its fastest and its slowest row."""
+    product = rows.get("matrix product", {}).get("figures", {}).get("TFLOP/s")
+    parts = ["## Speed"]
+    if product:
+        parts.append(f"A product of 8192 x 8192 bf16 matrices: {product:.0f} TFLOP/s.")
+    models: dict[str, Rows] = {}
+    for case, row in rows.items():
+        if ": " in case and "tokens/s" in row["figures"]:
+            model, name = case.split(": ")
+            models.setdefault(model, {})[name] = row["figures"]
+    for model, found in models.items():
+        first = found.get("compiled", {}).get("tokens/s")
+        cells = []
+        for name, row in found.items():
+            low, high = row["quartiles"]
+            cells.append(
+                [
+                    name,
+                    f"{row['tokens/s']:,.0f} ({low:,.0f} to {high:,.0f})",
+                    f"{row['tokens/s'] / first:.3f}" if first else "-",
+                    f"{row['MFU']:.1%}" if "MFU" in row else "-",
+                    f"{row['TFLOP/s'] / product:.1%}" if product else "-",
+                    f"{row['GiB']:.1f}",
+                    f"{row['launches']:.0f}" if "launches" in row else "-",
+                    f"{row['idle']:.1%}" if "idle" in row else "-",
+                    f"{row['warm-up s']:.0f}",
+                ]
+            )
+        heads = ["", "tokens/s (quartiles)", "to compiled", "MFU", "of the product", "GiB"]
+        parts += [
+            f"### {model}",
+            table([*heads, "launches a step", "idle", "warm-up, s"], cells),
+            traces(found),
+        ]
+    return "\n\n".join(filter(None, parts)) if models else ""
+
+
+def traces(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """What takes longest on the device in the fastest row and in the slowest."""
+    traced = [name for name in found if found[name].get("longest")]
+    if not traced:
+        return ""
+    traced.sort(key=lambda name: found[name]["tokens/s"])
+    lines = []
+    for name in dict.fromkeys((traced[-1], traced[0])):
+        lines.append(f"{name}, by time on the device: {'; '.join(found[name]['longest'])}.")
+        lines.append(f"It waited longest: {'; '.join(found[name]['gaps'])}.")
+    return "\n\n".join(lines)
+
+
+def many(rows: Rows) -> str:
+    """What a rank computes."""
+    cells = []
+    for case, row in rows.items():
+        if "forward and backward s" in (figures := row["figures"]):
+            low, high = figures["spread"]
+            mfu = figures.get("MFU without waiting")
+            cells.append(
+                [
+                    case,
+                    f"{figures['tokens']:,}",
+                    f"{figures['forward and backward s']:.3f} ({low:.3f} to {high:.3f})",
+                    f"{figures['update s']:.3f}",
+                    f"{figures['TFLOP/s']:.0f}",
+                    "-" if mfu is None else f"{mfu:.1%}",
+                    f"{figures['GiB']:.1f}",
+                ]
+            )
+    heads = ["", "tokens", "forward and backward, s", "update, s", "TFLOP/s", "MFU", "GiB"]
+    return "## One rank of many\n\n" + table(heads, cells) if cells else ""

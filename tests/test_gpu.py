@@ -1,0 +1,67 @@
+"""`scripts/gpu` without a GPU: its stages run, are kept one by one, and end in a page."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import page
+from tests.gpu.hosted import HostedGroup
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / "gpu"), "--output", str(output), *arguments]
+    environment = os.environ | {"PYTHON": "python", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.gate
+def test_a_case_of_each_stage_is_rehearsed(tmp_path: Path) -> None:
+    cases = ["float32", "attention kernels", "trains", "TP 2", "matrix product", "toy: eager"]
+    done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases, "405B")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "page.md").read_text()
+    for line in ("| right | 2 | 0 | 0 |", "| ranks | 1 | 0 | 0 |", "| fast | 2 | 0 | 0 |"):
+        assert line in text, text
+    assert "| many | 1 | 0 | 0 |" in text
+
+
+@pytest.mark.slow
+def test_all_is_rehearsed(tmp_path: Path) -> None:
+    done = gpu(tmp_path, "--rehearse")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_a_device_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\nexit 9\n")
+    query.chmod(0o755)
+    done = gpu(tmp_path)
+    assert done.returncode == 1
+    assert "there is no CUDA device here; --rehearse" in done.stderr
+
+
+def test_a_later_result_replaces_an_earlier_one(tmp_path: Path) -> None:
+    """And a figure of a table is that of the file."""
+    row = {"case": "8B: compiled", "seconds": 1.0, "traceback": "", "error": None}
+    figures = {"tokens/s": 100.0, "quartiles": [90.0, 110.0], "GiB": 1.0, "warm-up s": 2.0}
+    later = {**figures, "tokens/s": 200.0, "TFLOP/s": 3.0}
+    rows = [row | {"error": "RuntimeError: x", "figures": {}}, row | {"figures": later}]
+    (tmp_path / "fast.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "environment.json").write_text(json.dumps({"device": "D", "command": "c"}))
+    text = page.write(tmp_path)
+    assert "| fast | 1 | 0 | 0 |" in text
+    assert "| compiled | 200 (90 to 110) | 1.000 |" in text
+    assert "RuntimeError" not in text
+
+
+def test_no_recipe_can_choose_the_hosted_group() -> None:
+    """It is for tests: the package knows nothing of it."""
+    assert HostedGroup.__module__ == "tests.gpu.hosted"
+    files = (ROOT / "torchtitan").rglob("*.py")
+    assert not [path for path in files if "hosted" in path.read_text(encoding="utf-8")]
