@@ -71,7 +71,8 @@ def imported_units(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
-            names |= {f"torchtitan.{alias.name}" for alias in node.names}
+            found = {alias.name for alias in node.names} - {"__version__"}  # of the package itself
+            names |= {f"torchtitan.{name}" for name in found}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools":
             names |= {f"torchtitan.tools.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
