@@ -1,4 +1,4 @@
-"""Every test starts from the same state: seeds, environment, one thread, an untouched logger."""
+"""Every test starts from the same state: seeds, environment, one thread, logger, registries."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tests.tiny  # noqa: F401  (registers the model of the tests)
+from tests import registries
 from torchtitan.logging import logger
 from torchtitan.torch_private.collectives import flight_records
 
@@ -24,7 +24,7 @@ del os.environ["TORCH_FR_BUFFER_SIZE"]
 
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeds set, no launcher and no network in the environment; the logger put back after."""
+    """Seeds set, no launcher and no network in the environment; what is changed is put back."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -32,7 +32,8 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     environment = dict(os.environ)
-    yield
+    with registries.for_one_test():
+        yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
     os.environ.clear()

@@ -113,14 +113,18 @@ def _rank(
         # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.FileStore(str(folder / "store"), world),  # type: ignore[attr-defined]
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timeout,
         )
+        store.set(f"connected {rank}", "")
         (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*args)))
+        # A rank that left while another still connects would fail it.
+        store.wait([f"connected {each}" for each in range(world)])
         dist.destroy_process_group()
 
 

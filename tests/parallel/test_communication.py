@@ -1,12 +1,8 @@
 """What a recipe names in [communication] is what carries weights and gradients."""
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,35 +14,13 @@ from tests.runs import trace, train
 from tests.test_docs import ROOT, blocks
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
+from torchtitan.comm import WEIGHTS
 from torchtitan.config import CannotRun, RecipeError
-from torchtitan.convert import CONVERTERS
-from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
-from torchtitan.metrics import SINKS
-from torchtitan.models import MODELS
-from torchtitan.optim import OPTIMIZERS
-from torchtitan.parallel import SHARDING
 
 STEPS = 3
 HALF = {"weights": {"name": "half"}, "gradients": {"name": "half"}}
 COUNTED = {"replicas": {"name": "counted"}}
-
-
-REGISTRIES: tuple[dict[str, Any], ...] = (
-    *(WEIGHTS, GRADIENTS, REPLICAS, SHARDING, MODELS, OPTIMIZERS, CONVERTERS, DATASETS, SINKS),
-)
-
-
-@pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
-    """What a recipe imports adds names that other tests do not expect."""
-    with ExitStack() as stack:
-        for registry in REGISTRIES:
-            stack.enter_context(patch.dict(registry))
-        yield
-    for name in [name for name in sys.modules if name.startswith(("tests.senders", "my_parts"))]:
-        del sys.modules[name]
 
 
 class Used(NamedTuple):

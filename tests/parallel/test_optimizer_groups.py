@@ -3,12 +3,9 @@ run of one rank, and resumed on another layout the run never stopped."""
 
 import importlib
 import shutil
-import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from torchtitan.config import RecipeError, help_text
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.optim import OPTIMIZERS as REGISTRY
 from torchtitan.optim import name_parameters
 from torchtitan.optim.grouping import describe_groups
 from torchtitan.parallel import Launch, open_world
@@ -35,12 +31,9 @@ OUTSIDE = "tests.normalized"
 
 
 @pytest.fixture(autouse=True)
-def known_here_only() -> Iterator[None]:
-    """Other tests do not expect its name."""
-    with patch.dict(REGISTRY):
-        importlib.import_module(OUTSIDE)
-        yield
-    del sys.modules[OUTSIDE]
+def registered() -> None:
+    """It is known by its name."""
+    importlib.import_module(OUTSIDE)
 
 
 EMBEDDING = {"roles": ["embedding"], "lr_factor": 0.5, "weight_decay": 0.0}

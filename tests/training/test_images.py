@@ -1,7 +1,5 @@
 """The image model of docs/extending.md: another task, from outside the tree, on every layout."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,8 @@ from tests.runs import rows, train
 from tests.test_docs import ROOT, blocks
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.data import DATASETS, SOURCES
 from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
 from torchtitan.models.output import AuxiliaryLoss
-from torchtitan.tasks import TASKS
 
 LAYOUTS = {
     "FSDP 2": ["--parallelism.data_parallel_shard_degree=2"],
@@ -27,20 +22,13 @@ KEYS = ("loss", "grad_norm", "loss/activity", "images")
 
 
 @pytest.fixture(autouse=True)
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The files of the page, in the current folder; what they register is gone afterwards."""
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the page, in the current folder."""
     for block in blocks(ROOT / "docs/extending.md"):
         if block.marks.get("file", "").startswith(("images", "my_images")):
             (tmp_path / block.marks["file"]).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    registries: list[dict[str, Any]] = [DATASETS, SOURCES, MODELS, TASKS]
-    before = [dict(registry) for registry in registries]
-    yield
-    sys.modules.pop("my_images", None)
-    for registry, entries in zip(registries, before, strict=True):
-        registry.clear()
-        registry.update(entries)
 
 
 def read(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> JobConfig:

@@ -2,11 +2,10 @@
 
 import time
 from contextlib import closing
-from pathlib import Path
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows
+from tests.runs import Recorder
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import Batch
@@ -16,6 +15,7 @@ from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, wo
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.timeline import Spent
+from torchtitan.tools.verify.measure import Row
 from torchtitan.trainer import Trainer
 
 
@@ -58,16 +58,22 @@ def test_a_limit_of_none_tells_of_none() -> None:
     assert not any(watch.look(slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
 
 
-def with_slow_ranks(job: JobConfig) -> None:
-    """Train, with rank 0 slow to read and rank 1 slow to compute."""
-    launch = Launch.read()
+def with_slow_ranks(job: JobConfig) -> tuple[list[Row], list[Row]]:
+    """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
+    launch, recorder = Launch.read(), Recorder()
+    steps: list[Row] = []
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        observer = Observer(on_microbatch=slow) if world.rank == 0 else Observer()
+        observer = Observer(
+            on_microbatch=slow if world.rank == 0 else lambda batch: batch,
+            after_step=lambda state: steps.append(recorder.last_step()),
+            sinks=[recorder],
+        )
         run = build(job, world, observer)
         if world.rank == 1:
             run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
         with closing(run.batches):
             Trainer(run).train(ResumePoint(None))
+    return recorder.rows, steps
 
 
 def slow(batch: Batch) -> Batch:
@@ -83,12 +89,16 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_slow_ranks_of_a_run_are_named_with_their_phases(tmp_path: Path) -> None:
-    run_ranks(with_slow_ranks, 2, tiny.job(tmp_path, training={"steps": 5}))
-    found = [row for row in rows(tmp_path) if row.get("event") == "straggler"]
-    told = {(row["phase"], row["rank"]) for row in found}
-    assert {("data", 0), ("forward", 1)} <= told
-    assert all(row["percent"] > 10 for row in found)
-    # What the others wait is not taken for work of theirs.
-    assert ("data", 1) not in told
-    assert ("forward", 0) not in told
+def test_slow_ranks_of_a_run_are_named_with_their_phases() -> None:
+    for rows, steps in run_ranks(with_slow_ranks, 2, tiny.job(training={"steps": 3})):
+        found = [row for row in rows if row.get("event") == "straggler"]
+        told = {(row["phase"], row["rank"]) for row in found}
+        assert {("data", 0), ("forward", 1)} <= told
+        assert all(row["percent"] > 10 for row in found)
+        # What the others wait is not taken for work of theirs.
+        assert ("data", 1) not in told
+        assert ("forward", 0) not in told
+        # Such a row comes after that of its step, and is not taken for it.
+        assert rows[-1] in found
+        assert [row["step"] for row in steps] == [1, 2, 3]
+        assert all("grad_norm" in row for row in steps)

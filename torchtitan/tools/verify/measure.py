@@ -57,6 +57,10 @@ class Recorder:
     def write(self, step: int, metrics: Any) -> None:
         self.rows.append({"step": step, **metrics})
 
+    def last_step(self) -> Row:
+        """The row of the last step; an event, such as a straggler, has one of its own after it."""
+        return next(row for row in reversed(self.rows) if "loss" in row)
+
 
 def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[Run, Row]]:
     """Train on this rank's share of the world; after each step, the run and its row of metrics.
@@ -74,7 +78,7 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
         with closing(run.batches), run.meter:
             for _ in range(job.training.steps):
                 trainer.step()
-                yield run, recorder.rows[-1]
+                yield run, recorder.last_step()
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ class Watch:
         mine = len(self.hashes)
         first = (state.step - 1) * mine * self.world.degrees.data + self.world.data_rank * mine
         samples = dict(enumerate(self.hashes, first))
-        self.steps.append(self.step(self.recorder.rows[-1], samples))
+        self.steps.append(self.step(self.recorder.last_step(), samples))
         if state.step == self.kill_after:
             self.run.checkpoint.finish()
             if self.world.rank == self.world.size - 1:
