@@ -42,7 +42,9 @@ HEAD = {"roles": ["norm", "head"], "lr_factor": 0.3}
 ADAM = {"lr": 1e-3, "groups": [EMBEDDING, QUERIES | {"beta1": 0.5}, HEAD | {"beta2": 0.8}]}
 SGD = {"name": "SGD", "lr": 0.5, "momentum": 0.9}
 SGD |= {"groups": [EMBEDDING, QUERIES | {"momentum": 0.5, "weight_decay": 1e-3}, HEAD]}
-NORMALIZED = {"name": "Normalized", "lr": 0.02, "adamw": {"lr": 2e-3, "beta2": 0.9}}
+# With a smaller eps the rounding of the smallest gradients is seen in the weights.
+ADAMW = {"lr": 2e-3, "beta2": 0.9, "eps": 1e-6}
+NORMALIZED = {"name": "Normalized", "lr": 0.02, "adamw": ADAMW}
 NORMALIZED |= {"groups": [EMBEDDING | {"beta1": 0.5}, QUERIES | {"momentum": 0.5}, HEAD]}
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAM, "SGD": SGD, "Normalized": NORMALIZED}
 

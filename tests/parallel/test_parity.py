@@ -49,7 +49,8 @@ def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
         found = [ranks[number] for ranks in results]
         assert_complete(found, expected)
         for rank, trace_of_rank in enumerate(found):
-            compare(trace_of_rank, expected, f"{jobs[number].optimizer.name}, rank {rank}")
+            where = f"{jobs[number].optimizer.name}, rank {rank}"
+            compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)
 
 
 def assert_complete(found: list[Trace], expected: Trace) -> None:
@@ -61,7 +62,12 @@ def assert_complete(found: list[Trace], expected: Trace) -> None:
         assert seen.all(), name
 
 
-def compare(found: Trace, expected: Trace, where: str) -> None:
+def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
+    """Losses, norms and weights are those of one rank, up to rounding.
+
+    Where values are converted to few bits, one that lies between two of them may become the other:
+    up to 2e-5 of a weight, seen on a processor whose sums depend on the shape of a matrix.
+    """
     assert len(found.losses) == len(expected.losses) == 5
     for step in range(5):
         assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-5), where
@@ -69,7 +75,7 @@ def compare(found: Trace, expected: Trace, where: str) -> None:
         for name, part in found.weights[step].items():
             difference = part.of(expected.weights[step][name]) - part.local
             off = difference.abs().max().item() if part.local.numel() else 0.0
-            assert off <= 1e-5, f"{where}, step {step + 1}: {name} is off by {off}"
+            assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def test_reference_learns_and_is_uneven() -> None:
