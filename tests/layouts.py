@@ -241,14 +241,15 @@ if keeps_nodes_of_functions():  # else the recipe is refused
 DAILY = (
     *("DDP 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2, operators recomputed"),
     *("HSDP 2 x 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
-    *("TP 2", "TP 2, no sequence parallelism", "FSDP 2 x TP 2"),
+    *("TP 2", "TP 2, no sequence parallelism"),
     *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2"),
-    *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
+    *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2"),
     *("one rank, loss in chunks", "PP 2, loss in chunks"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
     *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
 )
-"""Each technique, and each pair that interacts: what `./scripts/test` compares with one rank."""
+"""What `./scripts/test` compares with one rank: each technique, and each pair that interacts, some
+of them within a layout of three."""
 LONG = (
     *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
     *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation", "TP 2 x PP 2, Float8 rowwise"),

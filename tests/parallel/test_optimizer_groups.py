@@ -16,6 +16,7 @@ from tests.parallel.test_optimizers import WITHOUT_COLUMNS, off
 from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
 from tests.runs import Trace, losses, trace, train
+from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError, help_text
@@ -77,9 +78,7 @@ def reference() -> list[Trace]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [*list(LAYOUTS)[:-1], pytest.param("FSDP 2 x TP 2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "TP 2", "PP 2"], ["FSDP 2 x TP 2"]))
 def test_groups_train_the_same_run_as_one_rank(name: str) -> None:
     layout = LAYOUTS[name]
     results = run_ranks(traces, layout.ranks, [job(layout, o) for o in OPTIMIZERS.values()])
@@ -129,7 +128,7 @@ def resumable(folder: Path, layout: Case, optimizer: str, steps: int) -> JobConf
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, ["Normalized"]))
 def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None:
     expected = run_ranks(train, 2, resumable(tmp_path / "whole", LAYOUTS["FSDP 2"], optimizer, 4))
     run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 2))

@@ -98,7 +98,11 @@ def test_gradients_are_those_of_fsdp2(layout: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [case(shard=2), pytest.param(FSDP_X_TP, marks=pytest.mark.gate), case(tp=2)]
+    "layout",
+    [
+        case(shard=2),
+        *(pytest.param(each, marks=pytest.mark.gate) for each in (FSDP_X_TP, case(tp=2))),
+    ],
 )
 def test_precision_is_mixed_as_by_fsdp2(layout: Case) -> None:
     assert_same(layout, 2e-2, training=SHORT | BFLOAT16)
@@ -227,6 +231,7 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
 WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
 
 
+@pytest.mark.gate  # what is merged is counted, and gradients compared, on a smaller network daily
 def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
     """Of 21 parameters the first of two blocks has 9, which are gathered again."""
     lines = assert_same(

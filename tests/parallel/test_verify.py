@@ -231,6 +231,7 @@ def test_tied_weights_stay_tied() -> None:
     assert checked.job.model_args().tied
 
 
+@pytest.mark.gate
 def test_a_pipeline_with_context_parallelism() -> None:
     degrees = "pipeline_parallel_degree = 4\ncontext_parallel_degree = 4\n"
     assert verify(degrees, "--shrink", "--model.flavor", "deep", "--world-size", "4") == 2
