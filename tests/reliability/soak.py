@@ -65,7 +65,9 @@ class Soaked:
 
 def soak(layout: str, folder: Path, steps: int = STEPS) -> list[Soaked]:
     """Train with saves, validation, every sink and a slow disk; what each rank held."""
-    sections = EVERYTHING | {"training": {"steps": steps}, "lr_scheduler": {"total_steps": steps}}
+    # Two microbatches a step, whatever the ranks: more would add time, and nothing to be held.
+    training = {"steps": steps, "local_batch_size": 4 // ranks_of(layout)}
+    sections = EVERYTHING | {"training": training, "lr_scheduler": {"total_steps": steps}}
     job = recipe(folder / "run", layout, **sections)
     (folder / "soak").mkdir()
     (folder / "recipe.toml").write_text(to_toml(job), encoding="utf-8")
