@@ -29,19 +29,21 @@ from tests.small_weights import (
     tokens,
     weights,
 )
+from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import write_tensors
 from torchtitan.checkpoint.weights import hugging_face, opening
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert, parse_size
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
-from torchtitan.checkpoint.weights.network import Network
+from torchtitan.checkpoint.weights.network import Network, in_recipe
 from torchtitan.checkpoint.weights.opening import Verified
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data import train_bpe, train_tokenizer
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.settings import TextConfig
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
 
@@ -233,7 +235,7 @@ def test_models_from_outside_are_imported(tmp_path: Path, monkeypatch: pytest.Mo
         "MODELS['small'] = SPEC\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["checkpoint", "convert", str(folder), str(tmp_path / "new")]
+    words = ["checkpoint", "convert", str(folder), str(tmp_path / "new"), "--model", "small"]
     assert main(words) == 2
     assert main([*words, "--imports", "small_outside"]) == 0
     assert same(content(tmp_path / "new"), weights())
@@ -250,12 +252,27 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
     assert run(source, tmp_path / "hf", dtype="bfloat16").is_dir()
 
 
-def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
+def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
+    back = run(folder, tmp_path / "back", model="small")
+    recipe = read_state(back, read_manifest(back))["recipe"]
+    assert recipe["model.flavor"] == "plain"
+    assert in_recipe(recipe).args == FLAVORS["scaled"]
+    assert same(content(back), weights("scaled"))
+
+
+def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its settings have no keys for sizes."""
+    folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
+    without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
+    small = dataclasses.replace(SPEC, flavors=without, settings=TextConfig)
+    monkeypatch.setitem(MODELS, "small", small)
     with pytest.raises(ConfigError) as error:
         run(folder, tmp_path / "new", model="small")
     assert "no flavor of small matches these weights" in str(error.value)

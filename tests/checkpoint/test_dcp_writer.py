@@ -35,9 +35,11 @@ from torchtitan.checkpoint.dcp.torchtitan import translated
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checkpoint.weights.network import in_recipe
 from torchtitan.checkpoint.weights.opening import Verified
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
@@ -281,6 +283,35 @@ def test_weights_come_back_to_the_bit(other: str, flavor: str, tmp_path: Path) -
     if other != "ours":
         back = run(back, tmp_path / "ours again", flavor=flavor, model="small")
     assert same(content(back), weights(flavor))
+
+
+def test_sizes_that_no_flavor_has_come_back_by_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shapes do not say all of them: how many heads there are, say."""
+    model = {"flavor": "flat", "dim": 48, "n_heads": 6, "n_kv_heads": 3, "rope_theta": 1e4}
+    job = recipe(tmp_path / "ours", case(batch=8), model=model, training={"steps": 1})
+    run_ranks(eager, 1, job)
+    (tmp_path / "recipe.toml").write_text(to_toml(job))
+    away, back = converted(tmp_path / "ours", 1), tmp_path / "back/step-1"
+    words = ["checkpoint", "convert", str(away), str(back), "--model", "tiny"]
+    assert main(words) == 2
+    assert (
+        capsys.readouterr()
+        .err.rstrip()
+        .endswith(f"name it: torchtitan checkpoint convert {away} NEW --recipe RECIPE.toml")
+    )
+    words = [*words[:4], "--recipe", str(tmp_path / "recipe.toml")]
+    assert main([*words, "--flavor", "flat"]) == 2
+    assert "--recipe: it says the model; leave out --model" in capsys.readouterr().err
+    ours = [*words[:2], str(tmp_path / "ours"), *words[3:]]
+    assert main(ours) == 2
+    assert "--recipe: not supported from ours" in capsys.readouterr().err
+    assert main([*words, "--with-optimizer"]) == 0
+    wanted = tmp_path / "ours/checkpoint/step-1"
+    assert same(all_of(back), all_of(wanted))
+    found = read_state(back, read_manifest(back))["recipe"]
+    assert in_recipe(found).args == job.model_args()
 
 
 def test_run_comes_back_to_the_bit_and_goes_on(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+PYTHON = os.environ.get("READER_PYTHON", sys.executable)
+"""What runs the script: a Python that has another torch, say."""
 ALONE = """
 import os, runpy, sys
 sys.modules["torchtitan"] = None  # importing it, or anything in it, fails
@@ -137,7 +139,7 @@ def test_script_of_the_documentation_opens_it_without_torchtitan(ranks: int, pag
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    subprocess.run([sys.executable, "-c", ALONE], cwd=page, env=os.environ | world, check=True)
+    subprocess.run([PYTHON, "-c", ALONE], cwd=page, env=os.environ | world, check=True)
     parts = [torch.load(page / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     whole = {
         name: torch.cat([part[name] for part in parts]) if tensor.ndim else tensor

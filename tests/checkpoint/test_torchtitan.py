@@ -28,6 +28,8 @@ from tests.torchtitan_run import (
     weights_only,
 )
 from torchtitan.build import build
+from torchtitan.checkpoint.dcp.items import Item
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -403,6 +405,39 @@ def test_what_does_not_fit_is_refused(case: str, tmp_path: Path, theirs: Theirs)
     assert words.startswith("checkpoint.initial_load_path: ")
     assert told in words.replace(str(path), "HERE")
     assert not folder.exists()
+
+
+def refused_on(job: JobConfig) -> tuple[str, int, int, bool]:
+    """What this rank says of a load that fails, and what of its run is then otherwise."""
+    launch = Launch.read()
+    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+        start = world.share(choose(job) if world.rank == 0 else None)
+        run = build(job, world)
+        before = run.checkpoint.contents.position()
+        with closing(run.batches), pytest.raises(ConfigError) as error:
+            run.checkpoint.load(start)
+        same = run.checkpoint.contents.position() == before
+        return str(error.value), run.state.step, run.state.tokens, same
+
+
+@pytest.mark.parametrize("name", ["output.weight", "optimizer.state.output.weight.exp_avg"])
+def test_what_one_rank_finds_in_the_middle_of_a_load_ends_all(
+    name: str, tmp_path: Path, theirs: Theirs
+) -> None:
+    """Only the last stage reads this item; the others would wait for it."""
+    path = shutil.copytree(theirs.folder / "checkpoint/step-3", tmp_path / "theirs/step-3")
+    item = DcpCheckpoint(path).contents.tensors[name].chunks[0].place
+    assert isinstance(item, Item)
+    with (path / item.file).open("r+b") as file:
+        file.seek(item.offset + item.length - 100)
+        file.write(bytes(100))  # the directory of its records
+    job = resumed(tmp_path / "run", path, "PP 2, 1F1B", checkpoint={"enable": True})
+    first, last = run_ranks(refused_on, 2, job)
+    assert first == last
+    told, step, tokens, is_same = first
+    assert told.startswith(f"{path / item.file}: {name}: damaged: not what torch.save writes")
+    assert (step, tokens, is_same) == (0, 0, True)
+    assert not list((tmp_path / "run/checkpoint").iterdir())
 
 
 def test_one_that_is_still_being_written_is_refused(tmp_path: Path, theirs: Theirs) -> None:

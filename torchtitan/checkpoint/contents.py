@@ -172,7 +172,7 @@ class Checkpointable:
         if not any(has for _, has in everyones):
             return
         if all(fits for fits, _ in everyones):
-            load_into(own, source)
+            on_all_ranks(self.world, lambda: load_into(own, source))
         else:
             for tensor in own.values():
                 tensor.zero_()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.storage import Piece, TensorSource
+from torchtitan.config import ConfigError
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 
@@ -86,20 +86,21 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """What `work` returns; if a store failed on any rank, all ranks raise it.
+    """What `work` returns; if it failed on any rank, all ranks raise what the first of them met.
 
     Raises:
-        StoreError: of the first rank that met one.
+        ConfigError: where something is not as it should be: damaged, say, or a store that failed.
+        OSError: where a disk failed.
     """
     value: T | None = None
-    problem = None
+    problem: ConfigError | OSError | None = None
     try:
         value = work()
-    except StoreError as error:
-        problem = str(error)
+    except (ConfigError, OSError) as error:
+        problem = error
     for found in world.gather(problem):
-        if found:
-            raise StoreError(found)
+        if found is not None:
+            raise found
     return cast(T, value)
 
 

@@ -36,6 +36,10 @@ class RecipeError(ConfigError):
         self.notices = tuple(notices)
         super().__init__("\n".join(self.lines))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks tell each other of it."""
+        return RecipeError, (self.lines, self.notices)
+
 
 class CannotRun(RecipeError):
     """Settings that are each valid cannot work together, or not on this machine."""

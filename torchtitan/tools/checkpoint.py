@@ -8,9 +8,19 @@ import typer
 from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights import convert as weights
-from torchtitan.logging import on_terminal
+from torchtitan.checks import load_job
+from torchtitan.logging import logger, on_terminal
 from torchtitan.provenance import versions
-from torchtitan.tools.options import Choice, Flavor, Imports, Model, Verb, import_modules, verb
+from torchtitan.tools.options import (
+    Choice,
+    Flavor,
+    Imports,
+    Model,
+    Text,
+    Verb,
+    import_modules,
+    verb,
+)
 
 WHERE = "checkpoints (step-N), folders of them, or dump folders of runs: paths or URLs"
 
@@ -75,6 +85,10 @@ def convert(
     ] = None,
     model: Model = None,
     flavor: Flavor = None,
+    recipe: Annotated[
+        str | None,
+        Text("RECIPE", "what weights in the format dcp were trained with; absent: a flavor"),
+    ] = None,
     dtype: Annotated[
         str | None, Choice(weights.DTYPES, "of all weights; absent: each keeps its own")
     ] = None,
@@ -98,8 +112,17 @@ def convert(
         target_format=target_format,
         model=model,
         flavor=flavor,
+        recipe=_in_effect(recipe) if recipe else None,
         dtype=dtype,
         max_shard_size=max_shard_size,
         with_optimizer=with_optimizer,
     )
     weights.convert(source, destination, options, {"versions": versions()})
+
+
+def _in_effect(recipe: str) -> dict[str, Any]:
+    """A recipe by dotted keys; its tokenizer need not be here."""
+    read = load_job(recipe, [], None, "cpu", spared={"model.tokenizer_path"})
+    for notice in read.notices:
+        logger.info("%s", notice)
+    return read.config.in_effect()

@@ -24,8 +24,8 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face import CONFIG, write_hugging_face
 from torchtitan.checkpoint.weights.meta import PARAMS, write_meta
-from torchtitan.checkpoint.weights.network import Network, unsaid, without_flavor
-from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format
+from torchtitan.checkpoint.weights.network import Network, unsaid
+from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 
@@ -44,6 +44,8 @@ class ConvertOptions:
     target_format: str | None = None
     model: str | None = None
     flavor: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    """What the weights were trained with, by dotted keys, where they do not say it themselves."""
     dtype: str | None = None
     max_shard_size: str | None = None
     with_optimizer: bool = False
@@ -77,8 +79,15 @@ def convert(
         raise ConfigError(
             "--with-optimizer: not supported with --dtype; in another dtype it is another run"
         )
+    if options.recipe is not None and kind != "dcp":
+        raise ConfigError(f"--recipe: not supported from {kind}, where the sizes are said")
+    if options.recipe is not None and (options.model or options.flavor):
+        raise ConfigError("--recipe: it says the model; leave out --model and --flavor")
     most = parse_size(options.max_shard_size or MAX_SHARD_SIZE)
-    opened = OPEN[kind](source, options.model, options.flavor)
+    if options.recipe is None:
+        opened = OPEN[kind](source, options.model, options.flavor)
+    else:
+        opened = open_dcp_of(source, options.recipe)
     tensors, network, extras, _ = opened
     dtype = getattr(torch, options.dtype) if options.dtype else None
     state = _state_of_run(source, destination, opened) if options.with_optimizer else None
@@ -125,8 +134,6 @@ def write_ours(
     Args:
         state: what there is to be said of a whole run; None: the weights alone are written.
     """
-    if network.flavor is None:
-        raise without_flavor(network)
     state = state or {}
     recipe = {**network.recipe(), **extras.recipe(), **state.get("recipe", {})}
     names = [f"model.{name}" for name in weights_of(source, network)]

@@ -25,9 +25,16 @@ class Network(NamedTuple):
         return f"{self.spec.name} {self.flavor}" if self.flavor else f"a {self.spec.name}"
 
     def recipe(self) -> dict[str, Any]:
-        """How a recipe names it, by dotted keys."""
+        """How a recipe names it, by dotted keys: all sizes, over the flavor that is most alike.
+
+        Raises:
+            ConfigError: where sizes alone do not make that flavor this network.
+        """
+        flavor = self.flavor or most_alike(self)
         sizes = self.spec.settings.sizes_of(self.args)
-        named = {"name": self.spec.name, "flavor": self.flavor} | sizes
+        named = {"name": self.spec.name, "flavor": flavor} | sizes
+        if unlike(self.args, self.spec.args(self.spec.settings.model_validate(named))):
+            raise without_flavor(self)
         return {f"model.{key}": value for key, value in named.items()}
 
     def parameters(self) -> dict[str, Sizes]:
@@ -172,16 +179,20 @@ def unsaid(network: Network, kind: str) -> list[str]:
 
 def without_flavor(network: Network) -> ConfigError:
     """The error for a network that is no flavor, with the closest one."""
-    flavors = network.spec.flavors
-    differences = {name: unlike(network.args, args) for name, args in flavors.items()}
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    difference = "; ".join(differences[nearest])
+    nearest = most_alike(network)
+    difference = "; ".join(unlike(network.args, network.spec.flavors[nearest]))
     return ConfigError(
         f"no flavor of {network.spec.name} matches these weights, so no recipe can name them. The "
         f"closest is {nearest}, but {difference}. Add a flavor to "
         f"MODELS[{network.spec.name!r}].flavors; "
         "--imports imports a module of yours that does"
     )
+
+
+def most_alike(network: Network) -> str:
+    """The flavor that differs from a network in the fewest arguments."""
+    flavors = network.spec.flavors
+    return min(flavors, key=lambda name: len(unlike(network.args, flavors[name])))
 
 
 def unlike(found: object, wanted: object) -> list[str]:

@@ -19,8 +19,8 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
 from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta import PARAMS, MetaWeights
-from torchtitan.checkpoint.weights.network import Network, of_recipe, of_shapes
-from torchtitan.config import ConfigError, allowed_names, show
+from torchtitan.checkpoint.weights.network import Network, in_recipe, of_recipe, of_shapes
+from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
@@ -100,7 +100,11 @@ def open_meta(folder: Path, model: str | None, flavor: str | None) -> Opened:
 
 
 def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    """A checkpoint of `dcp.save`, or the newest in a folder of them, as TorchTitan names it."""
+    """A checkpoint of `dcp.save`, or the newest in a folder of them, as TorchTitan names it.
+
+    Raises:
+        ConfigError: where no flavor has its shapes, which are all that it says of its network.
+    """
     path = newest(folder)
     saved = DcpCheckpoint(path)
     kinds, prefix = saved.shapes(), "model."
@@ -109,10 +113,22 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
         for ours, theirs in translated(saved).items()
         if ours.startswith(prefix)
     }
-    network = of_shapes(path, found, families(model), flavor)
+    try:
+        return _opened_as(of_shapes(path, found, families(model), flavor), path, Extras())
+    except RecipeError as error:
+        hint = f"if its recipe sets sizes, name it: torchtitan checkpoint convert {folder} NEW"
+        raise RecipeError([*error.lines, f"  {hint} --recipe RECIPE.toml"]) from None
+
+
+def open_dcp_of(folder: Path, recipe: Mapping[str, Any]) -> Opened:
+    """The same, where the recipe is known, by dotted keys; it says its sizes."""
+    return _opened_as(in_recipe(recipe), newest(folder), Extras.of_recipe(recipe))
+
+
+def _opened_as(network: Network, path: Path, extras: Extras) -> Opened:
     weights = TorchTitanCheckpoint(path, network)
     state = (lambda: state_of(weights)) if weights.holds_run else None
-    return Opened(weights, network, Extras(), state)
+    return Opened(weights, network, extras, state)
 
 
 OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
