@@ -5,7 +5,7 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,9 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "dcp": (write_dcp, read_dcp),
 }
 """How a folder of each kind is written, and read whole."""
+KEPT = {"parquet": [925]}
+"""Cases beyond those of every day that were neither refused nor read, once: a row group that had
+fewer rows than the file said."""
 PROVED = {"ours"}
 """What has digests: it is read as it was, or refused."""
 
@@ -130,14 +133,14 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def break_often(kind: str, cases: int, folder: Path) -> None:
+def break_often(kind: str, cases: Collection[int], folder: Path) -> None:
     write, read = KINDS[kind]
     whole = folder / "whole"
     whole.mkdir()
     write(whole)
     original = read(whole)
     refused = 0
-    for case in range(cases):
+    for case in cases:
         broken = folder / "broken"
         shutil.copytree(whole, broken)
         what = mutate(broken, random.Random(case))
@@ -151,7 +154,7 @@ def break_often(kind: str, cases: int, folder: Path) -> None:
             is_moved = what.startswith(("rename", "remove", "exchange", "make_folder"))
             assert kind not in PROVED or is_moved or same(found, original), f"case {case}, {what}"
         shutil.rmtree(broken)
-    assert refused > cases // 10
+    assert refused > len(cases) // 10
 
 
 @pytest.fixture(autouse=True)
@@ -161,13 +164,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_broken_is_refused_or_read_right(kind: str, tmp_path: Path) -> None:
-    break_often(kind, 30, tmp_path)
+    break_often(kind, [*range(30), *KEPT.get(kind, [])], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_ways_to_break_it(kind: str, tmp_path: Path) -> None:
-    break_often(kind, CASES, tmp_path)
+    break_often(kind, range(CASES), tmp_path)
 
 
 def test_the_kinds_of_weights_are_told_apart(tmp_path: Path) -> None:

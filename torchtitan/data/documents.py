@@ -200,9 +200,15 @@ class ParquetDocuments:
         path, number = self._groups[group]
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                return file.read_row_group(number, columns=[self._text_key]).column(0)
+                rows = file.read_row_group(number, columns=[self._text_key]).column(0)
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: row group {number + 1} is damaged: {error}") from None
+        if len(rows) != (said := int(self._ends[group + 1] - self._ends[group])):
+            raise ConfigError(
+                f"{path}: row group {number + 1} is damaged: it has {len(rows)} rows, and the "
+                f"file says {said}"
+            )
+        return rows
 
 
 def not_text(error: UnicodeDecodeError) -> str:

@@ -123,6 +123,16 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
     config = DataConfig(dataset=str(path), text_key="body")
     with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' .*it has text, id"):
         open_source(config, load_tokenizer(None), seed=0)
+    whole = path.read_bytes()
+    tens = [at for at, byte in enumerate(whole) if byte == 2 * 10]
+    told = []
+    for at in tens:  # the number of rows of a group is among them
+        path.write_bytes(whole[:at] + bytes([2 * 11]) + whole[at + 1 :])
+        try:
+            contents(opened(path))
+        except ConfigError as error:
+            told.append(str(error).partition(": ")[2])
+    assert "row group 1 is damaged: it has 10 rows, and the file says 11" in told
     path.write_bytes(b"PAR?")
     with pytest.raises(ConfigError, match=r"a\.parquet: not a Parquet file"):
         opened(path)
