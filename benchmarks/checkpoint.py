@@ -12,6 +12,10 @@ Then blocks of steps with an asynchronous save at their begin take turns with bl
     python benchmarks/checkpoint.py --dcp --output benchmarks/results/checkpoint_dcp.md
 
 measures only how a checkpoint of `dcp.save` is loaded, by `dcp.load` and by this project.
+
+    python benchmarks/checkpoint.py --before OTHER --output benchmarks/results/checkpoint_before.md
+
+has this file of another checkout measure the same in turns, and gives the ratio of the speeds.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import dataclasses
 import logging
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -319,6 +324,53 @@ def starts(size: str, folder: Path, rounds: int) -> tuple[list[float], list[floa
     return fresh, resumed
 
 
+def measured_in(checkout: Path, options: list[str]) -> dict[str, float]:
+    """The first number of each row of the tables that this file of a checkout makes."""
+    page = subprocess.run(
+        [sys.executable, str(checkout / "benchmarks/checkpoint.py"), *options],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    rows = re.findall(r"^\| (.+?) \| (-?[\d.]+) ", page, re.MULTILINE)
+    return {name: float(number) for name, number in rows}
+
+
+def compared(before: Path, turns: int, options: list[str]) -> str:
+    """Rows of this checkout and of another, which take turns."""
+    found: list[dict[Path, dict[str, float]]] = []
+    for turn in range(turns):
+        order = (before, ROOT)[:: 1 if turn % 2 else -1]
+        found.append({place: measured_in(place, options) for place in order})
+    lines = []
+    for name in found[0][ROOT]:
+        pairs = [(turn[before][name], turn[ROOT][name]) for turn in found]
+        cells = [f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True)]
+        ratio = spread([now / then for then, now in pairs]) if all(p[0] > 0 for p in pairs) else "-"
+        lines.append(f"| {name} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(lines)
+
+
+BEFORE_PAGE = """\
+# Saving and loading, before and after
+
+<!-- Written by benchmarks/checkpoint.py. -->
+
+This checkout beside commit {commit}, {turns} runs of each in turns; medians, and the ratio of the
+runs of one turn: median (quartiles). Saves and loads in MB/s, the more the better; asynchronous
+saves in steps and launches in seconds, the fewer the better.
+
+`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {load:.0f} processes
+wanted to run at the end, so that the ratio says more than the speed.
+
+| | before | now | ratio |
+|---|---:|---:|---:|
+{rows}
+"""
+
+
 def spread(values: list[float], digits: int = 2) -> str:
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
@@ -384,6 +436,8 @@ def main() -> None:
         "--starts", type=int, default=5, help="launches afresh, and as many resumed"
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; absent: temporary")
+    parser.add_argument("--before", type=Path, help="another checkout, to compare this one with")
+    parser.add_argument("--turns", type=int, default=5, help="of it, and as many of this one")
     parser.add_argument("--dcp", action="store_true", help="only loads of what dcp.save wrote")
     parser.add_argument("--quick", action="store_true", help="see that it runs, measure nothing")
     parser.add_argument("--output", type=Path, help="file for the tables")
@@ -391,6 +445,20 @@ def main() -> None:
     if arguments.quick:
         arguments.size, arguments.rounds, arguments.blocks, arguments.steps = "small", 2, 2, 1
         arguments.starts = 2
+    if arguments.before:
+        counts = ("size", "rounds", "blocks", "steps", "starts")
+        options = [f"--{name}={getattr(arguments, name)}" for name in counts]
+        rows = compared(arguments.before.resolve(), arguments.turns, options)
+        commit = ["git", "-C", str(arguments.before), "rev-parse", "--short", "HEAD"]
+        page = BEFORE_PAGE.format(
+            rows=rows,
+            turns=arguments.turns,
+            commit=subprocess.check_output(commit, text=True).strip(),
+            load=os.getloadavg()[0],
+            **facts(),
+        )
+        write(page, arguments.output)
+        return
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:

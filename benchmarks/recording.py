@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def resident() -> int:
 def take_part(size: int, turns: Path, blocks: int, steps: int) -> dict[str, Any]:
     """One rank of one side; `turns` is a folder in which a file says that a turn is over."""
     found: dict[str, Any] = {"wall": [], "processor": []}
+    stay = staying()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         words = [*FLAGS, "--job.dump_folder", folder, "--comm.trace_buf_size", str(size)]
         job = load_job(RECIPE, words, RANKS, pick().type).config
@@ -61,7 +63,9 @@ def take_part(size: int, turns: Path, blocks: int, steps: int) -> dict[str, Any]
         for block in range(blocks):
             place = SIZES.index(size)
             order = place if block % 2 == 0 else len(SIZES) - 1 - place
-            wait_for(turns / f"{block * len(SIZES) + order}")
+            while not (turns / f"{block * len(SIZES) + order}").exists():
+                stay()
+                time.sleep(0.005)
             dist.barrier()
             wall, processor = time.perf_counter(), time.process_time()
             for _ in range(steps):
@@ -76,9 +80,15 @@ def take_part(size: int, turns: Path, blocks: int, steps: int) -> dict[str, Any]
     return found
 
 
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.005)
+def staying() -> Callable[[], None]:
+    """What ends this process, and so those that wait for it, once the one that made it is gone."""
+    parent = os.getppid()
+
+    def stay() -> None:
+        if os.getppid() != parent:
+            raise SystemExit("what started this is gone")
+
+    return stay
 
 
 def measure(blocks: int, steps: int) -> dict[int, dict[str, Any]]:
@@ -137,7 +147,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = arguments.blocks, arguments.steps
     if arguments.turns:
-        first, *_ = run_ranks(take_part, RANKS, arguments.side, arguments.turns, *sizes)
+        given = arguments.side, arguments.turns, *sizes
+        first, *_ = run_ranks(take_part, RANKS, *given, meanwhile=staying())
         print(json.dumps(first))
         return
     text = table(measure(*sizes), *sizes)

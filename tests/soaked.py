@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.processes import descendants
 from torchtitan.checkpoint import saver
 from torchtitan.trainer import Trainer
 
@@ -35,25 +36,10 @@ def sample() -> dict[str, float]:
         "resident": int((mine / "statm").read_text().split()[1]) * PAGE,
         "files": len(list((mine / "fd").iterdir())),
         "threads": len(list((mine / "task").iterdir())),
-        "processes": descendants(os.getpid()),
+        "processes": len(descendants(os.getpid())),
         "wall": time.monotonic(),
         "processor": time.process_time(),
     }
-
-
-def descendants(pid: int) -> int:
-    """The processes that a process has started, and those that they have."""
-    children = [
-        int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in read(path)
-    ]
-    return len(children) + sum(map(descendants, children))
-
-
-def read(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:  # a thread that has ended since
-        return []
 
 
 def write_slowly(*arguments: Any, write: Callable[..., Any] = write_fast) -> Any:

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import descendants
 from tests.tiers import tiers
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +47,33 @@ def test_cost_of_reporting(tmp_path: Path) -> None:
     assert result["ratio"]["median"] > 0
     assert result["percent_of_step"]["median"] > 0
     assert set(result["milliseconds_a_step"]) == {"calls", "calls, wall", "threads", "processes"}
+
+
+@pytest.mark.gate
+def test_what_is_killed_while_it_measures_leaves_no_process(tmp_path: Path) -> None:
+    """Three sides, of two ranks each, which wait for their turn or for each other."""
+    command = [sys.executable, "benchmarks/recording.py", "--blocks", "1000"]
+    with (tmp_path / "log").open("w") as log:
+        killed = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            while len(made := descendants(killed.pid)) < 9:
+                assert killed.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+        finally:
+            killed.kill()
+            killed.wait()
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in made if is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 @pytest.mark.parametrize("path", RESULTS)

@@ -1,0 +1,18 @@
+"""Processes by their number."""
+
+from pathlib import Path
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children = [
+        int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path)
+    ]
+    return [*children, *(child for one in children for child in descendants(one))]
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # a thread that has ended since
+        return []
