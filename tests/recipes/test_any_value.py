@@ -106,7 +106,25 @@ def several_keys(data: st.DataObject) -> None:
     assert refused_in_words(message, "")
 
 
-TRIALS = [in_a_recipe, in_a_flag, several_keys]
+def over_each_other(data: st.DataObject) -> None:
+    """In flags, a recipe and what it extends: one may give a value where another has a section."""
+    sources: list[dict[str, Any]] = []
+    for _ in range(3):
+        written: dict[str, Any] = {}
+        for key, chosen, value in data.draw(st.lists(one_key(), max_size=3)):
+            owner = key.rpartition(".")[0]
+            draw_section = owner and data.draw(st.integers(0, 3)) == 0
+            written |= {owner: value} if draw_section else {**chosen, key: value}
+        inner = [key for key in written if any(key.startswith(f"{above}.") for above in written)]
+        sources.append({key: value for key, value in written.items() if key not in inner})
+    base, own, flags = sources
+    Path("base.toml").write_text(recipe(base), encoding="utf-8")
+    Path("any.toml").write_text('extends = "base.toml"\n' + recipe(own), encoding="utf-8")
+    words = [f"--{key}={value}" for key, value in flags.items()]
+    assert refused_in_words(check("any.toml", words, None, is_here=False), "")
+
+
+TRIALS = [in_a_recipe, in_a_flag, several_keys, over_each_other]
 
 
 @pytest.mark.parametrize("trial", TRIALS)
@@ -167,6 +185,18 @@ def test_what_is_long_is_shortened(
     message = check("any.toml", flags, None, is_here=False)
     assert message is not None
     assert len(message) <= LONGEST_LINE
+
+
+@pytest.mark.parametrize("words", [["--training"], ["--training=5"], ["--training", "a", "b"]])
+def test_a_value_in_the_place_of_a_section_that_a_recipe_has(
+    words: list[str], tmp_path: Path
+) -> None:
+    """And the same in a recipe, of a section that it extends."""
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
+    assert "training: got " in str(check(str(tmp_path / "base.toml"), words, None, is_here=False))
+    (tmp_path / "any.toml").write_text('extends = "base.toml"\ntraining = 5\n')
+    message = check(str(tmp_path / "any.toml"), [], None, is_here=False)
+    assert message == f"{tmp_path}/any.toml:2: training: got 5; wanted a section"
 
 
 def test_a_flag_whose_names_are_numbers() -> None:

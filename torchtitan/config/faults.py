@@ -110,6 +110,8 @@ def _nest(settings: Settings) -> Any:
         value, node = settings[path].value, tree
         for key in path[:-1]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else {}
+        if not isinstance(node, dict):
+            continue  # a section in whose place another source has a value, which is refused
         if value == {}:
             node.setdefault(path[-1], {})
         elif not holds_sections(value):
