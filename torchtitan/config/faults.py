@@ -106,6 +106,7 @@ def _why_unwritable(value: Any) -> str:
 def _nest(settings: Settings) -> Any:
     """The settings as TOML nests them."""
     tree: dict[str, Any] = {}
+    node: Any
     for path in sorted(settings, key=len):  # a section before what is in it
         value, node = settings[path].value, tree
         for key in path[:-1]:

@@ -152,13 +152,16 @@ class ParquetDocuments:
         for path in files:
             try:
                 with pyarrow.parquet.ParquetFile(path) as file:
-                    metadata, columns = file.metadata, file.schema_arrow.names
+                    metadata, schema = file.metadata, file.schema_arrow
             except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(f"{path}: not a Parquet file: {error}") from None
-            if text_key not in columns:
-                raise ConfigError(
-                    f"{path}: no column {text_key!r} (data.text_key); it has {', '.join(columns)}"
-                )
+            if text_key not in schema.names:
+                names = ", ".join(schema.names)
+                raise ConfigError(f"{path}: no column {text_key!r} (data.text_key); it has {names}")
+            kind = schema.field(text_key).type
+            text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if "string" not in str(text) or pyarrow.types.is_nested(text):
+                raise ConfigError(f"{path}: the column {text_key!r} has {kind}; wanted strings")
             self._groups += [(path, group) for group in range(metadata.num_row_groups)]
             sizes += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         self._ends = np.cumsum([0, *sizes])

@@ -16,6 +16,8 @@ SUFFIXES: dict[str, Kind] = {
     ".parquet": "parquet",
 }
 COMPRESSED = (".gz", ".zst")
+PACKED = (*COMPRESSED, ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
+"""What is no text, though its bytes may pass for it: those of a tar archive, say."""
 ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
 """Suffixes and names of files that stand beside data; they make no folder one of several kinds."""
@@ -25,7 +27,7 @@ def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
     """The data files at `path`, sorted by name, and what they are (by suffix if not given)."""
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
-        return [path], _kind_of(path) if compressed or kind is None else kind
+        return _unpacked([path], _kind_of(path) if compressed or kind is None else kind)
     files = sorted(
         (file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)),
         key=lambda file: file.relative_to(path).as_posix(),
@@ -51,9 +53,15 @@ def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
         files = [file for file in files if _kind_of(file) == kind]
     if not files:
         raise ConfigError(f"{path} holds no {kind} files")
-    if kind == "text" and (packed := [file for file in files if file.suffix in COMPRESSED]):
+    return _unpacked(files, kind)
+
+
+def _unpacked(files: list[Path], kind: Kind) -> tuple[list[Path], Kind]:
+    """The same, once no text is known to be packed."""
+    if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
         raise ConfigError(
-            f"{packed[0]}: compressed text is not read, only compressed JSON Lines; unpack it first"
+            f"{packed[0]}: compressed text is not read, only JSON Lines compressed as "
+            f"{' or '.join(COMPRESSED)}; unpack it first"
         )
     return files, kind
 

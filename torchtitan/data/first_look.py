@@ -1,7 +1,7 @@
 """Looks at files of data before a run starts: what is wrong is then known in seconds.
 
-Of every file the first line or the footer is read, and of text as many bytes as take about a
-second; what lies deeper is found when it is read.
+Of every file the first line or the footer is read, and of text, and of what is compressed, as many
+bytes as take about a second; what lies deeper is found when it is read.
 """
 
 import codecs
@@ -17,6 +17,8 @@ from torchtitan.data.files import Kind
 MAX_FILES: Final = 1000
 MAX_BYTES: Final = 2**30
 """Of text that is decoded, of all files together."""
+MAX_UNPACKED: Final = 2**27
+"""Of what is unpacked of compressed files, of all together."""
 BLOCK: Final = 2**24
 
 
@@ -29,12 +31,14 @@ def check_files(path: Path, files: Sequence[Path], kind: Kind, text_key: str) ->
     if kind == "parquet":
         ParquetDocuments(files[:MAX_FILES], text_key, path if path.is_dir() else path.parent)
         return
+    unpacked = MAX_UNPACKED
     for file in files[:MAX_FILES]:
         if kind == "jsonl":
             with file.open("rb") as stream:
                 _check_first(file, next(filter(bytes.strip, stream), b""), text_key)
         elif kind == "compressed":
             _check_first(file, next(filter(bytes.strip, lines(file)), b""), text_key)
+            unpacked -= _check_unpacking(file, unpacked)
     if kind in ("text", "jsonl"):
         if not any(file.stat().st_size for file in files):
             raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
@@ -51,6 +55,16 @@ def _check_first(file: Path, line: bytes, text_key: str) -> None:
             text_of(line, text_key)
     except ConfigError as error:
         raise ConfigError(f"{file}:1: {error}") from None
+
+
+def _check_unpacking(file: Path, most: int) -> int:
+    """How many bytes of a compressed file were unpacked."""
+    read = 0
+    for line in lines(file) if most > 0 else ():
+        read += len(line)
+        if read >= most:
+            break
+    return read
 
 
 def _check_encoding(file: Path, most: int) -> int:

@@ -138,6 +138,24 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
         opened(path)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [pyarrow.array([1]), pyarrow.array([b"a"]), pyarrow.array([["a"]]), pyarrow.nulls(1)],
+    ids=lambda values: str(values.type),
+)
+def test_parquet_whose_column_has_no_strings(values: pyarrow.Array, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"the column 'text' has .*; wanted strings"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view()], ids=str)
+def test_parquet_of_strings_of_any_kind(kind: pyarrow.DataType, tmp_path: Path) -> None:
+    for values in (pyarrow.array(["a"], kind), pyarrow.array(["a"]).dictionary_encode()):
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+        assert contents(opened(tmp_path)) == ["a"]
+
+
 def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no text files"):
         opened(tmp_path)

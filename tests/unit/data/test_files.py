@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from torchtitan.config import ConfigError
-from torchtitan.data import DataConfig, check_local, load_tokenizer, open_source
+from torchtitan.data import DataConfig, check_local, first_look, load_tokenizer, open_source
 from torchtitan.data.hugging_face import StreamedDocuments
 from torchtitan.data.order import Source
 from torchtitan.tools.cli import main
@@ -87,6 +87,31 @@ def test_a_folder_of_several_kinds(names: list[str], message: str, tmp_path: Pat
         (tmp_path / name).write_bytes(LINES)
     with pytest.raises(ConfigError, match=message):
         source(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".tar", ".tgz", ".ZIP"])
+@pytest.mark.parametrize("kind", [None, "text"])
+def test_packed_text_is_refused(suffix: str, kind: str | None, tmp_path: Path) -> None:
+    """By itself and in a folder; the bytes of a tar archive would pass for text."""
+    (tmp_path / f"a{suffix}").write_bytes(b"a.txt\0\0\0\0some text\n" * 20)
+    for path in (tmp_path / f"a{suffix}", tmp_path):
+        with pytest.raises(ConfigError, match=rf"a\{suffix}: compressed text is not read"):
+            source(path, kind)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_first_look_unpacks_what_takes_a_second(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(packed(LINES * 500, suffix, path))
+    check_local(DataConfig(dataset=str(path)))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="it is cut short or damaged"):
+        check_local(DataConfig(dataset=str(path)))
+    monkeypatch.setattr(first_look, "MAX_UNPACKED", 100)
+    if suffix == ".gz":  # of the other, this file is one block
+        check_local(DataConfig(dataset=str(path)))
 
 
 def test_what_is_said_of_data_beside_it_is_no_data(tmp_path: Path) -> None:
