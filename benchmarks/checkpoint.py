@@ -15,7 +15,7 @@ measures only how a checkpoint of `dcp.save` is loaded, by `dcp.load` and by thi
 
     python benchmarks/checkpoint.py --before OTHER --output benchmarks/results/checkpoint_before.md
 
-has this file of another checkout measure the same in turns, and gives the ratio of the speeds.
+measures the same of another checkout in turns, and gives the ratios.
 """
 
 import argparse
@@ -39,8 +39,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+import torchtitan
 from torchtitan.build import Run, build
-from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import load_into
@@ -54,9 +54,11 @@ from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import open_world
 from torchtitan.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(torchtitan.__file__).resolve().parent.parent
+"""The checkout that is measured."""
 RECIPE = ROOT / "train_configs/debug_model.toml"
-SIZES = {"small": (2, 64), "large": (12, 768)}
+SIZES = {"small": (2, 64), "middle": (8, 384), "large": (12, 768)}
 """Layers and dim."""
 FLAVORS = {
     size: dataclasses.replace(
@@ -139,6 +141,8 @@ def our_load(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def our_load_of_dcp(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from torchtitan.checkpoint.dcp.reader import DcpCheckpoint  # an older checkout has none
+
     load_into(tensors, DcpCheckpoint(path))
 
 
@@ -325,9 +329,9 @@ def starts(size: str, folder: Path, rounds: int) -> tuple[list[float], list[floa
 
 
 def measured_in(checkout: Path, options: list[str]) -> dict[str, float]:
-    """The first number of each row of the tables that this file of a checkout makes."""
+    """The first number of each row of the tables that are made of a checkout."""
     page = subprocess.run(
-        [sys.executable, str(checkout / "benchmarks/checkpoint.py"), *options],
+        [sys.executable, str(HERE / "benchmarks/checkpoint.py"), *options],
         cwd=checkout,
         env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
         check=True,
@@ -342,11 +346,11 @@ def compared(before: Path, turns: int, options: list[str]) -> str:
     """Rows of this checkout and of another, which take turns."""
     found: list[dict[Path, dict[str, float]]] = []
     for turn in range(turns):
-        order = (before, ROOT)[:: 1 if turn % 2 else -1]
+        order = (before, HERE)[:: 1 if turn % 2 else -1]
         found.append({place: measured_in(place, options) for place in order})
     lines = []
-    for name in found[0][ROOT]:
-        pairs = [(turn[before][name], turn[ROOT][name]) for turn in found]
+    for name in found[0][HERE]:
+        pairs = [(turn[before][name], turn[HERE][name]) for turn in found]
         cells = [f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True)]
         ratio = spread([now / then for then, now in pairs]) if all(p[0] > 0 for p in pairs) else "-"
         lines.append(f"| {name} | {' | '.join(cells)} | {ratio} |")
@@ -359,8 +363,8 @@ BEFORE_PAGE = """\
 <!-- Written by benchmarks/checkpoint.py. -->
 
 This checkout beside commit {commit}, {turns} runs of each in turns; medians, and the ratio of the
-runs of one turn: median (quartiles). Saves and loads in MB/s, the more the better; asynchronous
-saves in steps and launches in seconds, the fewer the better.
+runs of one turn: median (quartiles). Saves and loads in MB/s, the more the better; what takes from
+training in steps, launches in seconds, the fewer the better.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {load:.0f} processes
 wanted to run at the end, so that the ratio says more than the speed.
@@ -399,7 +403,8 @@ from the kernel's memory.
 Of the loads only those of ours can be compared with each other, as they read the same files: on a
 virtual disk one file may be read twice as fast as another of as many bytes, and a ratio above 1 is
 a sign of that.
-
+"""
+STALLS = """
 An asynchronous save, in steps of {step:.2f} s, median (quartiles) of {blocks} blocks of {steps}
 steps:
 
@@ -407,7 +412,8 @@ steps:
 |---|---:|
 | waiting: the call, and updates that wait for the copy | {waited} |
 | in all, with the thread that copies, hashes and writes beside it on a core of its own | {slowed} |
-
+"""
+STARTS = """
 A launch that trains one step, seconds, median (quartiles) of {starts} each, in turns:
 
 | | seconds |
@@ -430,10 +436,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--rounds", type=int, default=9, help="of each way to save and load")
-    parser.add_argument("--blocks", type=int, default=9, help="with an asynchronous save each")
+    parser.add_argument(
+        "--blocks", type=int, default=9, help="with an asynchronous save each; or 0"
+    )
     parser.add_argument("--steps", type=int, default=4, help="in a block")
     parser.add_argument(
-        "--starts", type=int, default=5, help="launches afresh, and as many resumed"
+        "--starts", type=int, default=5, help="launches afresh, and as many resumed; or 0"
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; absent: temporary")
     parser.add_argument("--before", type=Path, help="another checkout, to compare this one with")
@@ -474,22 +482,19 @@ def main() -> None:
             return
         with running(arguments.size, Path(name) / "sync", "disabled") as run:
             saved, loaded, size = saves_and_loads(run, Path(name) / "sync", arguments.rounds)
-        with running(arguments.size, Path(name) / "async", "async") as run:
-            step = statistics.median(timed(lambda: Trainer(run).step() and None) for _ in range(3))
-            waited, slowed = stalls(run, Path(name) / "async", arguments.blocks, arguments.steps)
-        fresh, resumed = starts(arguments.size, Path(name), arguments.starts)
-    page = PAGE.format(
-        megabytes=size / 1e6,
-        fresh=spread(fresh),
-        resumed=spread(resumed),
-        saves=table(saved, RAW_WRITE, size),
-        loads=table(loaded, RAW_READ, size),
-        step=step,
-        waited=spread(waited),
-        slowed=spread(slowed),
-        **{key: getattr(arguments, key) for key in ("rounds", "blocks", "steps", "starts")},
-        **facts(),
-    )
+        saves, loads = table(saved, RAW_WRITE, size), table(loaded, RAW_READ, size)
+        counts = {"megabytes": size / 1e6, "rounds": arguments.rounds}
+        page = PAGE.format(saves=saves, loads=loads, **counts, **facts())
+        if (blocks := arguments.blocks) and (steps := arguments.steps):
+            with running(arguments.size, Path(name) / "async", "async") as run:
+                times = [timed(lambda: Trainer(run).step() and None) for _ in range(3)]
+                found = map(spread, stalls(run, Path(name) / "async", blocks, steps))
+            took = dict(zip(("waited", "slowed"), found, strict=True))
+            step = statistics.median(times)
+            page += STALLS.format(step=step, blocks=blocks, steps=steps, **took)
+        if count := arguments.starts:
+            fresh, resumed = map(spread, starts(arguments.size, Path(name), count))
+            page += STARTS.format(fresh=fresh, resumed=resumed, starts=count, **counts)
     write(page, arguments.output)
 
 
