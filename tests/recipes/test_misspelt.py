@@ -56,6 +56,15 @@ def test_the_option_that_was_meant_is_named(
         assert option in message, f"{wrong}: {message}"
 
 
+@pytest.mark.parametrize("verb", ["check", "train", "compare", "verify-parallelism"])
+def test_a_setting_without_its_dashes_is_told(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [verb, "train_configs/debug_model.toml", "training.steps=3"]
+    assert main(words) == 2
+    assert "training.steps=3: not a flag; wanted --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

@@ -1,6 +1,7 @@
 """What the verbs of the command line have in common: their options, and the flags of a recipe."""
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from torchtitan.config import ConfigError, allowed_names, sections
+from torchtitan.config import ConfigError, allowed_names, sections, shorten
 from torchtitan.job import JobConfig
 
 
@@ -58,6 +59,9 @@ class RecipeVerb(Verb):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, flags = split_flags(args, [name for option in self.params for name in option.opts])
+        for word in own:
+            if re.match(r"[a-z_]+\.[\w.]+=", word) and word.split(".")[0] in JobConfig.model_fields:
+                raise ConfigError(f"{shorten(word)}: not a flag; wanted --{shorten(word)}")
         super().parse_args(ctx, own)
         ctx.args = flags
         return flags
