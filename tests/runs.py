@@ -1,10 +1,11 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,8 @@ from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
 __all__ = ["Recorder", "Trace", "losses", "rows", "trace", "train", "weights", "whole"]
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -75,7 +78,7 @@ def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
     return result
 
 
-def train(job: JobConfig) -> dict[str, Tensor]:
+def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
     """Train as the entry point does, resuming if the recipe says so; the weights at the end."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
@@ -84,7 +87,7 @@ def train(job: JobConfig) -> dict[str, Tensor]:
         run = build(job, world)
         with closing(run.batches):
             Trainer(run).train(start)
-        return weights(run)
+        return look(run)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from torchtitan.step import (
     Losses,
     ProbedModel,
     RankBatches,
+    ReplicaLosses,
     StepBatch,
     StepModel,
     StepOptimizers,
@@ -101,10 +102,15 @@ def around_step(parts: Parts) -> Run:
     step_optimizers = StepOptimizers(
         optimizers, job.training.max_norm, timeline, parts.wait_until_writable
     )
-    model: StepModel = GlobalLosses(parts.model, world, timeline)
+    replicas, has_replicas = job.communication.replicas, world.degrees.dp_replicate > 1
+    runs_apart = replicas.runs_apart and has_replicas
+    losses = ReplicaLosses if runs_apart else GlobalLosses
+    model: StepModel = losses(parts.model, world, timeline)
     guard: UpdateGuard = Guard(
         job.spikes, state, "made already" if optimizers.in_backward else "skipped"
     )
+    if has_replicas and (runs_apart or replicas.steps_verified):
+        step_optimizers.after_update = parts.model.after_update
     flags = [
         Flag(lambda: parts.stop.requested, parts.stop.agree),
         Flag(parts.profiler.request, parts.profiler.agree),
@@ -152,7 +158,7 @@ def around_step(parts: Parts) -> Run:
         optimizers=step_optimizers,
         schedule=lambda step: job.learning_rate_factor(step - state.schedule_start),
         model=model,
-        agree=Agreement(world, timeline, flags),
+        agree=Agreement(world, timeline, flags, norms_differ=runs_apart),
         guard=guard,
         meter=parts.meter,
         checkpoint=parts.checkpoint,

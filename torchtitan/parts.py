@@ -87,8 +87,10 @@ class Parts:
             ranks=job.data_ranks(degrees),
             groups=groups.groups,
         )
+        runs_apart = job.communication.replicas.runs_apart
         self.contents = Checkpointable(
-            self.model.parts, self.optimizers, self.state, self.data, world, self.model.state
+            *(self.model.parts, self.optimizers, self.state, self.data, world, self.model.state),
+            copies=degrees.dp_replicate if runs_apart else 1,
         )
         about = about_run(job) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)

@@ -36,6 +36,7 @@ class StepStatus:
 
     losses: Losses
     grad_norm: Tensor
+    """Where replicas run apart, the largest of theirs."""
     highest_loss: float
     """Of all ranks; infinite where one of them is not finite."""
     highest_norm: float
@@ -118,6 +119,25 @@ class GlobalLosses:
         return dict(zip(shares, means, strict=True))
 
 
+class ReplicaLosses(GlobalLosses):
+    """A parallel model of which each copy makes updates of its own.
+
+    Its gradient is that of the mean over its own targets; losses are global means all the same, of
+    which each copy's weights have their share.
+    """
+
+    def forward_backward(self, batch: StepBatch) -> Losses:
+        """Forward and backward of a step; gradients accumulate."""
+        count = torch.stack([each.count() for each in batch.microbatches]).sum()
+        with self.timeline.phase("sync"):
+            own = self.world.sum(count, over="dp_shard").clamp(min=1)
+        shares = self.model.forward_backward(batch.microbatches, own)
+        with self.timeline.phase("sync"):
+            means = torch.stack(list(shares.values())) * (own / batch.count)
+            means = self.world.sum(means, over="loss")
+        return dict(zip(shares, means, strict=True))
+
+
 class ProbedModel:
     """A model that is looked at before or after its forward and backward."""
 
@@ -152,15 +172,18 @@ class StepOptimizers:
         timeline: Timeline,
         wait_until_writable: Callable[[], None] = lambda: None,
         norm_of_all: Callable[[Tensor], Tensor] = lambda norm: norm,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             max_norm: limit of the global gradient norm; 0: none.
             wait_until_writable: returns when weights may change.
             norm_of_all: from the norm of these ranks to that of all who take part in the step.
+            after_update: what copies of the model do with their new weights.
         """
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
         self.wait_until_writable, self.norm_of_all = wait_until_writable, norm_of_all
+        self.after_update = after_update
 
     def begin(self, factor: float) -> float:
         """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
@@ -178,6 +201,7 @@ class StepOptimizers:
         self.wait_until_writable()
         with self.timeline.phase("optimizer"):
             self.inner.step()
+            self.after_update()
 
 
 class UpdateGuard(Protocol):
@@ -201,8 +225,12 @@ class Agreement:
     whether to stop.
     """
 
-    def __init__(self, world: World, timeline: Timeline, flags: Sequence[Flag]) -> None:
+    def __init__(
+        self, world: World, timeline: Timeline, flags: Sequence[Flag], norms_differ: bool = False
+    ) -> None:
+        """`norms_differ` says that ranks may come with other gradient norms."""
         self.world, self.timeline, self.flags = world, timeline, flags
+        self.norms_differ = norms_differ
 
     def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
         """What all ranks know of the step; the flags are handed on."""
@@ -216,4 +244,6 @@ class Agreement:
             highest_loss, highest_norm, counted, *agreed = self.world.max(finite).tolist()
         for flag, value in zip(self.flags, agreed, strict=True):
             flag.agreed(value)
+        if self.norms_differ:
+            grad_norm = torch.full_like(grad_norm, highest_norm)
         return StepStatus(losses, grad_norm, highest_loss, highest_norm, int(counted))

@@ -41,7 +41,12 @@ ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
 LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
 DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
 SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
+HOP = {"replicas": {"name": "loco", "bucket": 64}}
+TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
+SECOND_STEPS = {"replicas": {"every": 2}}
+NEVER = {"replicas": {"name": "none"}}
 QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
+LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.items()}
 
 FROM_PARITY = (
     *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
@@ -77,6 +82,13 @@ CASES: dict[str, Case] = {
     "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
     "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
     "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
+    "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, batch=1, communication=TWO_HOPS),
+    "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
+    "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
+    "HSDP 2 x 2, which agree in every second step": case(
+        replicate=2, shard=2, batch=1, communication=SECOND_STEPS
+    ),
+    "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
     "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
     "rotated 2": case(shard=2, sharding=ROTATED),
     "rotated 4, bfloat16, full recomputation": case(

@@ -1,7 +1,8 @@
 """Replicas that agree on a part of their momentum."""
 
+import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import AFTERWARDS, Case, case
 from tests.ranks import run_ranks
-from tests.runs import trace, train
+from tests.runs import Part, Trace, parts, trace, train
 from tests.tiers import tiers
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.comm.decoupled import (
     Chosen,
@@ -25,10 +27,12 @@ from torchtitan.comm.decoupled import (
     Striding,
     Tiles,
 )
+from torchtitan.parallel.replicas import replicas
 
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
 UNIT = Unit("", SHAPES, torch.device("cpu"))
 NAMES = ["demo", "random", "striding", "slicing"]
+Parts = dict[str, Part]
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (30,), (7, 11), (64, 64), (6, 4, 10)])
@@ -141,23 +145,31 @@ def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
     assert seen.min() > 0
 
 
-def spoiled(config: Demo) -> str:
-    group = dist.group.WORLD
+def spoiled(every: int) -> str:
+    group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
     assert group is not None
-    way = config.open(UNIT, group)
-    if dist.get_rank() == 1:
-        way._merged = lambda tiles, values, places: torch.full((tiles.count, tiles.size), 2.0)  # type: ignore[attr-defined]
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    config = Demo(chunk=4, top_k=1, sign=False, verify_steps=3, every=every)
+    (technique,) = replicas(config, [model], group, torch.device("cpu"))
     try:
-        for call in range(4):
-            way(drawn(call, dist.get_rank()))
+        for update in range(8):
+            technique.before_pass()
+            if update == 4:
+                technique.agree = lambda moved: None  # each keeps what it has
+                model.weight.data[0, 0] += 1e-6 * dist.get_rank()
+            technique.after_update()
     except RuntimeError as error:
-        return f"{call}: {error}"
+        return f"{update}: {error}"
     return "nothing"
 
 
-def test_replicas_that_disagree_are_found() -> None:
-    for found in run_ranks(spoiled, 2, Demo(chunk=10, top_k=4, sign=False, verify_steps=3)):
-        assert found.startswith("2: communication.replicas: after 3 steps")
+@pytest.mark.parametrize(("every", "found_at"), [(1, 5), (2, 7)])
+def test_replicas_that_differ_are_found(every: int, found_at: int) -> None:
+    for found in run_ranks(spoiled, 2, every):
+        assert found.startswith(
+            f"{found_at}: communication.replicas: the weights of replicas differ"
+        )
 
 
 LAYOUTS: dict[str, Case] = {
@@ -202,22 +214,113 @@ def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
-def stopped(folder: str) -> list[dict[str, Tensor]]:
-    """Train four steps at once; then two and two."""
+LOCAL = {"name": "all_reduce", "every": 2}
+APART = {
+    "local SGD": LOCAL,
+    "demo": {"name": "demo", "sign": False, "every": 2, "decay": 0.9},
+    "none": {"name": "none"},
+}
+
+
+def apart(layout: Case, ways: dict[str, Any], **training: Any) -> list[Trace]:
+    recipe = layouts.job(
+        layout, "SGD", communication={"replicas": ways}, training={"steps": 4, **training}
+    )
+    return run_ranks(trace, layout.ranks, recipe, True)
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"]))
+def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name: str) -> None:
+    layout = LAYOUTS[name]
+    never, local = apart(layout, {"name": "none"}), apart(layout, LOCAL)
+    other = layout.ranks // 2 if layout.pp == 1 else 1
+    for weight, found in local[0].weights[1].items():
+        mine, theirs = (never[rank].weights[1][weight].local for rank in (0, other))
+        assert not torch.equal(mine, theirs)
+        assert torch.allclose(found.local, (mine + theirs) / 2, atol=1e-6)
+        for step in (1, 3):
+            both = (local[rank].weights[step][weight].local for rank in (0, other))
+            assert torch.equal(*both)
+        assert not torch.equal(found.local, local[other].weights[2][weight].local)
+    assert never[0].losses == never[other].losses
+    assert never[0].grad_norms == never[other].grad_norms
+
+
+def test_each_replica_trains_on_the_mean_of_its_own_targets() -> None:
+    """One update apart from each other, with SGD, is the update by the mean of their gradients;
+    where both have as many targets, that is the mean over all."""
+    layout = case(replicate=2, batch=4)
+
+    def after_one(ways: dict[str, Any]) -> list[Trace]:
+        recipe = layouts.job(
+            layout,
+            "SGD",
+            communication={"replicas": ways},
+            training={"steps": 1, "max_norm": 0.0},
+        )
+        return run_ranks(trace, 2, recipe)
+
+    together, alone_ = after_one({"name": "all_reduce"}), after_one({"name": "none"})
+    for weight, found in together[0].weights[0].items():
+        both = [alone_[rank].weights[0][weight].local for rank in range(2)]
+        assert torch.allclose((both[0] + both[1]) / 2, found.local, atol=1e-6)
+    assert together[0].losses == pytest.approx(alone_[0].losses, rel=1e-6)
+
+
+def stopped(folder: str, ways: dict[str, Any], optimizer: str, half: int) -> list[Parts]:
+    """Train four steps at once; then to `half`, and on; what this rank has of the weights."""
     found = []
-    for name, steps in (("a", 4), ("b", 2), ("b", 4)):
+    for name, steps in (("a", 4), ("b", half), ("b", 4)):
         recipe = layouts.job(
             LAYOUTS["HSDP 2 x 2"],
-            "AdamW",
-            communication={"replicas": {"name": "demo", "sign": False}},
+            optimizer,
+            communication={"replicas": ways},
             training={"steps": steps},
             job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": 2},
+            checkpoint={"enable": True, "interval": half, "async_mode": "async"},
         )
-        found.append(train(recipe))
+        found.append(train(recipe, parts))
     return found
 
 
-def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    for at_once, _, resumed in run_ranks(stopped, 4, str(tmp_path)):
-        assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
+KEPT = {"demo in each step": {"name": "demo", "sign": False}, **APART}
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_a_run_that_resumes_is_the_same_to_the_bit(way: str, tmp_path: Path) -> None:
+    """Also where it was stopped between two agreements."""
+    results = run_ranks(stopped, 4, str(tmp_path), KEPT[way], "AdamW", 3)
+    for at_once, _, resumed in results:
+        assert all(torch.equal(at_once[name].local, p.local) for name, p in resumed.items())
+    saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
+    assert ("replica.1.model.output.weight" in saved) == (way in APART)
+
+
+def resumed(folder: str, layout: Case, ways: dict[str, Any], steps: int) -> Parts:
+    recipe = layouts.job(
+        layout,
+        "AdamW",
+        communication={"replicas": ways},
+        training={"steps": steps},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": 3, "async_mode": "disabled"},
+    )
+    return train(recipe, parts)
+
+
+def test_replicas_that_ran_apart_resume_on_other_layouts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each where it was, with as many replicas; else all with the weights of the first."""
+    at_once = run_ranks(resumed, 2, str(tmp_path / "b"), case(replicate=2, batch=4), LOCAL, 3)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    split = run_ranks(resumed, 4, str(tmp_path / "b"), case(replicate=2, shard=2), LOCAL, 3)
+    assert "nothing to do: all 3 steps are done" in capfd.readouterr().err
+    for rank, found in enumerate(split):
+        for name, part in found.items():
+            assert torch.equal(part.local, part.of(at_once[rank // 2][name]))
+    (alone_,) = run_ranks(resumed, 1, str(tmp_path / "c"), case(batch=8), {"name": "all_reduce"}, 3)
+    for name, part in alone_.items():
+        assert torch.equal(part.local, at_once[0][name].local)
+    said = capfd.readouterr().err
+    assert "is of 2 replicas that ran apart; this run begins with the weights of the first" in said

@@ -2,8 +2,10 @@
 
 Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<parameter>.<state>` and
 `rng.<rank>.<device>`; only `communication.<rank>.<name>`, what a way to send keeps on a rank, is of
-one layout. They are the live ones, to save as they are and to load in place; but states in few bits
-give what they stand for, and take it back by `take_optimizer` after loading.
+one layout. Where copies of the model run apart, these names are those of the first copy, and what
+copy r has is `replica.<r>.model.<parameter>` and so on. They are the live ones, to save as they are
+and to load in place; but states in few bits give what they stand for, and take it back by
+`take_optimizer` after loading.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -12,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
 from torchtitan.checkpoint.state import TrainState
-from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.data import DataStream, merge_states
 from torchtitan.logging import logger
@@ -56,6 +59,11 @@ def open_run(path: Path) -> SavedRun:
     return SavedRun(path, tensors, saved["train_state"], saved.get("data"), manifest.ranks)
 
 
+def of_copy(copy: int) -> str:
+    """What the names of a copy of the model begin with; the first has no prefix."""
+    return f"replica.{copy}." if copy else ""
+
+
 class Checkpointable:
     """All that training changes; methods are called by every rank."""
 
@@ -67,8 +75,15 @@ class Checkpointable:
         data: DataStream,
         world: World,
         of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
+        copies: int = 1,
     ) -> None:
-        """`of_techniques` gives what techniques keep on this rank, by name."""
+        """
+        Args:
+            of_techniques: gives what techniques keep on this rank, by name.
+            copies: of the model whose weights may differ.
+        """
+        self.copies = copies
+        self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
         self.of_techniques = of_techniques
         self.model, self.optimizers, self.state = model, optimizers, state
         self.data, self.world = data, world
@@ -79,7 +94,15 @@ class Checkpointable:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a full checkpoint holds of this rank."""
-        return self.weights() | self.of_optimizer() | self._of_generators() | self._of_sending()
+        own, prefix = self.weights() | self.of_optimizer(), of_copy(self.copy)
+        named = {f"{prefix}{name}": tensor for name, tensor in own.items()}
+        # The next backward changes these before a save may have copied them.
+        sending = {name: tensor.clone() for name, tensor in self._of_sending().items()}
+        return named | self._of_generators() | sending
+
+    def weights_of_one(self) -> dict[str, Tensor]:
+        """The weights of this rank's stages, if it belongs to the first of several copies."""
+        return {} if self.copy else self.weights()
 
     def position(self) -> dict[str, Any]:
         """The counters, and what of the data was consumed, by all ranks together."""
@@ -109,7 +132,8 @@ class Checkpointable:
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
         tensors = self.weights() | optimizer | rng
-        self._read(saved.path, tensors, saved.tensors, {"model", "optimizer"} - set(skip))
+        source = self._of_this_copy(saved)
+        self._read(saved.path, tensors, source, {"model", "optimizer"} - set(skip))
         if found := self._not_finite():
             logger.warning("%s: not finite, but NaN or infinity: %s", saved.path, found)
         self.take_optimizer(optimizer)
@@ -124,6 +148,21 @@ class Checkpointable:
                 setattr(self.state, name, value)
         if "lr_scheduler" in skip:
             self.state.schedule_start = self.state.step
+
+    def _of_this_copy(self, saved: SavedRun) -> TensorSource:
+        """What a checkpoint has of this copy of the model, or else of the first."""
+        names = {name: name for name in saved.tensors.shapes()}
+        there = {int(name.split(".")[1]) for name in names if name.startswith("replica.")}
+        if there and there != set(range(1, self.copies)):
+            logger.warning(
+                "communication.replicas: %s is of %d replicas that ran apart; this run begins with "
+                "the weights of the first",
+                *(saved.path, len(there) + 1),
+            )
+        elif prefix := of_copy(self.copy):
+            own = [name for name in names if name.startswith(prefix)]
+            names |= {name.removeprefix(prefix): name for name in own}
+        return Renamed(saved.tensors, names)
 
     def _read(
         self, path: Path, tensors: Mapping[str, Tensor], source: TensorSource, parts: Set[str]

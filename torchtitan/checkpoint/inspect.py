@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Tensors that differ, at most, in `Difference.lines`."""
-OTHERS = NO_WEIGHTS | {"rng", "communication"}
+OTHERS = NO_WEIGHTS | {"rng", "communication", "replica"}
 """First parts of the names of tensors that are no weights."""
 
 

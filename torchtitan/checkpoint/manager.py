@@ -232,7 +232,7 @@ class Checkpointer:
             )
         self.exports = finished and self.config.last_save_in_hf
         model_only = finished and self.config.last_save_model_only
-        tensors = self.contents.weights() if model_only else self.contents.tensors()
+        tensors = self.contents.weights_of_one() if model_only else self.contents.tensors()
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}

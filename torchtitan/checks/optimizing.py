@@ -49,7 +49,8 @@ def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
 def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Copies of the model agree on a gradient while it is there."""
     replicas = job.communication.replicas
-    after_backward = job.degrees(world.ranks).dp_replicate > 1 and not replicas.in_backward
+    copies = job.degrees(world.ranks).dp_replicate
+    after_backward = copies > 1 and not (replicas.in_backward or replicas.runs_apart)
     if job.optimizer.early_step_in_backward and after_backward:
         message = (
             "copies of the model agree on gradients after the backward "

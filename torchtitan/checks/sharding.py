@@ -55,6 +55,20 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if way.name != "all_reduce" and copies == 1:
         message = "there is one replica; use parallelism.data_parallel_replicate_degree above 1"
         yield Problem("communication.replicas.name", message, ("parallelism",))
+    gradients = job.communication.gradients
+    if copies > 1 and gradients.remembers and way.name == "all_reduce":
+        message = (
+            f'between replicas gradients are sent in full; name = "{gradients.name}" sends them in '
+            "few bits there too"
+        )
+        rests_on = ("communication.gradients", "parallelism")
+        yield Problem("communication.replicas.name", message, rests_on, "note")
+    if way.runs_apart and job.fault_tolerance.enable:
+        message = (
+            "a group that joins is given the weights of one replica, and they would differ; use "
+            "every = 1, or false there"
+        )
+        yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
     if way.gives_signs and job.training.max_norm:
         message = (
             "the norm of signs is that of their number, and clipping it would change the learning "

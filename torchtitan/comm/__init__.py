@@ -8,9 +8,9 @@ from typing import Annotated
 
 from torchtitan.comm.decoupled import Demo, Random, Slicing, Striding
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
-from torchtitan.comm.loco import LoCo
+from torchtitan.comm.loco import LoCo, LoCoReplicas
 from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
-from torchtitan.comm.replicas import Agree, AllReduce, ReplicasConfig
+from torchtitan.comm.replicas import Agree, AllReduce, Nothing, ReplicasConfig
 from torchtitan.comm.unit import Unit, Way
 from torchtitan.comm.weights import Gather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf
@@ -23,10 +23,12 @@ GRADIENTS: dict[str, type[GradientsConfig]] = {
 }
 REPLICAS: dict[str, type[ReplicasConfig]] = {
     "all_reduce": AllReduce,
+    "loco": LoCoReplicas,
     "demo": Demo,
     "random": Random,
     "striding": Striding,
     "slicing": Slicing,
+    "none": Nothing,
 }
 
 __all__ = [

@@ -7,8 +7,9 @@ A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 b
 
 Rounded to the nearest, a number is off by half of s at most. Rounded after a shift that sender and
 receiver share, `round(t + shift) - shift` with a uniform shift, it is right in the mean, and so is
-one that is rounded at random, `floor(t + u)`. A bucket that has a NaN or an infinity is read back
-as numbers that are not finite: nothing is hidden.
+one that is rounded at random, `floor(t + u)`. Codes can also stand for levels at unequal distances
+from lo to hi; then t runs from one level to the next, and a shared shift decides between the two. A
+bucket that has a NaN or an infinity is read back as numbers that are not finite: nothing is hidden.
 """
 
 from dataclasses import dataclass
@@ -44,22 +45,30 @@ class Codec:
         return codes + buckets * fields * self.scales.itemsize
 
     def encode(
-        self, rows: Tensor, shift: float = 0.0, noise: torch.Generator | None = None
+        self,
+        rows: Tensor,
+        shift: float = 0.0,
+        noise: torch.Generator | None = None,
+        levels: Tensor | None = None,
     ) -> Tensor:
         """Bytes (R, bytes) of `rows` (R, n).
 
         Args:
             shift: what is added before rounding; `decode` is given the same.
             noise: rounds at random, drawing from it, instead of to the nearest.
+            levels: of each bucket, ascending from 0 to 1 (buckets, 2^bits), of the form `minmax`;
+                absent: at equal distances. `decode` is given the same.
         """
         length = rows.shape[1]
         if not length:
             return rows.new_empty(len(rows), 0, dtype=torch.uint8)
         buckets = self._buckets(rows.float())
         low, scale = self._ranges(buckets)
-        position = (buckets - low) / scale + shift
+        position = (buckets - low) / scale
+        if levels is not None:
+            position = _between(position / self._codes[1], levels)
         if noise is None:
-            position = position.round()
+            position = (position + shift).round()
         else:
             drawn = torch.rand(position.shape, generator=noise, device=position.device)
             position = (position + drawn).floor()
@@ -70,7 +79,16 @@ class Codec:
         stored = torch.cat([field.squeeze(2).to(self.scales) for field in fields], 1)
         return torch.cat([packed, stored.view(torch.uint8)], 1)
 
-    def decode(self, message: Tensor, length: int, shift: float = 0.0) -> Tensor:
+    def normalized(self, rows: Tensor) -> Tensor:
+        """The numbers of `rows` (R, n) between the smallest (0) and the largest (1) of each bucket:
+        (R, buckets, bucket), of the form `minmax`."""
+        buckets = self._buckets(rows.float())
+        low, scale = self._ranges(buckets)
+        return (buckets - low) / (scale * self._codes[1])
+
+    def decode(
+        self, message: Tensor, length: int, shift: float = 0.0, levels: Tensor | None = None
+    ) -> Tensor:
         """The rows (R, length), in float32, of what `encode` gave; of zeros they are zero."""
         if not length:
             return message.new_empty(len(message), 0, dtype=torch.float32)
@@ -78,7 +96,12 @@ class Codec:
         codes = self._buckets(_unpack(message[:, :packed], self.bits)[:, :length].float())
         stored = _as(message[:, packed:], self.scales).float()
         buckets = codes.shape[1]
-        rows: Tensor = (codes + self._codes[0] - shift) * stored[:, :buckets, None]
+        if levels is None:
+            codes = codes + self._codes[0] - shift
+        else:
+            every = levels.expand(len(codes), -1, -1)
+            codes = every.gather(2, codes.long()) * self._codes[1]
+        rows: Tensor = codes * stored[:, :buckets, None]
         if self.form == "minmax":
             rows = rows + stored[:, buckets:, None]
         return rows.flatten(1)[:, :length]
@@ -114,6 +137,15 @@ class Codec:
             scale = (scale * (1 + kind.eps)).to(self.scales).float()
         # A denormal scale is coarse: rounded down, it would cut off the largest.
         return low, torch.where(scale * steps < width, scale + smallest, scale)
+
+
+def _between(values: Tensor, levels: Tensor) -> Tensor:
+    """Where values (R, buckets, bucket) lie among levels (buckets, L): 1.5 is halfway between the
+    second and the third."""
+    every = levels.expand(len(values), -1, -1)
+    below = torch.searchsorted(every[..., 1:-1].contiguous(), values.contiguous(), right=True)
+    low, high = every.gather(2, below), every.gather(2, below + 1)
+    return below + (values - low) / (high - low).clamp(min=torch.finfo(torch.float32).eps)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -10,7 +10,7 @@ Each replica keeps a momentum of its own gradients g, and gives away what it sen
 The sum of q over the replicas takes the place of the gradient, or its sign does. What is sent is
 chosen by `demo` (the largest coefficients of a cosine transform), `random`, `striding` or `slicing`
 (the same numbers on all replicas, others in each step). So all replicas make the same update, and
-have the same weights to the bit, which is verified every `verify_steps` steps.
+have the same weights to the bit. With `every` = n, g is how far a replica has moved in n steps.
 
 The authors' code multiplies g by the learning rate before it is kept; here the optimizer does so
 after it was sent, and a change of the rate acts at once on all that is kept. It takes means where
@@ -18,9 +18,9 @@ this takes sums: a gradient here is this replica's share of that of the global m
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import Agree, ReplicasConfig
-from torchtitan.comm.unit import Unit
+from torchtitan.comm.replicas import Agree, Agreement
+from torchtitan.comm.unit import Operation, Unit
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.torch_private.collectives import all_gather
 
 
-class DecoupledConfig(ReplicasConfig):
+class DecoupledConfig(Agreement):
     """Settings that all choices of what is sent have in common."""
 
     decay: float = Field(
@@ -42,13 +43,18 @@ class DecoupledConfig(ReplicasConfig):
     sign: bool = Field(
         True, description="Update by the sign of what replicas agree on; false: by its value."
     )
-    verify_steps: int = Field(
-        100, ge=0, description="Steps between comparisons of what replicas agree on; 0: never."
-    )
 
     @property
     def gives_signs(self) -> bool:
         return self.sign
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.sign and self.every > 1:
+            message = (
+                "the sign of how far weights have moved says nothing of how far; use false, or "
+                "every = 1"
+            )
+            yield Problem("sign", message, ("every",))
 
 
 class Decoupled(Agree):
@@ -76,28 +82,13 @@ class Decoupled(Agree):
         for name, agreed in self.exchange(own).items():
             gradients[name].copy_(agreed.sign_() if self.config.sign else agreed)
         self.step += 1
-        every = self.config.verify_steps
-        if every and int(self.step) % every == 0:
-            self._verify(gradients)
         for momentum in own.values():
             # A step that is not finite is skipped, and should not be remembered.
             momentum.nan_to_num_(0.0, 0.0, 0.0)
 
-    def _verify(self, gradients: Mapping[str, Tensor]) -> None:
-        digests = [torch.hash_tensor(g) for g in gradients.values() if g.numel()]
-        found = all_gather(torch.stack(digests).view(torch.int64), self.group)
-        if not bool((found == found[0]).all()):
-            raise RuntimeError(
-                f"communication.replicas: after {int(self.step)} steps replicas have agreed on "
-                "different gradients, so their weights differ; this is a defect of the hardware, "
-                "or of torchtitan"
-            )
-
 
 class Demo(DecoupledConfig):
     """The largest coefficients of a cosine transform are sent."""
-
-    operation: ClassVar[Literal["all_reduce", "all_gather"]] = "all_gather"
 
     name: Literal["demo"] = Field("demo", description="Which way to agree.")
     chunk: int = Field(
@@ -112,10 +103,10 @@ class Demo(DecoupledConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> "DemoAgree":
         return DemoAgree(self, unit, group)
 
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
         tiles = [Tiles(shape, self.chunk) for shape in unit.shapes.values()]
         numbers = sum(each.count * min(self.top_k, each.size) for each in tiles)
-        return [ranks * numbers * (4 + 2)]
+        return [("all_gather", ranks * numbers * (4 + 2))]
 
 
 class Tiles:
@@ -198,8 +189,9 @@ class Chosen(DecoupledConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
         return ChosenAgree(self, unit, group)
 
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[int]:
-        return [4 * sum(self.count(shape.numel()) for shape in unit.shapes.values())]
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
+        numbers = sum(self.count(shape.numel()) for shape in unit.shapes.values())
+        return [("all_reduce", 4 * numbers)]
 
     def count(self, elements: int) -> int:
         """Numbers that are sent of so many."""

@@ -68,6 +68,8 @@ class QuantizedReduce(Clock, Reduce):
     def __init__(self, envelope: Envelope, group: ProcessGroup) -> None:
         super().__init__(envelope.unit, group)
         self.envelope, self.codec = envelope, envelope.codec
+        self.levels: Tensor | None = None
+        """Those that all ranks send in, if they are not at equal distances."""
 
     def encode(self, rows: Tensor) -> Tensor:
         """Codes (R, bytes) of what is sent in few bits (R, c)."""
@@ -79,7 +81,8 @@ class QuantizedReduce(Clock, Reduce):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         codes, rest = self.envelope.open(received, whole.dtype)
-        sums = self.codec.decode(codes, self.envelope.coarse).sum(0, keepdim=True)
+        numbers = self.codec.decode(codes, self.envelope.coarse, levels=self.levels)
+        sums = numbers.sum(0, keepdim=True)
         part.copy_(self.envelope.join(sums, rest.float().sum(0, keepdim=True))[0])
         self.calls += 1
 

@@ -1,10 +1,12 @@
 """What is gathered and reduced together, and what a way to send is while it is at work."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+Operation = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send"]
 
 
 class Unit(NamedTuple):

@@ -29,7 +29,7 @@ from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, Sharding, ShardingConfig
-from torchtitan.parallel.technique import Converters, Replicas, Technique
+from torchtitan.parallel.technique import Converters, Technique
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 from torchtitan.tasks import Batch
 from torchtitan.timeline import Timeline
@@ -104,6 +104,11 @@ class ParallelModel:
         """After the first step: log what became of what was asked for, or fail if nothing did."""
         for technique in self.techniques:
             technique.confirm()
+
+    def after_update(self) -> None:
+        """After each update, before anything looks at the weights."""
+        for technique in self.techniques:
+            technique.after_update()
 
     def after_step(self, step: int, is_last: bool) -> None:
         """After each step."""
@@ -196,8 +201,7 @@ def _techniques(
         yield async_tensor.Overlap()
     if layout.shards(world.degrees):
         yield sharding
-    if agree := layout.open_replicas(world, parts):
-        yield Replicas(parts, agree)
+    yield from layout.open_replicas(world, parts)
     if layout.compile.enable:
         has_loss = plan.ranks[-1] == world.stage_rank
         yield compile.Watch(layout.compile, blocks, has_loss)

@@ -1,20 +1,21 @@
 """Every choice about how a model is laid out, and what follows from several of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.comm import Agree, CommunicationConfig, Unit
+from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes
-from torchtitan.optim.norm import local
 from torchtitan.parallel import loss
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.pipeline import Shapes
+from torchtitan.parallel.replicas import Replicas, replicas
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingConfig, Target
 from torchtitan.parallel.world import Degrees, World
@@ -70,14 +71,11 @@ class Layout:
         )
         return self.sharding.open(target)
 
-    def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Agree | None:
-        """What copies of `parts` agree by after a backward; None: they have nothing to do."""
-        if world.degrees.dp_replicate == 1 or self.communication.replicas.in_backward:
-            return None
-        named = (pair for part in parts for pair in part.named_parameters())
-        shapes = {name: local(parameter).shape for name, parameter in named}
-        unit = Unit("", shapes, world.device.torch_device)
-        return self.communication.replicas.open(unit, world.groups["dp_replicate"])
+    def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Iterator[Replicas]:
+        """What copies of `parts` have to do, if anything."""
+        device = torch.device("cpu") if self.cpu_offload else world.device.torch_device
+        config, group = self.communication.replicas, world.groups["dp_replicate"]
+        return replicas(config, parts, group, device)
 
     def sample(self, spec: ModelSpec[Args], args: Args) -> SampleShapes:
         """The shapes of a whole sample."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from torchtitan import convert
-from torchtitan.comm import Agree
 from torchtitan.convert import ConverterConfig
-from torchtitan.optim.norm import local
 
 
 class Technique:
@@ -34,23 +32,11 @@ class Technique:
         """What of its own a checkpoint has to keep, by name; see `torchtitan.comm.Way.state`."""
         return {}
 
+    def after_update(self) -> None:
+        """The optimizers have updated the weights."""
+
     def after_step(self, step: int, is_last: bool) -> None:
         """After each step."""
-
-
-@dataclass(frozen=True)
-class Replicas(Technique):
-    """Copies of the model that agree on gradients after a backward."""
-
-    parts: Sequence[nn.Module]
-    agree: Agree
-
-    def after_backward(self) -> None:
-        named = (pair for part in self.parts for pair in part.named_parameters())
-        self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
-
-    def state(self) -> dict[str, Tensor]:
-        return {f"replicas.{name}": tensor for name, tensor in self.agree.state().items()}
 
 
 @dataclass(frozen=True)

@@ -177,13 +177,15 @@ class Part:
     def of_copies(self) -> Iterator[Traffic]:
         """Copies that agree after the backward."""
         layout, degrees = self.work.layout, self.work.degrees
-        if degrees.dp_replicate == 1 or layout.communication.replicas.in_backward:
+        every = layout.communication.replicas.steps_apart
+        if degrees.dp_replicate == 1 or layout.communication.replicas.in_backward or not every:
             return
         named = self.module.named_parameters()
         shapes = {name: self.shape(name, parameter.shape) for name, parameter in named}
         unit, way = Unit("", shapes, torch.device("meta")), layout.communication.replicas
-        for size in way.messages(unit, degrees.dp_replicate, layout.precision.parameters):
-            yield Traffic("dp_replicate", "gradients", way.operation, size, 1)
+        ranks, dtype = degrees.dp_replicate, layout.precision.parameters
+        for operation, size in way.messages(unit, ranks, dtype):
+            yield Traffic("dp_replicate", "gradients", operation, size, 1)
 
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""

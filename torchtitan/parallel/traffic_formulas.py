@@ -14,9 +14,8 @@ doi:10.1016/j.jpdc.2008.09.002),
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-Operation = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send"]
+from torchtitan.comm.unit import Operation
 
 FP32 = 4
 """Bytes."""

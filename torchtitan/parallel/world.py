@@ -174,8 +174,8 @@ class World:
             self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
         )
 
-    def sum(self, values: Tensor, over: Literal["data", "loss"]) -> Tensor:
-        """Sum over joined axes, in place; the same on all their ranks."""
+    def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss"]) -> Tensor:
+        """Sum over an axis or joined axes, in place; the same on all their ranks."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.groups[over])
         return values
 

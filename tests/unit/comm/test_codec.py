@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtitan.comm.codec import Codec, Envelope, Form
+from torchtitan.comm.levels import learn
 from torchtitan.comm.unit import Unit
 
 FORMS: list[Form] = ["symmetric", "minmax"]
@@ -102,6 +103,60 @@ def test_rounding_is_right_in_the_mean(shift: bool) -> None:
     assert mean_error(codec, rows, shift=shift).abs().max() < 5 * deviation
     nearest = codec.decode(codec.encode(rows), 64) - rows
     assert (nearest / unit_of(codec, rows)).abs().max() > 0.3
+
+
+LEVELS = torch.tensor([[0.0, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 1.0]])
+
+
+@pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
+def test_levels_at_unequal_distances_are_right_in_the_mean(shift: bool) -> None:
+    rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
+    noise, total = torch.Generator().manual_seed(0), torch.zeros_like(rows)
+    for _ in range(2000):
+        shared = float(torch.rand((), generator=noise)) - 0.5 if shift else 0.0
+        message = codec.encode(rows, shared, None if shift else noise, LEVELS)
+        assert message.shape == (1, codec.bytes_of(64))
+        total += codec.decode(message, 64, shared, LEVELS) - rows
+    # Off by two neighbours' distance at most: 0.2 of the range, which is 2.
+    assert (total / 2000).abs().max() < 5 * 0.5 * 0.4 / math.sqrt(2000)
+    nearest = codec.decode(codec.encode(rows, levels=LEVELS), 64, levels=LEVELS)
+    expected = (LEVELS[0] * 2 - 1)[(rows[0, :, None] - (LEVELS * 2 - 1)).abs().argmin(1)]
+    assert torch.allclose(nearest[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["normal", "uniform", "product of two normals"])
+def test_learned_levels_lose_less(kind: str, bits: int) -> None:
+    """Of a normal distribution; of a uniform one there is nothing to be learned."""
+    noise = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 1024, generator=noise)
+    if kind == "uniform":
+        rows = torch.rand(64, 1024, generator=noise)
+    elif kind != "normal":
+        rows *= torch.randn(64, 1024, generator=noise)
+    codec = Codec(bits, 1024, "minmax")
+    even = torch.linspace(0, 1, 2**bits)
+    learned = learn(even, codec.normalized(rows).flatten(), 0.01)
+    assert torch.equal(learned, learned.sort().values)
+    assert learned[0] == 0
+    assert learned[-1] == 1
+
+    def lost(levels: Tensor | None) -> float:
+        code = codec.encode(rows, noise=torch.Generator().manual_seed(1), levels=levels)
+        return float((codec.decode(code, 1024, levels=levels) - rows).square().mean())
+
+    less = lost(learned[None]) / lost(None)
+    assert less < {"normal": 0.9, "uniform": 1.02}.get(kind, 0.75)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
+    codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
+    rows[0, 40] = bad
+    levels = LEVELS.expand(3, -1)
+    finite = codec.decode(codec.encode(rows, levels=levels), 96, levels=levels).isfinite()
+    assert finite.view(3, 32).all(1).tolist() == [True, False, True]
+    assert learn(LEVELS[0], codec.normalized(rows).flatten(), 0.01).isfinite().all()
 
 
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:
