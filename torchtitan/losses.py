@@ -37,6 +37,11 @@ class LossConfig(Config):
     )
 
 
+def at_least_float32(logits: Tensor) -> Tensor:
+    """In which sums over a vocabulary are right."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross entropy of every target that counts, in nats, computed in float32.
 
@@ -47,7 +52,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (batch, sequence) int64; torch's mark -100 is a target that does not count.
     """
     return F.cross_entropy(
-        logits.flatten(0, 1).float(),
+        at_least_float32(logits.flatten(0, 1)),
         targets.flatten(),
         reduction="sum",
     )
@@ -63,7 +68,7 @@ def vocabulary_parallel_cross_entropy(
         targets: (batch, sequence) int64, as for `cross_entropy`.
         vocabulary: size of the whole vocabulary.
     """
-    x = logits.float()
+    x = at_least_float32(logits)
     is_mine, place = _find(targets - _first(group, vocabulary), x.shape[-1])
     of_target = torch.where(is_mine, x.gather(-1, place[..., None])[..., 0], 0.0)
     return _summed(x.logsumexp(-1), of_target, targets, group)

@@ -42,6 +42,9 @@ class GradientsConfig(Config):
     remembers: ClassVar[bool] = False
     """Whether gradients that nobody uses would change those of later steps."""
 
+    is_exact: ClassVar[bool] = False
+    """Whether it gives the sum of what ranks have."""
+
     name: str = Field(description="Which way: a key of torchtitan.comm.GRADIENTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
@@ -55,6 +58,8 @@ class GradientsConfig(Config):
 
 class PlainGradients(GradientsConfig):
     """Gradients are added up in training.mixed_precision_reduce."""
+
+    is_exact: ClassVar[bool] = True
 
     name: Literal["plain"] = Field("plain", description="Which way to reduce.")
 

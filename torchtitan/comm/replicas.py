@@ -57,6 +57,11 @@ class ReplicasConfig(Config):
         return False
 
     @property
+    def is_exact(self) -> bool:
+        """Whether replicas train the run of one of them on the samples of all."""
+        return False
+
+    @property
     def steps_apart(self) -> int | None:
         """Updates that a copy makes by itself before it agrees with the others: n; None: never."""
         return 1
@@ -124,6 +129,10 @@ class AllReduce(Agreement):
     verify_steps: int = Field(
         0, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
     )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.every == 1
 
     @property
     def in_backward(self) -> bool:

@@ -40,6 +40,9 @@ class WeightsConfig(Config):
     reads_numbers: ClassVar[bool] = False
     """Whether it makes sense of what it sends, which may be bytes for all others."""
 
+    is_exact: ClassVar[bool] = False
+    """Whether all ranks have what the owners have."""
+
     name: str = Field(description="Which way: a key of torchtitan.comm.WEIGHTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
@@ -53,6 +56,8 @@ class WeightsConfig(Config):
 
 class PlainWeights(WeightsConfig):
     """Parameters are gathered as they are computed with."""
+
+    is_exact: ClassVar[bool] = True
 
     name: Literal["plain"] = Field("plain", description="Which way to gather.")
 

@@ -45,8 +45,9 @@ def combined(
 
 
 def local_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The 2-norm of each, in float32."""
-    return torch._foreach_norm(tensors, 2, torch.float32)
+    """The 2-norm of each, in float32 at least."""
+    dtypes = {torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors}
+    return torch._foreach_norm(tensors, 2, max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 def layout_of(tensor: Tensor) -> Layout:

@@ -111,6 +111,11 @@ class Cut:
         return bias.masked_fill_(~seen, torch.finfo(dtype).min / 2)[:, None]
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    """What attention is summed in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 @torch.library.custom_op("torchtitan::context_attention", mutates_args=())
 def context_attention(
     q: Tensor,
@@ -139,8 +144,8 @@ def context_attention(
     group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, _ = ROTATIONS[rotation]
-    out = torch.zeros_like(q, dtype=torch.float32)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    out = torch.zeros_like(q, dtype=_wide(q))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
     for owner, kv in fetch(torch.stack((k, v)), group):
         tile = cut.tile(rank, owner, q.shape[2])
         if tile is None:
@@ -160,7 +165,7 @@ def context_attention(
 
 @context_attention.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q))
 
 
 @torch.library.custom_op("torchtitan::context_attention_backward", mutates_args=())
@@ -184,11 +189,11 @@ def context_attention_backward(
     group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, bring_back = ROTATIONS[rotation]
-    grad_q = torch.zeros_like(q, dtype=torch.float32)
+    grad_q = torch.zeros_like(q, dtype=_wide(q))
 
     def gradients() -> Owned:
         for owner, kv in fetch(torch.stack((k, v)), group):
-            grad_kv = torch.zeros_like(kv, dtype=torch.float32)
+            grad_kv = torch.zeros_like(kv, dtype=_wide(kv))
             tile = cut.tile(rank, owner, q.shape[2])
             if tile is not None:
                 rows, columns, causal = tile

@@ -82,7 +82,8 @@ class Pipeline:
 
         shapes, dtype = self.shapes, self.shapes.dtype
         inputs = torch.empty(shapes.inputs, dtype=shapes.input_dtype, device="meta")
-        last = ((), torch.float32) if shapes.outputs is None else (shapes.outputs, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        last = ((), wide) if shapes.outputs is None else (shapes.outputs, dtype)
         hidden, end = (
             torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
             for shape, kind in ((shapes.hidden, dtype), last)
@@ -155,7 +156,8 @@ class Pipeline:
                     return_outputs=False,
                     **self._context(batch),
                 )
-            share = sum((loss.detach() for loss in losses), share)
+            for loss in losses:
+                share += loss.detach()
         return share
 
     @torch.no_grad()

@@ -108,18 +108,23 @@ class Apart(Replicas):
             return
         assert self.agree is not None
         moved = {
-            name: (self.agreed[name].float() - own.float()) / self.group.size()
+            name: (_wide(self.agreed[name]) - own) / self.group.size()
             for name, own in self.parameters()
         }
         self.agree(moved)
         for name, own in self.parameters():
-            own.copy_(self.agreed[name].float() - moved[name])
+            own.copy_(_wide(self.agreed[name]) - moved[name])
         self.steps.zero_()
         self.verify()
 
     def state(self) -> dict[str, Tensor]:
         since = {"steps": self.steps, **{f"agreed.{n}": a for n, a in self.agreed.items()}}
         return super().state() | _named(since)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -95,9 +95,10 @@ class RotaryEmbedding(nn.Module):
         self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in fp32; the result has its dtype."""
+        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in fp32 or more, to its own dtype."""
         cos, sin = self.table[positions][:, :, None].unbind(-1)  # (B, S, 1, E/2)
-        a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = wide.reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
 
 

@@ -133,20 +133,25 @@ def write_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
         if row is not None:
             tensors = dict(_weights(run, row))
             mine = {key: local(tensor).detach().clone() for key, tensor in tensors.items()}
-            torch.save(mine, folder / f"{row['step']}.pt")
+            torch.save(mine, folder / f"{row['step']}-0.pt")
             yield from ((name, None) for _, name in tensors)
 
     return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]
 
 
 def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
-    """Train on this rank's share of a layout, and compare each step with what is in `folder`."""
+    """Train on this rank's share of a layout, and compare each step with what is in `folder`.
+
+    A replica that runs apart is compared with what is there of it: its weights.
+    """
 
     def look(run: Run, row: Row | None) -> Iterator[tuple[str, Difference | None]]:
         if row is not None:
-            expected = torch.load(folder / f"{row['step']}.pt", mmap=True)
+            copy = run.checkpoint.contents.copy
+            expected = torch.load(folder / f"{row['step']}-{copy}.pt", mmap=True)
             for (kind, name), tensor in _weights(run, row):
-                whole = expected[kind, name]
+                if (whole := expected.get((kind, name))) is None:
+                    continue
                 yield name, difference(kind, name, tensor, whole, whole.abs().max().item())
 
     return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]

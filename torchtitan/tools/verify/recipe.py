@@ -21,6 +21,7 @@ from torchtitan.parallel import (
     stages,
 )
 from torchtitan.parallel.schedules import SCHEDULES
+from torchtitan.tools.verify.modelled import is_exact
 
 # What a shrunk recipe has at most. The vocabulary has room for bytes.
 LAYERS = 4
@@ -40,6 +41,8 @@ class Checked:
     one: JobConfig
     """The same on one rank, with no technique applied."""
     changes: list[str]
+    is_exact: bool
+    """Whether they are the same run; else the layout is compared with a model of what is sent."""
 
 
 class Draft:
@@ -80,7 +83,20 @@ def as_checked(
     draft.tree["checkpoint"] = {}
     draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
     ranks = make_ready(draft, world_size, shrink, ParallelismConfig())
-    return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes)
+    exact = is_exact(draft.job, draft.job.degrees(ranks))
+    if not exact:
+        draft.changes.append(
+            "all is computed in float64: in float32 sums come out differently in another order, "
+            "and numbers that are sent in few bits with them"
+        )
+    return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes, exact)
+
+
+def in_float64(job: JobConfig) -> JobConfig:
+    """A recipe that computes in float64, which none can ask for."""
+    keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    training = job.training.model_copy(update=dict.fromkeys(keys, "float64"))
+    return job.model_copy(update={"training": training})
 
 
 def make_ready(draft: Draft, world_size: int | None, shrink: bool, other: ParallelismConfig) -> int:

@@ -1,0 +1,119 @@
+"""Ranks that are threads of this process, for a model of what ranks send each other.
+
+A way to send works with such a group as with a process group, within `collectives`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the ranks of a group hand each other tensors."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.values = threading.Barrier(ranks), list[Any]([None] * ranks)
+
+    def groups(self) -> list["ThreadGroup"]:
+        """The group as each of its ranks sees it."""
+        return [ThreadGroup(self, rank) for rank in range(len(self.values))]
+
+
+class ThreadGroup:
+    """A group of threads, as one of them sees it."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self._rank = meeting, rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.meeting.values)
+
+    def exchange(self, value: Tensor) -> list[Tensor]:
+        """A tensor of every rank, in rank order."""
+        self.meeting.values[self._rank] = value.clone()
+        self.meeting.barrier.wait()
+        everyones = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return everyones
+
+
+def together(calls: Sequence[Callable[[], T]], groups: Sequence[ThreadGroup]) -> list[T]:
+    """What each call returns, all made at once, one by each rank of a group."""
+
+    def call(function: Callable[[], T], group: ThreadGroup) -> T:
+        try:
+            with torch.no_grad():
+                return function()
+        except BaseException:
+            group.meeting.barrier.abort()  # the others would wait for this one
+            raise
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        results = [pool.submit(call, *each) for each in zip(calls, groups, strict=True)]
+        errors = [error for each in results if (error := each.exception())]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [each.result() for each in results]
+
+
+def _all_reduce(group: ThreadGroup, tensor: Tensor) -> None:
+    tensor.copy_(torch.stack(group.exchange(tensor)).sum(0))
+
+
+def _all_gather(group: ThreadGroup, whole: Tensor, part: Tensor) -> None:
+    whole.copy_(torch.cat([each.flatten() for each in group.exchange(part)]).view_as(whole))
+
+
+def _reduce_scatter(group: ThreadGroup, part: Tensor, whole: Tensor) -> None:
+    rows = torch.stack(group.exchange(whole)).sum(0).reshape(group.size(), -1)
+    part.copy_(rows[group.rank()].view_as(part))
+
+
+def _all_to_all(group: ThreadGroup, received: Tensor, sent: Tensor) -> None:
+    rows = [each.reshape(group.size(), -1)[group.rank()] for each in group.exchange(sent)]
+    received.copy_(torch.cat(rows).view_as(received))
+
+
+COLLECTIVES: dict[str, Callable[..., None]] = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_single": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+}
+"""By their names in torch.distributed."""
+
+
+@contextmanager
+def collectives() -> Iterator[None]:
+    """Within it, collectives of torch work on groups of threads too."""
+
+    def of(name: str, ours: Callable[..., None]) -> Callable[..., Any]:
+        theirs = getattr(dist, name)
+
+        def collective(*tensors: Tensor, group: Any = None, **options: Any) -> Any:
+            if isinstance(group, ThreadGroup):
+                return ours(group, *tensors)
+            return theirs(*tensors, group=group, **options)
+
+        return collective
+
+    with ExitStack() as stack:
+        for name, ours in COLLECTIVES.items():
+            if hasattr(dist, name):
+                stack.enter_context(patch.object(dist, name, of(name, ours)))
+        yield
