@@ -1,5 +1,6 @@
 """Messages in few bits: what they promise, on real ranks."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import FULL, Case, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace, train
+from tests.runs import Trace, parts, trace, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
@@ -19,6 +20,9 @@ from torchtitan.comm import Unit
 from torchtitan.comm.codec import Codec
 from torchtitan.comm.loco import LoCo, LoCoReplicas
 from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.tools.verify.measure import training
 
 SHAPES = {
     "a.weight": torch.Size([6, 64]),
@@ -281,6 +285,41 @@ def test_both_hops_of_loco_are_nearly_the_run() -> None:
         assert found.losses not in (expected.losses, once.losses)
         assert found.losses == pytest.approx(expected.losses, rel=4e-3)
         assert found.grad_norms == pytest.approx(expected.grad_norms, rel=6e-2)
+
+
+def spoilt(recipe: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
+    """Train; on one rank the gradient of step 2 has a NaN. Losses, weights, and what is kept."""
+    losses, weights, kept = [], [], list[Tensor]()
+    for run, row in training(recipe, Device("cpu"), uneven=False):
+        losses.append(row["loss"])
+        weights.append({name: part.local for name, part in parts(run).items()})
+        model = run.model.model  # type: ignore[attr-defined]
+        kept = list(model.state().values())
+        if len(losses) == 1 and dist.get_rank() == 1:
+            linear = model.parts[0].get_submodule("layers.0.attention.wq")
+            spoiler = linear.register_full_backward_pre_hook(
+                lambda _, given: (given[0] * torch.nan,)
+            )
+        elif len(losses) == 2 and dist.get_rank() == 1:
+            spoiler.remove()
+    return losses, weights, kept
+
+
+NEVER = {"replicas": {"name": "none"}, **LOCO}
+SLICES = {"replicas": {"name": "slicing", "sign": False}}
+
+
+@pytest.mark.parametrize("way", [LOCO, LEARNED, TWO_HOPS, SLICES, NEVER], ids=str)
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind(way: dict[str, Any]) -> None:
+    layout = case(shard=2, replicate=2) if "replicas" in way else case(shard=2)
+    recipe = layouts.job(layout, "SGD", communication=way, training={"steps": 4})
+    for losses, weights, kept in run_ranks(spoilt, layout.ranks, recipe):
+        assert all(torch.equal(weights[0][name], each) for name, each in weights[1].items())
+        assert not all(torch.equal(weights[1][name], each) for name, each in weights[2].items())
+        assert all(math.isfinite(loss) for loss in losses)
+        assert kept
+        assert all(each.isfinite().all() for each in kept if each.is_floating_point())
+        assert all(each.isfinite().all() for last in weights for each in last.values())
 
 
 @pytest.mark.gate

@@ -52,9 +52,10 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """There are replicas, and what they agree on can be clipped."""
     way, copies = job.communication.replicas, job.degrees(world.ranks).dp_replicate
-    if way.name != "all_reduce" and copies == 1:
+    if copies == 1 and (way.name != "all_reduce" or way.runs_apart):
+        key = "every" if way.name == "all_reduce" else "name"
         message = "there is one replica; use parallelism.data_parallel_replicate_degree above 1"
-        yield Problem("communication.replicas.name", message, ("parallelism",))
+        yield Problem(f"communication.replicas.{key}", message, ("parallelism",))
     gradients = job.communication.gradients
     if copies > 1 and gradients.remembers and way.name == "all_reduce":
         message = (
