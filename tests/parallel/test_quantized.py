@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torchtitan.comm.loco import LoCo, LoCoReplicas
 from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
 from torchtitan.tools.verify.measure import training
 
 SHAPES = {
@@ -374,3 +376,40 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(
     assert {name.split(".")[2] for name in saved if name.startswith("communication.")} == set(
         communication
     )
+
+
+def resumed_by_others(
+    folder: str, layout: Case, communication: dict[str, Any], steps: int
+) -> tuple[list[float], list[str]]:
+    """The norms of gradients in steps after the second, and the warnings on the way."""
+    recipe = layouts.job(
+        layout,
+        "AdamW",
+        communication=communication,
+        training={"steps": steps},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": 2, "async_mode": "disabled"},
+    )
+    with patch.object(logger, "warning") as warned:
+        found = train(recipe, lambda run: run.state.history["grad_norm"])
+    return found, [str(call.args[0]) for call in warned.call_args_list]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "communication", [LOCO, TWO_HOPS, LEARNED], ids=["LoCo", "two hops", "QSDP"]
+)
+def test_a_run_that_resumes_on_another_layout_says_so(
+    communication: dict[str, Any], tmp_path: Path
+) -> None:
+    """What is kept begins anew, and the run stays near the one that never stopped."""
+    one, other = case(shard=2, replicate=2, batch=1), case(shard=4, batch=1)
+    folders = [str(tmp_path / name) for name in "ab"]
+    whole, said = run_ranks(resumed_by_others, 4, folders[0], one, communication, 6)[0]
+    assert not said
+    assert not run_ranks(resumed_by_others, 4, folders[1], one, communication, 2)[0][1]
+    alone = {way: each for way, each in communication.items() if way != "replicas"}
+    for norms, said in run_ranks(resumed_by_others, 4, folders[1], other, alone, 6):
+        assert ["begins anew" in line for line in said] == [True]
+        assert norms == pytest.approx(whole, rel=6e-2)
+        assert norms != whole
