@@ -45,6 +45,8 @@ class SavedRun(NamedTuple):
     """What of the data was consumed; None: that is not known."""
     ranks: int = 0
     """How many have a state of their own in it: of their random generators, say."""
+    layout: Mapping[str, int] = {}
+    """The degrees of parallelism of these ranks, as far as they are known."""
 
 
 def open_run(path: Path) -> SavedRun:
@@ -56,7 +58,7 @@ def open_run(path: Path) -> SavedRun:
     manifest = read_manifest(path)
     saved = read_state(path, manifest)
     tensors = SavedTensors(path)
-    return SavedRun(path, tensors, saved["train_state"], saved.get("data"), manifest.ranks)
+    return SavedRun(path, tensors, saved["train_state"], saved.get("data"), manifest.ranks, manifest.layout)
 
 
 def of_copy(copy: int) -> str:
@@ -137,7 +139,7 @@ class Checkpointable:
         if found := self._not_finite():
             logger.warning("%s: not finite, but NaN or infinity: %s", saved.path, found)
         self.take_optimizer(optimizer)
-        self._restore_sending(saved.tensors, saved.ranks)
+        self._restore_sending(saved)
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
@@ -203,10 +205,11 @@ class Checkpointable:
         prefix = "optimizer."
         self.optimizers.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()})
 
-    def _restore_sending(self, source: TensorSource, ranks: int) -> None:
+    def _restore_sending(self, saved: SavedRun) -> None:
         """Take over what ways to send keep, if all of this layout's ranks find their own."""
-        own = self._of_sending()
-        fits = ranks == self.world.size and not differences(own, source)
+        own, source = self._of_sending(), saved.tensors
+        is_same = dict(saved.layout) == self.world.degrees._asdict()
+        fits = is_same and not differences(own, source)
         everyones = self.world.gather((fits, bool(own)))
         if not any(has for _, has in everyones):
             return
