@@ -58,7 +58,9 @@ def open_run(path: Path) -> SavedRun:
     manifest = read_manifest(path)
     saved = read_state(path, manifest)
     tensors = SavedTensors(path)
-    return SavedRun(path, tensors, saved["train_state"], saved.get("data"), manifest.ranks, manifest.layout)
+    return SavedRun(
+        path, tensors, saved["train_state"], saved.get("data"), manifest.ranks, manifest.layout
+    )
 
 
 def of_copy(copy: int) -> str:
