@@ -53,12 +53,12 @@ def together(calls: Sequence[Callable[[], T]], groups: Sequence[ThreadGroup]) ->
     """What each call returns, all made at once, one by each rank of a group."""
 
     def call(function: Callable[[], T], group: ThreadGroup) -> T:
-        try:
+        with ExitStack() as stack:
+            stack.callback(group.meeting.barrier.abort)  # else the others would wait for this one
             with torch.no_grad():
-                return function()
-        except BaseException:
-            group.meeting.barrier.abort()  # the others would wait for this one
-            raise
+                result = function()
+            stack.pop_all()
+            return result
 
     with ThreadPoolExecutor(len(calls)) as pool:
         results = [pool.submit(call, *each) for each in zip(calls, groups, strict=True)]
