@@ -109,9 +109,19 @@ def count(job: JobConfig) -> Counted:
     axes = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     expected: Counter[Message] = Counter()
     for one in formulas(job, dist.get_world_size(), dist.get_rank(groups["pp"])):
-        expected[Message(axes[one.axis], one.operation, one.bytes)] += one.count
+        expected[Message(members(one, axes, dist.get_rank()), one.operation, one.bytes)] += (
+            one.count
+        )
     counted = [message(c) for c, single in zip(found, is_single, strict=True) if not single]
     return Counted(Counter(counted + sends[before:]), sum(is_single), axes, expected)
+
+
+def members(one: Traffic, axes: dict[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """The ranks that take part in a collective with `rank`."""
+    ranks = axes[one.axis]
+    size = one.ranks or len(ranks)
+    first = ranks.index(rank) // size * size
+    return ranks[first : first + size]
 
 
 @contextmanager
@@ -172,7 +182,7 @@ def rows(layout: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     counted = run_ranks(count, ranks, job)[0]
     same: dict[Message, list[Traffic]] = {}
     for one in formulas(job, ranks):
-        key = Message(counted.axes[one.axis], one.operation, one.bytes)
+        key = Message(members(one, counted.axes, 0), one.operation, one.bytes)
         same.setdefault(key, []).append(one)
     for message in same.keys() | counted.messages.keys():
         said = same.get(message, [])

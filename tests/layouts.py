@@ -100,7 +100,10 @@ NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}
 SIMPLE = {"name": "simple_fsdp"}
+REGATHER = {"name": "fsdp2", "regather_size": 2}
+WHOLE = {"name": "fsdp2", "accumulate_whole": True}
 ROTATED = {"name": "rotated"}
+IN_PLACE = {**ROTATED, "in_place": True}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
@@ -221,11 +224,23 @@ LAYOUTS: dict[str, Case] = {
     "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
     "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
     "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
+    # Strategies of FSDP.
+    "FSDP 4, regathered by 2": case(shard=4, sharding=REGATHER),
+    "HSDP 2 x 2, always reshard, accumulating 2 whole": case(
+        replicate=2, shard=2, batch=1, sharding=WHOLE, **{RESHARD: "always"}
+    ),
+    "FSDP 2 x TP 2, accumulating 4 whole": case(shard=2, tp=2, batch=1, sharding=WHOLE),
     # Rotated weights.
     "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
     "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
     "rotated 2, copies 2": case(replicate=2, shard=2, sharding=ROTATED),
     "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
+    "rotated 2, in place, every second block recomputed": case(
+        shard=2, recompute=SECOND, sharding=IN_PLACE
+    ),
+    "rotated 4, loss in chunks, operators recomputed": case(
+        shard=4, chunk=100, recompute=OPERATORS, sharding=ROTATED
+    ),
     # All together.
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(

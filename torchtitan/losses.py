@@ -71,7 +71,7 @@ def vocabulary_parallel_cross_entropy(
     x = at_least_float32(logits)
     is_mine, place = _find(targets - _first(group, vocabulary), x.shape[-1])
     of_target = torch.where(is_mine, x.gather(-1, place[..., None])[..., 0], 0.0)
-    return _summed(x.logsumexp(-1), of_target, targets, group)
+    return summed(x.logsumexp(-1), of_target, targets, group)
 
 
 def linear_cross_entropy(
@@ -96,7 +96,7 @@ def linear_cross_entropy(
     local = targets - (0 if group is None else _first(group, vocabulary))
     parts = chunked_statistics(hidden.flatten(0, 1), weight, local.flatten(), chunk, backend)
     lse, of_target = (part.view_as(targets) for part in parts)
-    return _summed(lse, of_target, targets, group)
+    return summed(lse, of_target, targets, group)
 
 
 def _first(group: dist.ProcessGroup, vocabulary: int) -> int:
@@ -110,8 +110,8 @@ def _find(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return is_mine, torch.where(is_mine, local, 0)
 
 
-def _summed(
-    lse: Tensor, of_target: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+def summed(
+    lse: Tensor, of_target: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """The sum of the losses, from what each rank found in its part of the vocabulary."""
     if group is not None:

@@ -4,6 +4,7 @@ import math
 import random
 
 from torchtitan.tools.compare.report import (
+    Collectives,
     Curve,
     CurveDifference,
     FinishedRun,
@@ -91,6 +92,12 @@ def ran(
         sent_bytes={"dp_shard": 3.1e9 / speed, "loss": 1.2e3}
         | ({"tp": 1.4e9} if (layout or {}).get("tp", 1) > 1 else {}),
         sent_note="From the flight recorder; tensor parallelism from a formula",
+        collectives=(
+            Collectives("dp_shard", "all_gather", 12, 3e9 / speed, 12, 3e9 / speed),
+            Collectives("dp_shard", "send", None, None, 6, 1.5e8),
+            Collectives("loss", "all_reduce", 4, 1.2e3, None, None),
+        ),
+        memory_formula={"parameters": 1.25, "gradients": 1.25, "states": 2.5, "gathered": 0.0},
         startup_s=14.25,
         compile_s=6.5 if speed > 1.1 else None,
         parity=parity,

@@ -200,6 +200,13 @@ optimizer.lr = 1e30
     assert two["time_shares"]["checkpoint"] > 0
     assert not any(one["sent_bytes"].values())
     assert two["sent_bytes"]["dp_shard"] > 0
+    kinds = {(kind["axis"], kind["operation"]): kind for kind in two["collectives"]}
+    for operation in ("all_gather", "reduce_scatter"):
+        kind = kinds["dp_shard", operation]
+        assert kind["count"] == kind["formula_count"] > 0
+        assert kind["bytes"] == pytest.approx(kind["formula_bytes"])
+    held, whole = two["memory_formula"], one["memory_formula"]
+    assert held["states"] == pytest.approx(whole["states"] / 2)
     # One rank too has collectives, with itself.
     assert one["exposed_communication"] < two["exposed_communication"] < 1
     assert one["loss"]["steps"] == [1, 2, 3, 4, 5, 6]

@@ -16,10 +16,12 @@ from benchmarks.collectives import Counted, count
 from tests import layouts
 from tests.layouts import (
     FULL,
+    IN_PLACE,
     LAYOUTS,
     NO_LOSS,
     NO_SEQUENCE,
     OPERATORS,
+    REGATHER,
     RESHARD,
     RING,
     ROTATED,
@@ -29,6 +31,7 @@ from tests.layouts import (
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
+from torchtitan.parallel.sharding import rotated
 from torchtitan.parallel.traffic_formulas import (
     Traffic,
     of_keys_and_values,
@@ -55,6 +58,8 @@ FROM_PARITY = (
     *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
     *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
     *("SimpleFSDP 2 x PP 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
+    *("FSDP 4, regathered by 2", "HSDP 2 x 2, always reshard, accumulating 2 whole"),
+    "FSDP 2 x TP 2, accumulating 4 whole",
     *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
 )
 CASES: dict[str, Case] = {
@@ -90,10 +95,16 @@ CASES: dict[str, Case] = {
     ),
     "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
     "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
+    "FSDP 4, always reshard, regathered by 2, full recomputation": case(
+        shard=4, recompute=FULL, sharding=REGATHER, **{RESHARD: "always"}
+    ),
     "rotated 2": case(shard=2, sharding=ROTATED),
     "rotated 4, bfloat16, full recomputation": case(
         shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
     ),
+    "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
+    "rotated 2, copies 2": LAYOUTS["rotated 2, copies 2"],
+    "rotated 2 x CP 2, documents": LAYOUTS["rotated 2 x CP 2, documents"],
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
 }
 
@@ -114,11 +125,16 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
     for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
         # The formulas are those of the first tensor rank; the last has a row of the tables less.
         # So has the last rank of parts that are added up over copies, unless FSDP2 fills them up.
-        is_filled_up = not {"sharding", "communication"} & layout.sections.keys()
+        is_filled_up = job.sharding.name == "fsdp2" and "communication" not in layout.sections
         is_first = found.axes["fsdp"].index(rank) == 0 or is_filled_up
         if found.axes["tp"].index(rank) == 0 and is_first:
             assert not differences(found), f"rank {rank}"
         assert found.single_numbers <= 12
+
+
+def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotated, "PIECE", 1000)
+    test_step_sends_what_the_formulas_say("rotated 2, in place, loss in chunks", monkeypatch)
 
 
 def differences(found: Counted) -> dict[str, Counter[object]]:

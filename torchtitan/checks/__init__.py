@@ -60,6 +60,8 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     compiling.cuda_graphs,
     sharding.communication,
     sharding.never_whole,
+    sharding.regathering,
+    sharding.accumulating,
     sharding.in_hooks,
     sharding.in_graph,
     layout.sequences,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
+from torchtitan.parallel import FSDP2
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
@@ -78,22 +79,84 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("communication.replicas.sign", message, ("training.max_norm",))
 
 
+def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What is freed can stay split over neighbors alone."""
+    if not isinstance(job.sharding, FSDP2) or not job.sharding.regather_size:
+        return
+    size, p, degrees = job.sharding.regather_size, job.parallelism, job.degrees(world.ranks)
+    key = "sharding.regather_size"
+    is_known = degrees.fsdp > 0  # else it follows from the number of ranks
+    if is_known and (not 1 < size < degrees.fsdp or degrees.fsdp % size):
+        fits = [n for n in range(2, degrees.fsdp) if degrees.fsdp % n == 0]
+        wanted = f"use {' or '.join(map(str, fits))}, or 0" if fits else "use 0"
+        message = f"{degrees.fsdp} ranks share parameters, of which it has to be a part; {wanted}"
+        yield Problem(key, message, ("parallelism",))
+    if p.fsdp_reshard_after_forward == "never":
+        message = 'nothing is freed with parallelism.fsdp_reshard_after_forward = "never"; use 0'
+        yield Problem(key, message, ("parallelism.fsdp_reshard_after_forward",))
+    for axis in ("tensor_parallel_degree", "pipeline_parallel_degree"):
+        if getattr(p, axis) > 1:
+            message = (
+                f"torch makes its groups of all ranks, which parallelism.{axis} divides; use 0"
+            )
+            yield Problem(key, message, (f"parallelism.{axis}",))
+    if job.communication.weights.name != "plain":
+        message = f'communication.weights.name = "{job.communication.weights.name}" sends parts of '
+        message += 'what all ranks share; use 0, or "plain" there'
+        yield Problem(key, message, ("communication.weights.name",))
+    if packing := [each.packs_weights for each in job.convert if each.packs_weights]:
+        yield Problem(key, f"{packing[0]} gathers weights in another form; use 0", ("convert",))
+
+
+def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """There is something to put off to a step's last microbatch."""
+    key, degrees = "sharding.accumulate_whole", job.degrees(world.ranks)
+    if not isinstance(job.sharding, FSDP2) or not job.sharding.accumulate_whole:
+        return
+    if degrees.pp > 1:
+        message = "a pipeline reduces gradients once for its microbatches already; use false"
+        yield Problem(key, message, ("parallelism.pipeline_parallel_degree",))
+    elif min(degrees) > 0 and job.accumulation(degrees) == 1:
+        message = (
+            "a step has one microbatch, so there is nothing to accumulate, and this does nothing"
+        )
+        yield Problem(key, message, ("training",), "note")
+
+
 def never_whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Nothing else wants matrices that no rank has."""
     if not job.sharding.never_whole:
         return
+    p, name = job.parallelism, f'sharding.name = "{job.sharding.name}"'
     others = {
-        "parallelism.tensor_parallel_degree": job.parallelism.tensor_parallel_degree > 1,
-        "parallelism.pipeline_parallel_degree": job.parallelism.pipeline_parallel_degree > 1,
-        "compile.enable": job.compile.compiles("model"),
-        "convert": bool(job.convert),
-        "loss.vocabulary_chunk": bool(job.loss.vocabulary_chunk),
-        "training.enable_cpu_offload": job.training.enable_cpu_offload,
-        "model.tied": bool(getattr(job.model_args(), "tied", False)),
+        "parallelism.tensor_parallel_degree": (
+            p.tensor_parallel_degree > 1,
+            "has ranks share matrices whose parts travel already",
+        ),
+        "parallelism.pipeline_parallel_degree": (
+            p.pipeline_parallel_degree > 1,
+            "has stages that each compute when the others do not, and a ring waits for all",
+        ),
+        "compile.enable": (
+            job.compile.compiles("model"),
+            "would compile blocks whose parts arrive from outside of a graph",
+        ),
+        "convert": (bool(job.convert), "needs whole matrices"),
+        "training.enable_cpu_offload": (
+            job.training.enable_cpu_offload,
+            "has parameters elsewhere than where they are computed with",
+        ),
     }
-    for key in (key for key, is_on in others.items() if is_on):
-        message = f'it is not supported together with {key}; use "fsdp2", or leave that out'
-        yield Problem("sharding.name", message, (key,))
+    for key, (is_on, why) in others.items():
+        if is_on:
+            message = f'{key} {why}; use "fsdp2", or leave that out'
+            yield Problem("sharding.name", message, (key,))
+    if getattr(job.model_args(), "tied", False) and not job.loss.vocabulary_chunk:
+        message = (
+            f"with {name} no rank has the whole table of a tied model, so its loss is made of "
+            "parts of it; use a number above 0, as 8192"
+        )
+        yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
 
 
 def in_graph(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from torchtitan.comm.loco import LoCo, LoCoReplicas
 from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.comm.replicas import Agree, AllReduce, Nothing, ReplicasConfig
 from torchtitan.comm.unit import Unit, Way
-from torchtitan.comm.weights import Gather, PlainWeights, WeightsConfig
+from torchtitan.comm.weights import Gather, PlainGather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf
 
 WEIGHTS: dict[str, type[WeightsConfig]] = {"plain": PlainWeights, "qsdp": QSDPWeights}
@@ -40,6 +40,7 @@ __all__ = [
     "CommunicationConfig",
     "Gather",
     "GradientsConfig",
+    "PlainGather",
     "PlainGradients",
     "PlainWeights",
     "Reduce",

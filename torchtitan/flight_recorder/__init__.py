@@ -1,7 +1,7 @@
 """What each rank was doing when a run failed: recorded, written to disk, and summarized."""
 
 from torchtitan.flight_recorder.recorder import Recorder
-from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_group
+from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_kind
 from torchtitan.flight_recorder.report import report
 from torchtitan.flight_recorder.traces import RankTrace, read_traces
 
@@ -14,5 +14,5 @@ __all__ = [
     "read_traces",
     "recorded",
     "report",
-    "sent_by_group",
+    "sent_by_kind",
 ]

@@ -117,12 +117,13 @@ def recorded(device_type: str = "cpu") -> list[Collective]:
     return [collective for dump in dumps for collective in collectives(dump, members)]
 
 
-def sent_by_group(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Bytes that this rank sends for them around rings, by what the group is for.
+def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
+    """How many there are, and bytes that this rank sends for them around rings, by what the group
+    is for and the operation.
 
     The formulas are those of `parallel.traffic_formulas`. A message to one rank is sent as it is.
     """
-    sent: dict[str, float] = {}
+    sent: dict[tuple[str, str], tuple[int, float]] = {}
     for one in collectives:
         ranks = len(one.group.ranks)
         if one.is_p2p:
@@ -134,8 +135,11 @@ def sent_by_group(collectives: Sequence[Collective]) -> dict[str, int]:
             size = times * whole * (ranks - 1) / ranks
         else:
             continue
-        sent[one.group.purpose] = sent.get(one.group.purpose, 0.0) + size
-    return {purpose: round(size) for purpose, size in sent.items() if size}
+        if size:
+            kind = one.group.purpose, one.operation
+            count, before = sent.get(kind, (0, 0.0))
+            sent[kind] = count + 1, before + size
+    return sent
 
 
 def load(dump: bytes, name: str) -> dict[str, Any]:

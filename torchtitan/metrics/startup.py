@@ -6,11 +6,13 @@ remembers, are what a step sends.
 """
 
 import time
+from collections import Counter
 from typing import Any
 
-from torchtitan.flight_recorder import recorded, sent_by_group
+from torchtitan.flight_recorder import recorded, sent_by_kind
 from torchtitan.metrics import EventLog
 from torchtitan.parallel import World
+from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.timeline import Timeline, age_of_process
 from torchtitan.torch_private.compiler import compile_seconds
 
@@ -60,9 +62,19 @@ class Startup:
         used = [axis for axis, size in self.world.degrees._asdict().items() if size > 1]
         # An axis over all ranks shares their group with what is for all of them.
         names = {"all": used[0]} if len(used) == 1 else {}
-        sent = sent_by_group(of_step)
-        found_sent: dict[str, Any] = {
-            f"sent/{names.get(group, group)}": size for group, size in sent.items()
-        }
+        # Of meshes that FSDP2 makes for itself, torch says no more.
+        names["dim_1"] = NEIGHBORS
+        kinds: list[dict[str, Any]] = [
+            {
+                "axis": names.get(group, group),
+                "operation": name,
+                "count": count,
+                "bytes": round(size),
+            }
+            for (group, name), (count, size) in sent_by_kind(of_step).items()
+        ]
+        sent: Counter[str] = Counter()
+        for kind in kinds:
+            sent[f"sent/{kind['axis']}"] += kind["bytes"]
         # Gloo records none.
-        return found_sent | {"messages": sum(one.is_p2p for one in of_step)}
+        return {**sent, "messages": sum(one.is_p2p for one in of_step), "collectives": kinds}

@@ -162,6 +162,16 @@ class ModelSpec(Generic[Args]):
         return "head" if _within(name, self.after_blocks) else "matrix"
 
 
+def tensor_roles(module: nn.Module, plan: Mapping[str, TensorRole]) -> dict[str, TensorRole]:
+    """The role of each module inside that has one, by its name."""
+    return {
+        name: role
+        for name, _ in module.named_modules()
+        for pattern, role in plan.items()
+        if fnmatchcase(name, pattern)
+    }
+
+
 def _within(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 

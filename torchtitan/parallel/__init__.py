@@ -140,7 +140,7 @@ def parallelize(
         async_tensor.enable(world.groups["tp"])
     order = list(spec.blocks(model))
     names = sorted({each.name for each in auxiliary_losses(model)})
-    sharding = layout.open_sharding(world, order[-1])
+    sharding = layout.open_sharding(world, spec, args, order[-1])
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:

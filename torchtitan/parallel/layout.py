@@ -1,7 +1,9 @@
 """Every choice about how a model is laid out, and what follows from several of them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +54,12 @@ class Layout:
         casts = self.precision.compute != self.precision.parameters
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload or casts
 
-    def open_sharding(self, world: World, last_block: str) -> Sharding:
+    def open_sharding(
+        self, world: World, spec: ModelSpec[Args], args: Args, last_block: str
+    ) -> Sharding:
         """The way to shard, for the ranks of `world`; `last_block` is the model's, by name."""
+        # What heads send each other along a sequence, they send all together.
+        has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
         target = Target(
             mesh=(
                 world.data_mesh
@@ -68,6 +74,9 @@ class Layout:
             communication=self.communication,
             cpu_offload=self.cpu_offload,
             device_type=world.device.type,
+            tensor_plan=spec.tensor_plan,
+            heads=_divisor_of_heads(args) if has_heads else 1,
+            vocabulary_chunk=self.loss.vocabulary_chunk,
         )
         return self.sharding.open(target)
 
@@ -109,6 +118,10 @@ class Layout:
             outputs=None if self.loss.vocabulary_chunk else (size, *_part((*outputs, last), cp)),
             dtype=self.precision.compute,
         )
+
+
+def _divisor_of_heads(args: Any) -> int:
+    return math.gcd(args.n_heads, args.n_kv_heads)
 
 
 def _part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torchtitan.device import GIB
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim import OptimizerConfig
 from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.sharding import FSDP2
 from torchtitan.parallel.world import Degrees
 
 
@@ -101,10 +102,17 @@ class Plan:
         whole = max(2 * self.sizes.in_blocks / self.args.n_layers, outside)
         if layout.reshard == "never":
             whole = stage
+        if layout.sharding.never_whole:  # one part is computed with, and another arrives
+            whole = 2 * max(self.sizes.in_blocks / self.args.n_layers, outside) / self.degrees.fsdp
         bytes_each = layout.precision.compute.itemsize + layout.precision.reduce.itemsize
         is_gathered = layout.shards(self.degrees)
         held = self._held(stage / (self.degrees.fsdp * self.degrees.tp))
         gathered = whole / self.degrees.tp * bytes_each if is_gathered else 0.0
+        if isinstance(fsdp := layout.sharding, FSDP2):
+            if fsdp.regather_size:
+                gathered += stage / fsdp.regather_size * layout.precision.compute.itemsize
+            if fsdp.accumulate_whole and self.accumulates:
+                gathered += stage / self.degrees.tp * layout.precision.reduce.itemsize
         return self._fuller(
             held._replace(gathered=gathered),
             activations=of_samples.kept(),

@@ -9,7 +9,6 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.spec import Args, ModelSpec, TensorRole
+from torchtitan.models.spec import Args, ModelSpec, TensorRole, tensor_roles
 from torchtitan.parallel import Layout, stages
 from torchtitan.parallel import traffic_formulas as formulas
 from torchtitan.parallel.traffic_formulas import Traffic
@@ -61,7 +60,7 @@ def of_step(
             stage,
             module,
             blocks,
-            roles=_roles(module, spec.tensor_plan) if degrees.tp > 1 else {},
+            plan=tensor_roles(module, spec.tensor_plan),
             again=_recomputed(layout, order) & set(blocks),
         )
         found += layout.sharding.traffic(part)
@@ -133,10 +132,15 @@ class Part:
     stage: int
     module: nn.Module
     blocks: Sequence[str]
-    roles: Mapping[str, TensorRole]
-    """By the names of modules; none without tensor parallelism."""
+    plan: Mapping[str, TensorRole]
+    """The roles of modules by name."""
     again: Collection[str]
     """The blocks that are recomputed."""
+
+    @property
+    def roles(self) -> Mapping[str, TensorRole]:
+        """The same as far as tensor parallelism splits them."""
+        return self.plan if self.work.degrees.tp > 1 else {}
 
     def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
         """Of each rank's part of a parameter on the first tensor rank, filled up to be equal."""
@@ -151,12 +155,19 @@ class Part:
         return torch.Size(sizes)
 
     def of_unit(
-        self, shapes: Mapping[str, torch.Size], gathers: int, scatters: int, sums: int
+        self,
+        shapes: Mapping[str, torch.Size],
+        gathers: int,
+        scatters: int,
+        sums: int,
+        regathers: int = 0,
+        neighbors: int = 0,
     ) -> Iterator[Traffic]:
         """Parameters that are gathered and reduced together, each so often in a step.
 
         Args:
             shapes: of one rank's part of each.
+            regathers: from `neighbors` alone.
             sums: over copies, where those are added up in the backward.
         """
         layout, degrees = self.work.layout, self.work.degrees
@@ -170,6 +181,8 @@ class Part:
             summed=unit.elements * precision.reduce.itemsize,
             scatter=ways.gradients.operation,
             gathers=gathers,
+            regathers=regathers,
+            neighbors=neighbors,
             scatters=scatters,
             sums=sums,
         )
@@ -255,16 +268,6 @@ def _of_borders(work: Work, ranks: Sequence[int], mine: int) -> Iterator[Traffic
         onwards=sum(one == mine for one, _ in borders) * work.times,
         back=sum(other == mine for _, other in borders) * work.times,
     )
-
-
-def _roles(module: nn.Module, plan: Mapping[str, TensorRole]) -> dict[str, TensorRole]:
-    """The role of each module inside that has one."""
-    return {
-        name: role
-        for name, _ in module.named_modules()
-        for pattern, role in plan.items()
-        if fnmatchcase(name, pattern)
-    }
 
 
 def _recomputed(layout: Layout, order: Sequence[str]) -> set[str]:

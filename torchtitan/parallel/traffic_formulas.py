@@ -19,6 +19,8 @@ from torchtitan.comm.unit import Operation
 
 FP32 = 4
 """Bytes."""
+NEIGHBORS = "neighbors"
+"""What reports call ranks that are a part of an axis."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Traffic:
     bytes: int
     """Of the whole of each."""
     count: int
+    ranks: int = 0
+    """How many neighbors on the axis take part; 0: all."""
 
     def sent(self, ranks: int) -> float:
         """Bytes that each of the `ranks` of the axis sends, for all of them together."""
-        whole = self.bytes * self.count
+        whole, ranks = self.bytes * self.count, self.ranks or ranks
         if self.operation == "send":
             return whole
         return whole * (ranks - 1) / ranks * (2 if self.operation == "all_reduce" else 1)
@@ -50,6 +54,8 @@ def of_parameters(
     summed: int,
     scatter: Operation = "reduce_scatter",
     gathers: int,
+    regathers: int = 0,
+    neighbors: int = 0,
     scatters: int,
     sums: int,
 ) -> Iterator[Traffic]:
@@ -62,9 +68,11 @@ def of_parameters(
         scatter: the collective that adds up gradients over the parts.
         gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
             over the parts, and summed over the copies.
+        regathers: how often it is gathered from `neighbors` alone, over which it has stayed split.
     """
     if parts > 1:
         yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)
+        yield Traffic("fsdp", "parameters", "all_gather", gathered, regathers, neighbors)
         yield Traffic("fsdp", "gradients", scatter, scattered, scatters)
     if copies > 1:
         yield Traffic("dp_replicate", "gradients", "all_reduce", summed, sums)

@@ -56,7 +56,8 @@ def traffic(
 
 def test_a_step_that_fits_is_counted_whatever_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     found = traffic(monkeypatch, ranks=2, before=20, during=ENTRIES - 1)
-    assert found == {"sent/dp_shard": 3 * 20, "messages": 0}
+    kind = {"axis": "dp_shard", "operation": "all_reduce", "count": 3, "bytes": 3 * 20}
+    assert found == {"sent/dp_shard": 3 * 20, "messages": 0, "collectives": [kind]}
 
 
 def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,4 +66,7 @@ def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_by_itself_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert traffic(monkeypatch, ranks=1, before=0, during=ENTRIES) == {"messages": 0}
+    assert traffic(monkeypatch, ranks=1, before=0, during=ENTRIES) == {
+        "messages": 0,
+        "collectives": [],
+    }

@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Gather, Reduce, Unit, Way
+from torchtitan.comm import Gather, PlainGather, Reduce, Unit, Way
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.optim.norm import local
 from torchtitan.parallel import stages
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
@@ -43,9 +44,42 @@ class FSDP2(ShardingConfig):
     follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
     name: Literal["fsdp2"] = Field("fsdp2", description="Which way to shard.")
+    regather_size: int = Field(
+        0,
+        ge=0,
+        description="What is freed after a forward stays split over so many neighboring ranks, "
+        "from which the backward gathers it; 0: over all that share it.",
+    )
+    accumulate_whole: bool = Field(
+        False,
+        description="Add up whole gradients of accumulated microbatches on each rank, and send "
+        "them with the last, instead of a part for each microbatch: less is sent, and memory holds "
+        "all gradients.",
+    )
+    forward_prefetch: int = Field(
+        0,
+        ge=0,
+        description="On CUDA: how many blocks ahead a forward asks for; 0: when they are reached.",
+    )
+    backward_prefetch: int = Field(
+        1, ge=1, description="On CUDA: how many blocks ahead a backward gathers."
+    )
+    reduce_scatters_in_flight: int = Field(
+        1,
+        ge=1,
+        description="On CUDA: how many units' gradients may wait to be reduced before the backward "
+        "waits for them.",
+    )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if world.is_here and world.device_type == "cpu":
+            for key, default in ON_CUDA.items():
+                if getattr(self, key) != default:
+                    message = "a CPU waits for what is sent, so this does nothing here"
+                    yield Problem(key, message, (), "note")
 
     def open(self, target: Target) -> "FullyShard":
-        return FullyShard(target)
+        return FullyShard(self, target)
 
     def traffic(self, part: "Part") -> Iterator[Traffic]:
         """Each block is a unit, and all that is in none."""
@@ -57,20 +91,34 @@ class FSDP2(ShardingConfig):
         of_block, of_others = _gathers(part)
         for unit, shapes in units.items():
             is_last = bool(part.blocks) and unit == part.blocks[-1]
+            gathers = of_block if unit and not is_last else of_others
+            from_neighbors = gathers - work.passes if self.regather_size else 0
             yield from part.of_unit(
                 shapes,
-                gathers=of_block if unit and not is_last else of_others,
-                scatters=work.passes,
+                gathers=gathers - from_neighbors,
+                regathers=from_neighbors,
+                neighbors=self.regather_size if from_neighbors else 0,
+                scatters=self.reductions(work.passes, work.microbatches),
                 # With the last microbatch; torch's pipelines do it with each pass.
                 sums=work.passes if work.degrees.pp > 1 else 1,
             )
+
+    def reductions(self, passes: int, microbatches: int) -> int:
+        return 1 if self.accumulate_whole else passes
+
+
+ON_CUDA = {
+    key: FSDP2.model_fields[key].default
+    for key in ("forward_prefetch", "backward_prefetch", "reduce_scatters_in_flight")
+}
+"""Settings of what CUDA does at the same time, and what they are by default."""
 
 
 class FullyShard(Sharding):
     """FSDP2 at work."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, config: FSDP2, target: Target) -> None:
+        self.config, self.target = config, target
         self.modules: list[FSDPModule] = []
         self.ways: dict[str, Way] = {}
         """By what each is for, and the number of its module."""
@@ -86,6 +134,22 @@ class FullyShard(Sharding):
             is_last = number == len(blocks)
             self._shard(name, block, frees == "always" or (frees == "default" and not is_last))
         self._shard("", part, frees == "always")
+        if self.target.device_type == "cuda":
+            self._overlap(self.modules[-1 - len(blocks) : -1])
+
+    def _overlap(self, blocks: "Sequence[FSDPModule]") -> None:
+        """How far ahead blocks are gathered, and how far behind their gradients are reduced."""
+        config = self.config
+        for number, block in enumerate(blocks):
+            # Torch does by itself what the defaults say.
+            if ahead := config.forward_prefetch:
+                block.set_modules_to_forward_prefetch([*blocks[number + 1 : number + 1 + ahead]])
+            if (ahead := config.backward_prefetch) > 1:
+                before = blocks[max(number - ahead, 0) : number]
+                block.set_modules_to_backward_prefetch([*reversed(before)])
+        if config.reduce_scatters_in_flight > 1:
+            root = self.modules[-1]
+            root.set_reduce_scatter_max_input_buffers(config.reduce_scatters_in_flight)
 
     def _shard(self, name: str, module: nn.Module, reshard_after_forward: bool) -> None:
         from torch.distributed.fsdp import (
@@ -101,7 +165,7 @@ class FullyShard(Sharding):
         sharded = fully_shard(
             module,
             mesh=target.mesh,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard_after_forward and (self.config.regather_size or True),
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=precision.compute, reduce_dtype=precision.reduce
             ),
@@ -114,7 +178,7 @@ class FullyShard(Sharding):
         gather = target.communication.weights.open(unit, group)
         reduce = target.communication.gradients.open(unit, group)
         # These are what torch asks for, but for its base classes, which are private.
-        as_gather: Any = _Gather(gather)
+        as_gather: Any = _Gather(gather, group)
         as_reduce: Any = _ReduceScatter(reduce)
         sharded.set_custom_all_gather(as_gather)
         sharded.set_custom_reduce_scatter(as_reduce)
@@ -150,9 +214,12 @@ class FullyShard(Sharding):
 
     def before_backward(self, is_last: bool) -> None:
         """Sharded gradients are reduced for every microbatch, since keeping them whole would cost
-        the memory that sharding saved; copies are summed once, with the last.
+        the memory that sharding saved, unless the recipe asks for it; copies are summed once, with
+        the last.
         """
         for module in self.modules:
+            if self.config.accumulate_whole:
+                module.set_requires_gradient_sync(is_last)
             module.set_requires_all_reduce(is_last)
             module.set_is_last_backward(is_last)
 
@@ -174,11 +241,14 @@ class _Gather(_Sending):
     """A way to gather, as FSDP2 calls it."""
 
     gather: Gather
+    group: ProcessGroup
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool
     ) -> None:
-        self.gather(output_tensor, input_tensor)
+        # Another group is one that what was freed has stayed split over.
+        gather = self.gather if group == self.group else PlainGather(group)
+        gather(output_tensor, input_tensor)
 
 
 @dataclass(frozen=True)

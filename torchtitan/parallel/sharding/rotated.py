@@ -1,39 +1,45 @@
 """Data parallelism whose weights travel around a ring (RTP; Luo et al., 2023, arXiv:2311.01635).
 
-Every rank owns rows of each matrix, and computes its own inputs with the rows of one rank after
-the other, which go from neighbour to neighbour. So no rank ever has a whole matrix: of its weights
-there are three parts at most, the own, one that is computed with, and one that is arriving.
+Every rank owns a part of each matrix, and computes its own inputs with the parts of one rank after
+the other (`ring`). So no rank ever has a whole matrix. What a part is follows from the model's
+`tensor_plan`, as for tensor parallelism:
 
-    forward    W - 1 hops of the weights
-    backward   W - 1 hops of the weights, and W of the gradients: each gradient travels with its
-               rows, and is added to on every rank, until it is home
+    embedding                 rows of the vocabulary: what is looked up adds up
+    linear                    outputs, which are put side by side
+    linear, "rowwise"         inputs: its results add up
+    module, "input_gather"    heads of attention, or features between two linears: the parts of all
+                              linears inside travel together, and its results add up
+    loss in chunks            rows of the vocabulary: log-sum-exps add up
 
-The published code sends the own rows away too, and back in the backward. Here they stay, and copies
-travel: so a forward without a backward, as in an evaluation, or a second one, as in recomputation,
-leaves every rank with what it owns. What is no matrix is gathered where it is read (`simple_fsdp`).
+An attention whose heads the ranks do not divide, or that shares a sequence with other ranks, has
+its linears travel one by one. What is no matrix is gathered where it is read (`simple_fsdp`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
 
+from torchtitan.losses import summed
+from torchtitan.models.attention import attends
+from torchtitan.models.output import LinearLoss
+from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding import simple_fsdp
-from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.ring import Neighbours, Visit, travel
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.traffic_formulas import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.tensor import DTensor
 
     from torchtitan.parallel.traffic import Part
+
+PIECE = 2**20
+"""Bytes that are replaced at a time, where parts are replaced in place."""
 
 
 class Rotated(ShardingConfig):
@@ -42,201 +48,199 @@ class Rotated(ShardingConfig):
     never_whole: ClassVar[bool] = True
 
     name: Literal["rotated"] = Field("rotated", description="Which way to shard.")
+    in_place: bool = Field(
+        False,
+        description="Parts that arrive replace those that were sent, a megabyte at a time: less "
+        "memory, and nothing is sent during computation.",
+    )
 
     def open(self, target: Target) -> "Ring":
-        return Ring(target)
+        group = target.mesh.get_group(target.mesh.ndim - 1)
+        return Ring(target, Neighbours(group, self.in_place, PIECE))
 
     def traffic(self, part: "Part") -> Iterator[Traffic]:
-        """A message for each hop; what is no matrix is gathered wherever it is read."""
+        """A message for each part and hop; what is no matrix is gathered wherever it is read."""
         work, precision = part.work, part.work.layout.precision
-        hops = work.degrees.fsdp - 1
+        hops, times = work.degrees.fsdp - 1, work.times
         for name, parameter in part.module.named_parameters():
-            module = part.module.get_submodule(name.rpartition(".")[0])
-            shape, again = part.shape(name, parameter.shape), part.is_again(name)
-            if not isinstance(module, nn.Linear | nn.Embedding):
-                reads = work.times * (2 if again else 1)
-                yield from part.of_unit(
-                    {name: shape}, gathers=reads, scatters=work.times, sums=work.times
-                )
+            owner, _, kind = name.rpartition(".")
+            module, again = part.module.get_submodule(owner), part.is_again(name)
+            if not (_travels(module) and kind == "weight"):
+                reads = times * (2 if again else 1)
+                shapes = {name: part.shape(name, parameter.shape)}
+                yield from part.of_unit(shapes, gathers=reads, scatters=times, sums=times)
                 continue
-            passes = 1 + again + isinstance(module, nn.Linear)
-            size = shape.numel()
-            yield Traffic(
-                *("fsdp", "parameters", "send"),
-                bytes=size * precision.compute.itemsize,
-                count=hops * passes * work.times,
-            )
-            yield Traffic(
-                *("fsdp", "gradients", "send"),
-                bytes=size * precision.reduce.itemsize,
-                count=(hops + 1) * work.times if hops else 0,
-            )
+            elements = _part(parameter.shape, _dim(part.plan.get(owner)), hops + 1).numel()
+            uses = [isinstance(module, nn.Linear)]
+            if isinstance(module, nn.Embedding) and getattr(work.args, "tied", False):
+                uses.append(True)
+            for is_product in uses:
+                # A look-up needs no weights in its backward.
+                passes = 1 + again + is_product
+                for what, dtype, count in (
+                    ("parameters", precision.compute, hops * passes),
+                    ("gradients", precision.reduce, hops),
+                ):
+                    for size, pieces in self._pieces(elements * dtype.itemsize):
+                        yield Traffic("fsdp", what, "send", size, count * pieces * times)
+
+            copies = work.degrees.dp_replicate
+            if copies > 1 and work.layout.communication.replicas.in_backward:
+                size = elements * precision.parameters.itemsize
+                yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
+
+    def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
+        """Bytes of the messages that a part takes, and how many there are of each."""
+        if not self.in_place:
+            yield size, 1
+            return
+        whole, rest = divmod(size, PIECE)
+        yield PIECE, whole
+        yield rest, bool(rest)
 
 
-class Neighbours(NamedTuple):
-    """The ring, as one rank sees it."""
+class Matrix(NamedTuple):
+    """A weight of which each rank has a part, split on a dim."""
 
-    group: ProcessGroup
+    weight: nn.Parameter
+    dim: int
 
     @property
-    def size(self) -> int:
-        return self.group.size()
+    def own(self) -> Tensor:
+        local: Tensor = cast("DTensor", self.weight).to_local()
+        return local
 
-    def visitor(self, hop: int) -> int:
-        """Whose rows are here after so many hops."""
-        return (self.group.rank() - hop) % self.size
-
-    def pass_on(self, *sent: Tensor) -> tuple[list[Tensor], list[Work]]:
-        """Begin to send tensors to the next rank; what arrives from the one before."""
-        rank = self.group.rank()
-        to, of = (dist.get_global_rank(self.group, (rank + n) % self.size) for n in (1, -1))
-        arriving = [torch.empty_like(tensor) for tensor in sent]
-        operations = [dist.P2POp(dist.isend, tensor, to, self.group) for tensor in sent]
-        operations += [dist.P2POp(dist.irecv, tensor, of, self.group) for tensor in arriving]
-        return arriving, dist.batch_isend_irecv(operations)
-
-
-class RingLinear(torch.autograd.Function):
-    """`F.linear(x, weight)` of rows that travel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor, ring: Neighbours, precision: Precision) -> Tensor:
-        """
-        Args:
-            x: (..., inputs).
-            own: (rows, inputs), as many rows on each rank.
-
-        Returns:
-            (..., ranks * rows).
-        """
-        ctx.ring, ctx.precision = ring, precision
-        ctx.save_for_backward(x, own)
-        rows, visiting = len(own), own.to(precision.compute)
-        out = x.new_empty(*x.shape[:-1], ring.size * rows)
-        for hop in range(ring.size):
-            arriving, works = ring.pass_on(visiting) if hop < ring.size - 1 else ([visiting], [])
-            first = ring.visitor(hop) * rows
-            out[..., first : first + rows] = F.linear(x, visiting)
-            visiting = _arrived(arriving, works)[0]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        (x, own), ring, precision = ctx.saved_tensors, ctx.ring, ctx.precision
-        rows, visiting = len(own), own.to(precision.compute)
-        of_x = torch.zeros_like(x, dtype=precision.reduce) if ctx.needs_input_grad[0] else None
-        flat = x.flatten(0, -2)
-        gradient = torch.zeros_like(own, dtype=precision.reduce)
-        for hop in range(ring.size):
-            arriving, works = ring.pass_on(visiting) if hop < ring.size - 1 else ([visiting], [])
-            first = ring.visitor(hop) * rows
-            of_rows = of_out[..., first : first + rows]
-            gradient += of_rows.flatten(0, -2).T @ flat
-            if of_x is not None:
-                of_x += of_rows @ visiting
-            visiting = _arrived(arriving, works)[0]
-            if ring.size > 1:
-                gradient = _arrived(*ring.pass_on(gradient))[0]
-        return None if of_x is None else of_x.to(x.dtype), gradient.to(own.dtype), None, None
-
-
-class RingEmbedding(torch.autograd.Function):
-    """`F.embedding(tokens, weight)` of rows that travel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, tokens: Tensor, ring: Neighbours, precision: Precision
-    ) -> Tensor:
-        """
-        Args:
-            own: (rows, D), as many rows on each rank.
-            tokens: (...), the rows to look up.
-        """
-        ctx.ring, ctx.precision = ring, precision
-        ctx.save_for_backward(own, tokens)
-        visiting = own.to(precision.compute)
-        out = visiting.new_zeros(*tokens.shape, own.shape[1])
-        for hop in range(ring.size):
-            arriving, works = ring.pass_on(visiting) if hop < ring.size - 1 else ([visiting], [])
-            local, is_there = _among(tokens, ring.visitor(hop) * len(own), len(own))
-            out += F.embedding(local, visiting) * is_there
-            visiting = _arrived(arriving, works)[0]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None, None, None]:
-        (own, tokens), ring, precision = ctx.saved_tensors, ctx.ring, ctx.precision
-        gradient = torch.zeros_like(own, dtype=precision.reduce)
-        for hop in range(ring.size):
-            local, is_there = _among(tokens, ring.visitor(hop) * len(own), len(own))
-            of_rows = (of_out * is_there).flatten(0, -2).to(precision.reduce)
-            gradient.index_add_(0, local.flatten(), of_rows)
-            if ring.size > 1:
-                gradient = _arrived(*ring.pass_on(gradient))[0]
-        return gradient.to(own.dtype), None, None, None
-
-
-def _among(tokens: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which of the rows tokens are, and whether they are any of them (..., 1)."""
-    is_there = (tokens >= first) & (tokens < first + rows)
-    return torch.where(is_there, tokens - first, 0), is_there[..., None]
-
-
-def _arrived(arriving: list[Tensor], works: list[Work]) -> list[Tensor]:
-    for work in works:
-        work.wait()
-    works.clear()  # they keep what was sent
-    return arriving
+    def shape(self, ranks: int) -> torch.Size:
+        """Of a part, filled up so that all are equal."""
+        return _part(self.weight.shape, self.dim, ranks)
 
 
 class Ring(Sharding):
     """Rotated weights at work."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, ring: Neighbours) -> None:
+        self.target, self.ring = target, ring
         mesh = target.mesh
-        self.ring = Neighbours(mesh.get_group(mesh.ndim - 1))
         self.copies = [mesh.get_group(axis) for axis in range(mesh.ndim - 1)]
-        self.rotated: list[nn.Parameter] = []
+        self.matrices: dict[nn.Module, Matrix] = {}
 
     def apply(self, part: nn.Module, blocks: "Mapping[str, nn.Module]") -> None:
         target = self.target
+        roles = tensor_roles(part, target.tensor_plan)
+        for name, module in part.named_modules():
+            if _travels(module):
+                dim = _dim(roles.get(name))
+                whole = cast(nn.Parameter, module.weight)
+                module.register_parameter("weight", simple_fsdp.laid_out(whole, target.mesh, dim))
+                self.matrices[module] = Matrix(cast(nn.Parameter, module.weight), dim)
+        inside = set()
+        for name, module in part.named_modules():
+            if roles.get(name) == "input_gather" and self._can_share(module):
+                inside |= self._travel_together(module)
+            elif isinstance(module, LinearLoss) and target.vocabulary_chunk:
+                module.core = self._loss
         kinds: dict[type[nn.Module], Callable[..., Tensor]]
-        kinds = {nn.Linear: _linear, nn.Embedding: _embedding}
-        matrices = [module for module in part.modules() if type(module) in kinds]
-        for module in matrices:
-            weight = simple_fsdp.laid_out(cast(nn.Parameter, module.weight), target.mesh)
-            module.register_parameter("weight", weight)
-            self.rotated.append(weight)
-            rotating = partial(kinds[type(module)], module, self.ring, target.precision)
-            module.forward = rotating
-        simple_fsdp.apply(
-            part, target.mesh, target.tensor_mesh, target.precision, without=set(matrices)
-        )
+        kinds = {nn.Linear: _product, nn.Embedding: _embedded}
+        for module in self.matrices.keys() - inside:
+            compute = kinds[type(module)]
+            module.forward = partial(compute, module, self.matrices[module], self._travel)
+        weights = {matrix.weight for matrix in self.matrices.values()}
+        simple_fsdp.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
     def after_backward(self) -> None:
         """Copies add up what the ring has brought home."""
         for group in self.copies:
-            for weight in self.rotated:
+            for weight, _ in self.matrices.values():
                 if weight.grad is not None:
                     dist.all_reduce(cast("DTensor", weight.grad).to_local(), group=group)
 
+    def _travel(
+        self, matrices: Sequence[Matrix], compute: "Compute"
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        own = [matrix.own for matrix in matrices]
+        shapes = [matrix.shape(self.ring.size) for matrix in matrices]
+        return travel(own, shapes, self.ring, self.target.precision, compute)
 
-def _linear(module: nn.Linear, ring: Neighbours, precision: Precision, x: Tensor) -> Tensor:
-    own = _padded(module.weight, ring.size)
-    out: Tensor = RingLinear.apply(x, own, ring, precision)  # type: ignore[no-untyped-call]
-    return out[..., : module.out_features]
+    def _can_share(self, module: nn.Module) -> bool:
+        """Whether each rank can have heads or features of its own."""
+        linears = [each for each in module.modules() if each in self.matrices]
+        are_whole = not attends(module) or self.target.heads % self.ring.size == 0
+        return are_whole and all(getattr(each, "bias", None) is None for each in linears)
+
+    def _travel_together(self, module: nn.Module) -> set[nn.Module]:
+        """Have a module compute with the parts of all linears inside at once."""
+        forward, linears = module.forward, [m for m in module.modules() if m in self.matrices]
+        visits: list[Visit] = []
+        for index, linear in enumerate(linears):
+            linear.forward = partial(lambda index, x: visits[-1].linear(x, index), index)
+
+        matrices = [self.matrices[linear] for linear in linears]
+
+        def rotating(*inputs: Any, **named: Any) -> Tensor:
+            def compute(visit: Visit) -> tuple[Tensor, ...]:
+                visits[:] = [visit]
+                return (forward(*inputs, **named),)
+
+            try:
+                return _added(self._travel(matrices, compute))
+            finally:  # recomputation ends by an exception
+                visits.clear()
+
+        module.forward = rotating
+        return set(linears)
+
+    def _loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The core of a `LinearLoss`: chunks of the logits of one part after the other."""
+        compiler = self.target.compile
+        backend = compiler.backend if compiler.compiles("loss") else ""
+        matrix = next(m for m in self.matrices.values() if m.weight is weight)
+
+        def compute(visit: Visit) -> tuple[Tensor, ...]:
+            hidden, rows = x.flatten(0, -2), len(weight)
+            chunk = self.target.vocabulary_chunk
+            return visit.statistics(hidden, targets.flatten(), chunk, backend, rows)
+
+        parts = [out for _, out in self._travel([matrix], compute)]
+        lse, of_target = (torch.stack(part) for part in zip(*parts, strict=True))
+        return summed(lse.logsumexp(0), of_target.sum(0), targets.flatten())
 
 
-def _embedding(
-    module: nn.Embedding, ring: Neighbours, precision: Precision, tokens: Tensor
-) -> Tensor:
-    own = _padded(module.weight, ring.size)
-    out: Tensor = RingEmbedding.apply(own, tokens, ring, precision)  # type: ignore[no-untyped-call]
-    return out
+Compute = Callable[[Visit], tuple[Tensor, ...]]
+Travel = Callable[[Sequence[Matrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
 
 
-def _padded(weight: Tensor, ranks: int) -> Tensor:
-    """This rank's rows, filled up to as many as the first rank has."""
-    own: Tensor = cast("DTensor", weight).to_local()
-    return F.pad(own, (0, 0, 0, -(-len(weight) // ranks) - len(own)))
+def _product(module: nn.Linear, matrix: Matrix, travel: Travel, x: Tensor) -> Tensor:
+    """A linear by itself."""
+    if matrix.dim == 0:
+        by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
+        out = torch.cat([out for _, (out,) in sorted(by_rank.items())], -1)
+        out = out[..., : module.out_features]
+    else:
+        out = _added(travel([matrix], lambda visit: (visit.linear(visit.inputs(x)),)))
+    return out if module.bias is None else out + module.bias
+
+
+def _embedded(module: nn.Embedding, matrix: Matrix, travel: Travel, tokens: Tensor) -> Tensor:
+    return _added(travel([matrix], lambda visit: (visit.embedding(tokens),)))
+
+
+def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
+    _, (total,) = next(parts)
+    for _, (out,) in parts:
+        total = total + out
+    return total
+
+
+def _travels(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
+def _dim(role: TensorRole | None) -> int:
+    """On which dim a weight is split."""
+    return 1 if role == "rowwise" else 0
+
+
+def _part(shape: torch.Size, dim: int, ranks: int) -> torch.Size:
+    sizes = list(shape)
+    sizes[dim] = -(-sizes[dim] // ranks)
+    return torch.Size(sizes)

@@ -1,7 +1,7 @@
 """What all ways to shard have in common: their settings, and what one does to a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
+from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.stages import Unit
@@ -48,6 +49,12 @@ class Target:
     communication: CommunicationConfig
     cpu_offload: bool
     device_type: str
+    tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
+    """What modules are to tensor parallelism, by their names in the model."""
+    heads: int = 1
+    """Ranks that divide this can have whole heads, of queries and of keys; 1: they cannot."""
+    vocabulary_chunk: int = 0
+    """Of the loss; 0: it is computed from logits."""
 
 
 class Sharding(Technique):

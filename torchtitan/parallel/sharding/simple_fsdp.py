@@ -10,7 +10,7 @@ Parameters keep their names, and lie as FSDP2 lays them, so checkpoints of one l
 Gradients are summed, never averaged, as in `fsdp2`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -125,19 +125,23 @@ def apply(
     mesh: DeviceMesh,
     tensor_mesh: DeviceMesh,
     precision: Precision,
-    without: Collection[nn.Module] = (),
+    without: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """Split and copy the parameters of `model` over `mesh` (copies, parts) or (parts), in place.
 
-    Those that tensor parallelism split over `tensor_mesh` stay split over it; the modules `without`
+    Those that tensor parallelism split over `tensor_mesh` stay split over it; those in `without`
     are left alone.
     """
     axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
     # One class for all modules alike, or the compiler would take each for another.
     kinds: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        if not parameters or module in without:
+        parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter not in without
+        }
+        if not parameters:
             continue
         for name, parameter in parameters.items():
             module.register_parameter(name, laid_out(parameter, mesh))
@@ -148,11 +152,11 @@ def apply(
         module.__class__ = kinds[kind, *parameters]
 
 
-def laid_out(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's part of a parameter, as FSDP2 would have it."""
+def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
+    """This rank's part of a parameter: as FSDP2 would have it, or split on another dim."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    split = placement(parameter, parts=mesh.size(-1)) or Shard(0)
+    split = placement(parameter, parts=mesh.size(-1)) or Shard(dim)
     placements = [*[Replicate()] * (mesh.ndim - 1), split]
     data = parameter.detach()
     inner = data.to_local() if isinstance(data, DTensor) else data

@@ -25,6 +25,16 @@ from torchtitan.tools.compare.words import (
 MOST_ROWS = 40
 """Of a curve in a table; `report.json` has them all."""
 
+MEMORY_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "states": "optimizer states",
+    "gathered": "gathered",
+    "activations": "activations",
+    "logits": "logits",
+}
+"""Of `Variant.memory_formula`, and what they are called."""
+
 EXPOSED = "exposed communication, of a traced step"
 
 
@@ -95,8 +105,13 @@ def sections(report: Report) -> list[Section]:
             tables=(parity(report),) if curves else (),
         ),
         Section("speed", "Speed", plots=(*speed(report), *time(report))),
-        Section("memory", "Memory", plots=tuple(memory(report))),
-        Section("traffic", "Communication", plots=tuple(sent(report))),
+        Section("memory", "Memory", plots=tuple(memory(report)), tables=tuple(held(report))),
+        Section(
+            "traffic",
+            "Communication",
+            plots=tuple(sent(report)),
+            tables=tuple(collectives(report)),
+        ),
         settings(report),
         Section("conditions", "Conditions and machine", tables=tuple(conditions(report))),
         Section("notes", "Notes", bullets=report.notes),
@@ -295,6 +310,50 @@ def memory(report: Report) -> Iterable[Plot]:
         numbers = Table(title, ("variant", "peak"), tuple(peaks.items()))
         figures = {"steps": plots.memory(report)}
         yield Plot("memory", "Peak memory", numbers, figures, "Of the worst rank.")
+
+
+def held(report: Report) -> Iterable[Table]:
+    """What a rank holds by formula, beside the measured peak."""
+    found = [each for each in report.ran if each.memory_formula]
+    parts = [p for p in MEMORY_PARTS if any(each.memory_formula.get(p) for each in found)]
+    if not parts:
+        return
+    rows = tuple(
+        (
+            each.name,
+            *(digits(each.memory_formula.get(part)) for part in parts),
+            digits(sum(each.memory_formula.values())),
+            digits(each.memory_gib),
+        )
+        for each in found
+    )
+    columns = ("variant", *(MEMORY_PARTS[part] for part in parts), "sum", "measured peak")
+    title = (
+        "Memory of a rank in GiB, by formula; on a CPU the measured peak is of the whole process"
+    )
+    yield Table(title, columns, rows)
+
+
+def collectives(report: Report) -> Iterable[Table]:
+    """What a step sends, as it was recorded and by formula."""
+    rows = tuple(
+        (
+            each.name,
+            kind.axis,
+            kind.operation.replace("_", "-"),
+            MISSING if kind.count is None else str(kind.count),
+            MISSING if kind.formula_count is None else str(kind.formula_count),
+            byte_size(kind.bytes),
+            byte_size(kind.formula_bytes),
+        )
+        for each in report.ran
+        for kind in each.collectives
+    )
+    if rows:
+        yield Table(
+            "Collectives of a step of rank 0; single numbers, as losses, are in no formula",
+            *(("variant", "axis", "operation", "recorded", "formula", "sent", "by formula"), rows),
+        )
 
 
 def sent(report: Report) -> Iterable[Plot]:

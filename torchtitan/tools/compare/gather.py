@@ -5,22 +5,25 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.checks import load_job
+from torchtitan.checks.memory import of_rank
 from torchtitan.config import CannotRun
+from torchtitan.device import GIB
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import of_step
+from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import compare_curves
-from torchtitan.tools.compare.report import Parity, Report, Spread, Status, Variant
+from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
 from torchtitan.tools.history import RunHistory
 
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
@@ -109,7 +112,8 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
-    sent, sent_note = _sent(each)
+    collectives = tuple(_collectives(each))
+    sent, sent_note = _sent(each, collectives)
     finished = each.runs
     return Variant(
         name=each.name,
@@ -129,6 +133,8 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         exposed_communication=_median([e for run in finished if (e := run.exposed) is not None]),
         sent_bytes=sent,
         sent_note=sent_note,
+        collectives=collectives,
+        memory_formula=_memory(each),
         startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
         compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
         parity=_parity(each, base),
@@ -159,25 +165,72 @@ def _shares(runs: Sequence[Measured]) -> dict[str, float]:
     return {name: each / total for name, each in seconds.items()} if total else {}
 
 
-def _sent(each: Candidate) -> tuple[dict[str, float], str]:
-    """Bytes by axis: what was recorded, and by formula what gloo does not record."""
+def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, float], str]:
+    """Bytes by axis: what was recorded, and by formula messages, which gloo does not record."""
     if not each.runs:
         return {}, ""
     sent, note = each.runs[0].sent
-    job = each.job
-    if note or job is None or job.degrees(each.ranks).pp == 1 or each.runs[0].has_messages:
+    messages = [kind for kind in kinds if kind.operation == "send" and kind.count is None]
+    if note or not messages:
         return sent, note
+    by_axis = dict(sent)
+    for kind in messages:
+        by_axis[kind.axis] = by_axis.get(kind.axis, 0.0) + (kind.formula_bytes or 0.0)
+    axes = ", ".join(kind.axis for kind in messages)
+    return by_axis, f"messages of {axes}: by formula, as gloo records none"
+
+
+def _collectives(each: Candidate) -> Iterator[Collectives]:
+    """What a step sends, by axis and operation: recorded, and by formula."""
+    if not each.runs or each.runs[0].sent[1]:
+        return
+    recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
+    formulas = _formulas(each) or {}
+    for kind in sorted(recorded.keys() | formulas.keys()):
+        found, said = recorded.get(kind), formulas.get(kind)
+        is_hidden = kind[1] == "send" and not each.runs[0].has_messages
+        yield Collectives(
+            axis=kind[0],
+            operation=kind[1],
+            count=found["count"] if found else None if is_hidden else 0,
+            bytes=found["bytes"] if found else None if is_hidden else 0.0,
+            formula_count=said[0] if said else None,
+            formula_bytes=said[1] if said else None,
+        )
+
+
+def _formulas(each: Candidate) -> dict[tuple[str, str], tuple[int, float]] | None:
+    """By axis and operation how many there are in a step, and the bytes that rank 0 sends."""
+    job = each.job
+    if job is None:
+        return None
     degrees, layout, spec = job.degrees(each.ranks), job.layout(), MODELS[job.model.name]
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     try:
         traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
     except NotImplementedError:
-        return sent, "between stages: not known, as gloo records no messages"
-    between = sum(one.sent(degrees.pp) for one in traffic if one.axis == "pp")
-    return sent | {
-        "pp": sent.get("pp", 0.0) + between
-    }, "between stages: by formula, as gloo records no messages"
+        return None
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
+    used = [axis for axis, size in degrees._asdict().items() if size > 1]
+    # A run names ranks that share parameters by the axis that they are all of.
+    names = {"fsdp": "dp_shard" if degrees.cp == 1 else "fsdp"}
+    for one in traffic:
+        axis = used[0] if len(used) == 1 else names.get(one.axis, one.axis)
+        kind = NEIGHBORS if one.ranks else axis, one.operation
+        count, size = found.get(kind, (0, 0.0))
+        found[kind] = count + one.count, size + one.sent(sizes[one.axis])
+    return found
+
+
+def _memory(each: Candidate) -> dict[str, float]:
+    """GiB that a rank holds by formula, by what they are for."""
+    plan = of_rank(each.job, each.ranks) if each.job and each.runs else None
+    if plan is None:
+        return {}
+    parts = plan.estimate()._asdict()
+    return {name: size / GIB for name, size in parts.items() if name != "on_host"}
 
 
 def _parity(each: Candidate, base: Candidate) -> Parity:

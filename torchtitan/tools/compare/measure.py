@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.tools.compare.launch import read_outcome
 from torchtitan.tools.compare.report import Curve, FinishedRun, Spread
@@ -89,6 +90,12 @@ class Measured:
     def has_messages(self) -> bool:
         """Whether sends and receives were recorded; gloo does not."""
         return bool(self.history.last_event("traffic").get("messages"))
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Of a step of rank 0, by axis and operation: how many, and the bytes that it sends."""
+        found: list[dict[str, Any]] = self.history.last_event("traffic").get("collectives", [])
+        return found
 
     @property
     def sent(self) -> tuple[dict[str, float], str]:

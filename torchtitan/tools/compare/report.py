@@ -5,7 +5,7 @@ Every number is of one place: a form that shows it rounds it, and computes nothi
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ran", "cannot run", "failed", "not run"]
@@ -71,6 +71,21 @@ class FinishedRun:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """Those of a step alike in axis and operation: recorded, and by formula."""
+
+    axis: str
+    operation: str
+    count: int | None
+    """As recorded, of rank 0; None: this backend records none."""
+    bytes: float | None
+    """That rank 0 sends for all of them."""
+    formula_count: int | None
+    """None: there is no formula."""
+    formula_bytes: float | None
+
+
+@dataclass(frozen=True)
 class Variant:
     """A recipe of the comparison, and what its runs came to."""
 
@@ -108,6 +123,9 @@ class Variant:
     loss: Curve | None
     """Of the first finished run with the seed of the study."""
     grad_norm: Curve | None
+    collectives: tuple[Collectives, ...] = ()
+    memory_formula: dict[str, float] = field(default_factory=dict)
+    """GiB that a rank holds by what they are for, by `parallel.memory`."""
     planned: dict[str, float] | None = None
     """What `torchtitan plan` foresaw, by the names used here; None: it was not asked."""
 

@@ -1,0 +1,99 @@
+"""Strategies of FSDP (arXiv:2304.11277): what each sends and holds, and what they do on CUDA."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.collectives import formulas
+from tests import layouts
+from tests.layouts import RESHARD, Case, case
+from tests.ranks import run_ranks
+from tests.runs import Trace, trace
+from torchtitan.checks.memory import of_rank
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel.sharding import fsdp2
+
+ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
+STRATEGIES: dict[str, tuple[Case, float]] = {
+    "no shard": (case(replicate=4, batch=2), 2 * 3 / 4),
+    "grad-op": (case(shard=4, **NEVER), 2 * 3 / 4),
+    "full shard": (case(shard=4, **ALWAYS), 3 * 3 / 4),
+    "regathered by 2": (case(shard=4, sharding=layouts.REGATHER, **ALWAYS), 2 * 3 / 4 + 1 / 2),
+    "hybrid full shard": (case(replicate=2, shard=2, **ALWAYS), 3 / 2 + 2 * 1 / 2 / 2),
+    "hybrid grad-op": (case(replicate=2, shard=2, **NEVER), 2 / 2 + 2 * 1 / 2 / 2),
+}
+"""Each with what a rank sends in a step, in parameters of the model."""
+
+
+def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
+    """One whose matrices all ranks divide."""
+    return layouts.job(layout, "AdamW", model={"flavor": "even"}, **sections)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_sends_what_the_paper_says(name: str) -> None:
+    layout, expected = STRATEGIES[name]
+    job = recipe(layout)
+    spec, degrees = MODELS[job.model.name], job.degrees(layout.ranks)
+    assert job.accumulation(degrees) == 1
+    model = build_empty(spec.build, job.model_args(), job.training.seq_len)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
+    found = sum(one.sent(sizes[one.axis]) for one in formulas(job, layout.ranks))
+    assert found == pytest.approx(expected * size, rel=5e-3)  # rows of the tables are filled up
+
+
+def test_accumulating_whole_reduces_once() -> None:
+    """With 4 microbatches, gathers are the same, and there is one reduction in place of 4."""
+    parts, whole = (
+        {
+            (one.what, one.operation): one.count
+            for one in formulas(recipe(case(shard=2, batch=1, sharding=sharding)), 2)
+        }
+        for sharding in ({}, layouts.WHOLE)
+    )
+    reduction = "gradients", "reduce_scatter"
+    assert parts[reduction] == 4 * whole.pop(reduction)
+    del parts[reduction]
+    assert parts == whole
+
+
+def test_a_rank_holds_its_share() -> None:
+    """Parameters, gradients and states as in ZeRO (arXiv:1910.02054): 16 bytes of each over F."""
+    one, four = (of_rank(recipe(case(shard=ranks, batch=1)), ranks) for ranks in (1, 4))
+    assert one is not None
+    assert four is not None
+    whole, share = one.estimate(), four.estimate()
+    assert whole.parameters + whole.gradients + whole.states == 16 * one.sizes.total
+    for part in ("parameters", "gradients", "states"):
+        assert getattr(share, part) == getattr(whole, part) / 4
+
+
+def overlapped(job: JobConfig) -> Trace:
+    """A run that gathers ahead as on CUDA, where a CPU has it done at once."""
+    apply = fsdp2.FullyShard.apply
+
+    def applied(self: fsdp2.FullyShard, part: Any, blocks: Any) -> None:
+        apply(self, part, blocks)
+        self._overlap(self.modules[-1 - len(blocks) : -1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp2.FullyShard, "apply", applied)
+        return trace(job)
+
+
+@pytest.mark.gate
+def test_gathering_ahead_changes_nothing() -> None:
+    ahead = {"name": "fsdp2", "forward_prefetch": 2, "backward_prefetch": 2}
+    plain = recipe(case(shard=2, **ALWAYS))
+    (expected, _), (found, _) = (
+        run_ranks(run, 2, job)
+        for run, job in (
+            (trace, plain),
+            (overlapped, recipe(case(shard=2, sharding=ahead, **ALWAYS))),
+        )
+    )
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
