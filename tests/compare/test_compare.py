@@ -29,9 +29,11 @@ def curve(values: list[float | None]) -> Curve:
 def verdict(ours: list[float | None], theirs: list[float | None], **more: Any) -> str:
     job = more.get("job", tiny.job())
     norms = curve([1.0] * len(ours))
-    others = [curve(values) for values in more.get("others", [])]
+    others, our_others = (
+        [curve(values) for values in more.get(name, [])] for name in ("others", "our_others")
+    )
     return compare_curves(
-        curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others
+        curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others, our_others
     ).verdict
 
 
@@ -88,6 +90,11 @@ def test_seeds_are_the_yardstick_of_what_rounds_otherwise() -> None:
     assert verdict(far, base, job=CONVERTED, others=others) == "differs"
     assert verdict(near, base, others=others) == "within seeds"
     assert verdict([*near[:-1], None], base, job=CONVERTED, others=others) == "not judged"
+    # Where the variant was run with them too, means are compared.
+    lower = [[v - 0.3 for v in base if v], [v - 0.25 for v in base if v]]
+    assert verdict(far, base, others=others, our_others=lower) == "within seeds"
+    assert verdict(near, base, others=others, our_others=lower) == "differs"
+    assert verdict(near, base, others=others, our_others=lower[:1]) == "not judged"
 
 
 def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:

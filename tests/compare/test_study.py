@@ -131,6 +131,11 @@ def test_rounds_alternate_and_seeds_follow_the_first(tmp_path: Path) -> None:
         *[("1", "round-2", 0), ("0", "round-2", 0)],
         *[("0", "round-3", 0), ("1", "round-3", 0)],
     ]
+    text = 'rounds = 1\nseeds = [7]\nseeds_of = "all"\n' + variants("", "")
+    study = read_study(write(tmp_path, text))
+    assert [(task.ready.name, task.seed) for task in tasks(study, prepare(study))] == [
+        *[("0", 0), ("1", 0), ("0", 7), ("1", 7)],
+    ]
 
 
 def test_a_run_is_another_if_its_recipe_is(tmp_path: Path) -> None:

@@ -257,6 +257,7 @@ def _parity(each: Candidate, base: Candidate) -> Parity:
         base_run.curve("grad_norm"),
         (each.job, base.job),
         [run.curve("loss") for run in base.other_seeds],
+        [run.curve("loss") for run in each.other_seeds],
     )
 
 

@@ -34,6 +34,7 @@ def compare_curves(
     their_norms: Curve,
     jobs: Sequence[JobConfig],
     others: Sequence[Curve],
+    our_others: Sequence[Curve] = (),
 ) -> Parity:
     """The verdict on a variant.
 
@@ -42,6 +43,7 @@ def compare_curves(
         theirs, their_norms: of the baseline.
         jobs: both recipes.
         others: the loss of the baseline with other seeds.
+        our_others: of the variant with the same seeds, if it was run with them too.
     """
     dtype = coarsest(jobs)
     if dtype is None:
@@ -49,7 +51,7 @@ def compare_curves(
         if not others:
             why = "linears in Float8 or MXFP8 have no tolerance by dtype; give the study seeds"
             return Parity("not judged", why, *differences)
-        return _by_seeds(ours, theirs, others, differences)
+        return _by_seeds((ours, *our_others), (theirs, *others), differences)
     growth = GROWTH[dtype]
     loss = difference(ours, theirs, growth)
     norm = difference(our_norms, their_norms, NORM * growth)
@@ -62,7 +64,7 @@ def compare_curves(
         later = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
         return Parity("same", f"within {rule}{later}", loss, norm)
     if others:
-        return _by_seeds(ours, theirs, others, (loss, norm))
+        return _by_seeds((ours, *our_others), (theirs, *others), (loss, norm))
     return Parity("differs", f"more than {rule}", loss, norm)
 
 
@@ -91,25 +93,29 @@ def difference(ours: Curve, theirs: Curve, growth: float) -> CurveDifference | N
 
 
 def _by_seeds(
-    ours: Curve,
-    theirs: Curve,
-    others: Sequence[Curve],
+    ours: Sequence[Curve],
+    theirs: Sequence[Curve],
     differences: tuple[CurveDifference | None, CurveDifference | None],
 ) -> Parity:
-    ends = [end for end in map(_end, (theirs, *others)) if end is not None]
-    mine = _end(ours)
-    if mine is None or len(ends) < 2:
+    """Both with the seed of the study first; the variant's others are the baseline's, or none."""
+    if 1 < len(ours) < len(theirs):
+        return Parity("not judged", "it was not run with every seed of the baseline", *differences)
+    ends = [end for end in map(loss_at_end, (*ours, *theirs)) if end is not None]
+    if len(ends) < len(ours) + len(theirs):
         return Parity("not judged", "a loss at the end is not finite", *differences)
-    low, high = min(ends), max(ends)
-    apart, chance = abs(mine - ends[0]), high - low
+    mine, base = ends[: len(ours)], ends[len(ours) :]
+    apart = abs(statistics.fmean(mine) - statistics.fmean(base[: len(mine)]))
+    chance = max(base) - min(base)
+    over = f", over {len(mine)} seeds," if len(mine) > 1 else ""
     rule = (
-        f"the mean loss of the last third is {apart:.4f} from the baseline's, and {len(ends)} "
-        f"seeds of it lie within {chance:.4f}"
+        f"the mean loss of the last third{over} is {apart:.4f} from the baseline's, and "
+        f"{len(base)} seeds of it lie within {chance:.4f}"
     )
     return Parity("within seeds" if apart <= chance else "differs", rule, *differences)
 
 
-def _end(curve: Curve) -> float | None:
+def loss_at_end(curve: Curve) -> float | None:
+    """The mean of the last third of the steps; None where one of them is not finite."""
     last = curve.values[-max(len(curve.values) // LAST, 1) :]
     finite = [value for value in last if value is not None]
     return statistics.fmean(finite) if len(finite) == len(last) and last else None

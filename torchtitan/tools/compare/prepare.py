@@ -168,9 +168,10 @@ def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
         for ready in runnable[:: 1 if number % 2 else -1]:
             found.append(_task(study, ready, number, None))
         if number == 1:
-            baselines = [ready for ready in runnable if ready.name == study.baseline]
-            for ready in baselines:
-                found += [_task(study, ready, 1, seed) for seed in study.conditions.seeds]
+            every = study.conditions.seeds_of == "all"
+            chosen = [ready for ready in runnable if every or ready.name == study.baseline]
+            for seed in study.conditions.seeds:
+                found += [_task(study, ready, 1, seed) for ready in chosen]
     return found
 
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,9 @@ class Conditions(Config):
     steps: int = Field(20, ge=2, description="Steps after those, which are measured.")
     seeds: tuple[int, ...] = Field(
         (), description="Further seeds for the baseline: the spread that chance alone has."
+    )
+    seeds_of: Literal["baseline", "all"] = Field(
+        "baseline", description="Which variants are run with them too."
     )
     trace: bool = Field(
         True, description="Trace a last step, not measured, for the time spent communicating."
