@@ -51,6 +51,23 @@ SHARD, REPLICATE, TENSOR, CONTEXT, PIPELINE = (
 )
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+
+
+def few_bits(bits: int, **ways: str) -> dict[str, Any]:
+    """The keys of `[communication]` that send weights or gradients in few bits."""
+    settings = {"bits": bits, "bucket": 256}
+    return {
+        f"communication.{what}.{key}": value
+        for what, name in ways.items()
+        for key, value in {"name": name, **settings}.items()
+    }
+
+
+def decoupled(name: str) -> dict[str, Any]:
+    """The keys by which copies agree on a part of their momentum."""
+    return {"communication.replicas.name": name, "training.max_norm": 0.0}
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DDP 2": {REPLICATE: 2},
     "DDP 4": {REPLICATE: 4},
@@ -69,6 +86,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP 2 x CP 2": {SHARD: 2, CONTEXT: 2},
     "FSDP 2 x PP 2": {SHARD: 2, PIPELINE: 2},
     "FSDP 2 x TP 2 x PP 2": {SHARD: 2, TENSOR: 2, PIPELINE: 2},
+    "SimpleFSDP 4": {SHARD: 4, "sharding.name": "simple_fsdp"},
+    "RTP 4": {SHARD: 4, "sharding.name": "rotated"},
+    "LoCo 4, 8 bits": {SHARD: 4, **few_bits(8, gradients="loco")},
+    "LoCo 4, 4 bits": {SHARD: 4, **few_bits(4, gradients="loco")},
+    "QSDP 4, 8 bits": {SHARD: 4, **few_bits(8, weights="qsdp", gradients="qsdp")},
+    "QSDP 4, 4 bits": {SHARD: 4, **few_bits(4, weights="qsdp", gradients="qsdp")},
+    **{
+        f"HSDP 2 x 2, {name}": {REPLICATE: 2, SHARD: 2, **decoupled(name)}
+        for name in ("demo", "random", "striding", "slicing")
+    },
+    "HSDP 2 x 2, demo, LoCo, 4 bits": {
+        REPLICATE: 2,
+        SHARD: 2,
+        **decoupled("demo"),
+        **few_bits(4, gradients="loco"),
+    },
 }
 """Keys of a recipe that differ from one rank's."""
 

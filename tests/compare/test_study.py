@@ -84,6 +84,10 @@ def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Pa
             'baseline = "2"\n' + variants("", ""),
             ':1: baseline: got "2"; allowed: 0, 1',
         ),
+        (
+            'seeds_of = ["2"]\n' + variants("", ""),
+            ': seeds_of: got "2"; allowed: 0, 1',
+        ),
         ("round = 2\n" + variants("", ""), ":1: round: unknown key; allowed: "),
         ("rounds = 0\n" + variants("", ""), ":1: rounds: got 0; wanted an integer >= 1"),
         (variants(""), ": got 1 variants; wanted two or more to compare"),
@@ -131,10 +135,10 @@ def test_rounds_alternate_and_seeds_follow_the_first(tmp_path: Path) -> None:
         *[("1", "round-2", 0), ("0", "round-2", 0)],
         *[("0", "round-3", 0), ("1", "round-3", 0)],
     ]
-    text = 'rounds = 1\nseeds = [7]\nseeds_of = "all"\n' + variants("", "")
+    text = 'rounds = 1\nseeds = [7]\nseeds_of = ["2"]\n' + variants("", "", "")
     study = read_study(write(tmp_path, text))
     assert [(task.ready.name, task.seed) for task in tasks(study, prepare(study))] == [
-        *[("0", 0), ("1", 0), ("0", 7), ("1", 7)],
+        *[("0", 0), ("1", 0), ("2", 0), ("0", 7), ("2", 7)],
     ]
 
 

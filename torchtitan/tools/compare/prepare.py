@@ -168,8 +168,8 @@ def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
         for ready in runnable[:: 1 if number % 2 else -1]:
             found.append(_task(study, ready, number, None))
         if number == 1:
-            every = study.conditions.seeds_of == "all"
-            chosen = [ready for ready in runnable if every or ready.name == study.baseline]
+            with_seeds = (study.baseline, *study.conditions.seeds_of)
+            chosen = [ready for ready in runnable if ready.name in with_seeds]
             for seed in study.conditions.seeds:
                 found += [_task(study, ready, 1, seed) for ready in chosen]
     return found

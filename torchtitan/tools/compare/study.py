@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -55,8 +55,8 @@ class Conditions(Config):
     seeds: tuple[int, ...] = Field(
         (), description="Further seeds for the baseline: the spread that chance alone has."
     )
-    seeds_of: Literal["baseline", "all"] = Field(
-        "baseline", description="Which variants are run with them too."
+    seeds_of: tuple[str, ...] = Field(
+        (), description="Variants that are run with them too: those that round otherwise."
     )
     trace: bool = Field(
         True, description="Trace a last step, not measured, for the time spent communicating."
@@ -243,6 +243,9 @@ def _study(
     if names and baseline not in names:
         got = f"{baseline_at or where}: baseline: got {show(baseline)}"
         problems.append(f"{got}; {allowed_names(baseline, names)}")
+    for name in set(conditions.seeds_of) - set(names):
+        got = f"{where}: seeds_of: got {show(name)}"
+        problems.append(f"{got}; {allowed_names(name, names)}")
     if problems:
         raise RecipeError(problems)
     return Study(
