@@ -61,6 +61,14 @@ class Picture:
         path = f'd="M{x:g} {y:g}L{to_x:g} {to_y:g}"'
         self.parts.append(f'<path {path} stroke="{INK}" marker-end="url(#tip)"{start}/>')
 
+    def line(
+        self, points: Iterable[tuple[float, float]], color: str, width: float = 1, dash: str = ""
+    ) -> None:
+        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        style = f'fill="none" stroke="{color}" stroke-width="{width:g}"{dashed}'
+        self.parts.append(f'<polyline points="{at}" {style}/>')
+
     def boxes(self, boxes: Iterable[Box], fill: str) -> None:
         """Many of one colour, as one path; edges without a seam."""
         path = "".join(f"M{x:g} {y:g}h{wide:g}v{high:g}h{-wide:g}z" for x, y, wide, high in boxes)

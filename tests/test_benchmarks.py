@@ -186,6 +186,13 @@ def test_kept_counts_are_those_of_the_formulas() -> None:
     assert all(formula == counted for *_, formula, counted, _ in kept)
 
 
+def test_techniques_are_counted() -> None:
+    kept = rows((ROOT / "benchmarks/results/collectives.md").read_text())
+    names = " ".join({name for name, *_ in kept})
+    for technique in ("SimpleFSDP", "RTP", "LoCo", "QSDP", "demo", "random", "striding", "slicing"):
+        assert technique in names
+
+
 @pytest.mark.parametrize("name", ["parallel", "collectives"])
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
