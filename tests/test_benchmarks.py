@@ -193,7 +193,35 @@ def test_techniques_are_counted() -> None:
         assert technique in names
 
 
-@pytest.mark.parametrize("name", ["parallel", "collectives"])
+def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bandwidth = importlib.import_module("bandwidth")
+
+    def measured(size: float, computing: float) -> object:
+        """A step takes `computing`, and as long as its bytes take."""
+        speeds = {f"{gigabits:g}": 1e9 * gigabits for gigabits in bandwidth.GIGABITS}
+        seconds = {name: [computing + 8 * size / speed] for name, speed in speeds.items()}
+        cores = os.cpu_count() or 1
+        return bandwidth.Measured(512, size, seconds | {"": [computing]}, [cores * computing])
+
+    plain, few_bits, slower = measured(8e6, 0.1), measured(2e6, 0.2), measured(8e6, 0.2)
+    found = bandwidth.crossing(few_bits, plain)
+    assert found.formula == pytest.approx(8 * 6e6 / 0.1 / 1e9)
+    assert found.measured == pytest.approx(found.formula, rel=0.2)
+    assert bandwidth.crossing(slower, plain) == (None, None)
+    assert bandwidth.crossing(measured(2e6, 0.1), plain).formula == float("inf")
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "communication"])
+def test_the_documentation_quotes_what_was_measured(name: str) -> None:
+    docs = (ROOT / "docs/communication.md").read_text()
+    quoted = docs.partition(f"<!-- Written by benchmarks/{name}.py -->\n\n")[2].partition("\n\n")[0]
+    lines = quoted.splitlines()
+    assert len(lines) > 5
+    assert set(lines) <= set((ROOT / f"benchmarks/results/{name}.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["parallel", "collectives", "bandwidth", "communication"])
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
     assert re.search(rf"`python benchmarks/{name}\.py.*`: .+ cores, torch .+, Python .+, 20", page)

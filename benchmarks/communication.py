@@ -1,0 +1,243 @@
+"""What each way to send costs, saves and learns: a page of the runs of a study.
+
+    torchtitan compare train_configs/studies/communication_debug.toml
+    python benchmarks/communication.py --output benchmarks/results/communication.md
+
+The first makes the runs, and goes on where it was stopped; the second reads those that are there.
+The loss of a run is the mean of its last 30 steps. Variants that round otherwise are run from three
+seeds: the spread is their standard deviation, and the gap is taken seed by seed, since a seed
+determines the data and the first weights.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from quoted import quote
+
+from torchtitan.job import JobConfig
+from torchtitan.tools.compare.gather import Candidate, sent_bytes
+from torchtitan.tools.compare.launch import is_done
+from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.parity import compare_curves
+from torchtitan.tools.compare.prepare import Ready, prepare, tasks
+from torchtitan.tools.compare.study import Study, read_study
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from svg import INK, LINE, MUTED, Picture  # noqa: E402
+
+STUDY = ROOT / "train_configs/studies/communication_debug.toml"
+LAST = 30
+"""Steps whose mean is the loss of a run."""
+
+
+class Variant:
+    """Its finished runs, by seed."""
+
+    def __init__(self, name: str, job: JobConfig, ranks: int, runs: Mapping[int, Measured]) -> None:
+        self.name, self.job, self.ranks, self.runs = name, job, ranks, dict(sorted(runs.items()))
+
+    @property
+    def first(self) -> Measured:
+        return next(iter(self.runs.values()))
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that rank 0 sends in a step, by axis."""
+        return sent_bytes(Candidate(self.name, self.job, self.ranks, "ran", (), (self.first,)))[0]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By seed."""
+        curves = {seed: run.curve("loss").values[-LAST:] for seed, run in self.runs.items()}
+        return {seed: statistics.fmean(v or 0.0 for v in values) for seed, values in curves.items()}
+
+    @property
+    def milliseconds(self) -> str:
+        """Of a step: median and quartiles, of all runs."""
+        of_all = spread([1000 * s for run in self.runs.values() for s in run.step_seconds])
+        assert of_all is not None
+        return f"{of_all.median:,.0f} ({of_all.quartile_1:,.0f} to {of_all.quartile_3:,.0f})"
+
+    def parity(self, base: "Variant") -> str:
+        """Whether the first steps are those of the baseline, and how far the loss is off."""
+        ours, theirs = self.first, base.first
+        curves = [run.curve(key) for key in ("loss", "grad_norm") for run in (ours, theirs)]
+        found = compare_curves(*curves, (self.job, base.job), [])
+        off = f": {found.loss.largest:.0e} at step {found.loss.step}" if found.loss else ""
+        return f"{found.verdict}{off}"
+
+
+def finished(study: Study) -> dict[str, Variant]:
+    """The variants that have runs."""
+    conditions = study.conditions
+    warmup, last = conditions.warmup_steps, conditions.warmup_steps + conditions.steps
+    found: dict[str, dict[int, Measured]] = {}
+    ready: dict[str, Ready] = {}
+    for task in tasks(study, prepare(study)):
+        if is_done(task):
+            run = Measured(task.folder, task.round, task.seed, warmup, last)
+            found.setdefault(task.ready.name, {}).setdefault(task.seed, run)
+            ready[task.ready.name] = task.ready
+    return {
+        name: Variant(name, ready[name].job, ready[name].plan.ranks, runs)
+        for name, runs in found.items()
+    }
+
+
+PAGE = """\
+# What each way to send costs, saves and learns
+
+<!-- Written by benchmarks/communication.py. -->
+
+Four ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens,
+each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
+replicas that agree on a part of their momentum.
+
+`torchtitan compare {study}`, then
+`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
+Others used the machine meanwhile, so **the times say little**, as their quartiles show.
+
+*MB sent* is by rank 0 in a step, by axis: counted, but for RTP's messages, which are by formula.
+*Loss* is the mean of the last {last} steps over the seeds, ± their standard deviation. *Gap* is the
+loss minus that of {base} with the same seed: the mean, and the least and the most. *First steps*:
+whether loss and gradient norm of the first ten are those of {base} within rounding, by the rule of
+[compare](../../docs/compare.md).
+
+{table}
+![Loss at the end, by seed]({plot})
+
+## What this can show, and what it cannot
+
+- The bytes are exact, and do not depend on the machine.
+- {seeds} seeds of {base} lie {chance:.3f} apart; what is exact has one. Gaps are taken seed by seed,
+  and so are far smaller. Where they have one sign for all seeds, they suggest an order; so few seeds
+  do not prove it, and a gap with both signs shows nothing. {steps} steps of a model this small have
+  mostly learned how often each byte occurs: a loss that rounding spoils late would not be seen.
+- The memory is nearly all Python and torch; the model has {mb:.1f} MB of weights. It shows neither
+  what sharding saves nor the errors that LoCo keeps.
+- Replicas that agree by signs train with another optimizer, so their gap is that of SGD by signs
+  too, and not of what is sent alone.
+"""
+
+
+TABLE = """\
+| | MB sent | GiB | ms a step (middle half) | seeds | loss | gap | first steps |
+|---|---|---:|---:|---:|---:|---:|---|
+{rows}
+"""
+
+
+def table(found: Mapping[str, Variant], base: Variant) -> str:
+    """A row for each variant."""
+    rows = []
+    for name, each in found.items():
+        sent = ", ".join(f"{axis} {size / 1e6:.3f}" for axis, size in each.sent.items())
+        losses = each.losses
+        deviation = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
+        gaps = [loss - base.losses[seed] for seed, loss in losses.items() if seed in base.losses]
+        least_and_most = f" ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else ""
+        is_base = each is base
+        memory = max(run.memory_gib or 0.0 for run in each.runs.values())
+        cells = [
+            *(name, sent, f"{memory:.2f}", each.milliseconds, str(len(losses))),
+            f"{statistics.fmean(losses.values()):.3f}{deviation}",
+            "" if is_base else f"{statistics.fmean(gaps):+.3f}{least_and_most}",
+            "" if is_base else each.parity(base),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return TABLE.format(rows="\n".join(rows))
+
+
+def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) -> str:
+    base = found[study.baseline]
+    environment = base.first.history.environment
+    job = base.job
+    rows_of_base = base.first.all
+    parameters = model_size(job)
+    return PAGE.format(
+        study=STUDY.relative_to(ROOT),
+        command=command,
+        device=environment.get("device"),
+        torch=environment.get("torch"),
+        python=environment.get("python"),
+        cores=os.cpu_count(),
+        date=time.strftime("%Y-%m-%d"),
+        steps=study.conditions.warmup_steps + study.conditions.steps,
+        tokens=rows_of_base[0]["tokens"],
+        parameters=parameters,
+        mb=4 * parameters / 1e6,
+        last=LAST,
+        base=base.name,
+        seeds=len(base.losses),
+        chance=max(base.losses.values()) - min(base.losses.values()),
+        table=table(found, base),
+        plot=plot,
+    )
+
+
+def model_size(job: JobConfig) -> int:
+    """Parameters."""
+    from torchtitan.models import MODELS
+    from torchtitan.models.spec import build_empty
+
+    model = build_empty(MODELS[job.model.name].build, job.model_args(), job.training.seq_len)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def draw(variants: Sequence[Variant]) -> Picture:
+    """A row for each variant, with a dot for each seed and a bar at their mean."""
+    left, right, row = 140, 600, 26
+    bottom = 30 + row * len(variants)
+    about = "A row for each way to send; a dot for each seed at its loss, a bar at the mean."
+    picture = Picture("Loss at the end, by seed", about, 640, bottom + 48)
+    every = [loss for each in variants for loss in each.losses.values()]
+    apart = (max(every) - min(every)) / 10 or 0.1
+    low, high = min(every) - apart, max(every) + apart
+
+    def x(loss: float) -> float:
+        return left + (right - left) * (loss - low) / (high - low)
+
+    for number in range(5):
+        loss = low + number * (high - low) / 4
+        picture.line([(x(loss), 20), (x(loss), bottom)], LINE, width=0.5)
+        picture.text(x(loss), bottom + 18, f"{loss:.2f}", "middle")
+    picture.text(
+        (left + right) / 2, bottom + 38, f"mean loss of the last {LAST} steps", "middle", MUTED
+    )
+    for number, each in enumerate(variants):
+        at = 40 + row * number
+        picture.text(left - 12, at + 4, each.name, "end")
+        mean = statistics.fmean(each.losses.values())
+        picture.line([(x(mean), at - 9), (x(mean), at + 9)], INK, width=2)
+        for loss in each.losses.values():
+            picture.rect(x(loss) - 3, at - 3, 6, 6, "#1f6feb")
+    return picture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
+    parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
+    arguments = parser.parse_args()
+    study = read_study(STUDY)
+    found = finished(study)
+    plot = arguments.output.with_suffix(".svg").name if arguments.output else "communication.svg"
+    command = " ".join(["python", "benchmarks/communication.py", *sys.argv[1:]])
+    text = page(study, found, plot, command)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+        arguments.output.with_suffix(".svg").write_text(str(draw(list(found.values()))))
+    if arguments.docs:
+        quote("communication.py", table(found, found[study.baseline]), arguments.docs)
+
+
+if __name__ == "__main__":
+    main()

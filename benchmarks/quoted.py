@@ -1,0 +1,16 @@
+"""Puts a table of a page of results into a page of the documentation."""
+
+import re
+from pathlib import Path
+
+
+def quote(name: str, table: str, page: Path) -> None:
+    """Write `table` where `page` has a place for what benchmarks/`name` writes.
+
+    That is below the comment that says so, up to the next empty line after it.
+    """
+    mark = rf"<!-- Written by benchmarks/{re.escape(name)} -->\n"
+    place = re.compile(rf"({mark}\n)(?:\|.*\n)*", re.MULTILINE)
+    text, places = place.subn(lambda found: found[1] + table + "\n", page.read_text("utf-8"))
+    assert places == 1, f"{page} has {places} places for the table"
+    page.write_text(text, encoding="utf-8")
