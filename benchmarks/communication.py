@@ -116,10 +116,11 @@ whether loss and gradient norm of the first ten are those of {base} within round
 ## What this can show, and what it cannot
 
 - The bytes are exact, and do not depend on the machine.
-- {seeds} seeds of {base} lie {chance:.3f} apart; what is exact has one. Gaps are taken seed by seed,
-  and so are far smaller. Where they have one sign for all seeds, they suggest an order; so few seeds
-  do not prove it, and a gap with both signs shows nothing. {steps} steps of a model this small have
-  mostly learned how often each byte occurs: a loss that rounding spoils late would not be seen.
+- {seeds} seeds of {base} lie {chance:.3f} apart; what is exact has one. Gaps are taken seed
+  by seed, and so are far smaller. Where they have one sign for all seeds, they suggest an order;
+  so few seeds do not prove it, and a gap with both signs shows nothing. {steps} steps of a model
+  this small have mostly learned how often each byte occurs: a loss that rounding spoils late would
+  not be seen.
 - The memory is nearly all Python and torch; the model has {mb:.1f} MB of weights. It shows neither
   what sharding saves nor the errors that LoCo keeps.
 - Replicas that agree by signs train with another optimizer, so their gap is that of SGD by signs
