@@ -50,7 +50,7 @@ class Variant:
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that rank 0 sends in a step, by axis."""
-        return sent_bytes(Candidate(self.name, self.job, self.ranks, "ran", (), (self.first,)))[0]
+        return sent_bytes(Candidate(self.name, self.job, self.ranks, "ran", (), (self.first,)))
 
     @property
     def losses(self) -> dict[int, float]:

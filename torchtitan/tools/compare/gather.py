@@ -165,6 +165,11 @@ def _shares(runs: Sequence[Measured]) -> dict[str, float]:
     return {name: each / total for name, each in seconds.items()} if total else {}
 
 
+def sent_bytes(each: Candidate) -> dict[str, float]:
+    """Bytes that rank 0 sends in a step, by axis."""
+    return _sent(each, list(_collectives(each)))[0]
+
+
 def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, float], str]:
     """Bytes by axis: what was recorded, and by formula messages, which gloo does not record."""
     if not each.runs:
