@@ -98,7 +98,9 @@ PAGE = """\
 
 Four ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens,
 each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
-replicas that agree on a part of their momentum.
+replicas that agree on a part of their momentum. (One seed of each, AdamW on one rank, the
+others on two. 1e-3 was best for AdamW, 3e-3 for DeMo and 1e-2 for slices: those of AdamW and slices
+are ends of the range, so a better one may lie beyond.)
 
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
