@@ -121,10 +121,11 @@ def _rank(
             world_size=world,
             timeout=timeout,
         )
-        store.set(f"connected {rank}", "")
         (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*args)))
-        # A rank that left while another still connects would fail it.
-        store.wait([f"connected {each}" for each in range(world)])
+        # A rank that left while another still connects, to a group that it made last, would fail
+        # it. One that fails is not waited for: `_wait` ends the others.
+        store.set(f"done {rank}", "")
+        store.wait([f"done {each}" for each in range(world)], timeout)
         dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from torchtitan.convert import CONVERTERS, MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Gone, Kept, Moved, entry
 from torchtitan.legacy_recipes.migrate import migrate
+from torchtitan.parallel import FSDP2
 
 FOLDER = Path(__file__).parent / "old"
 OLD = sorted(FOLDER.glob("*.toml"))
@@ -342,7 +343,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
         *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
     ]
     recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
-    assert recipe.config.sharding.model_dump() == {"name": "fsdp2"}
+    assert recipe.config.sharding == FSDP2()
     assert recipe.notices[2].endswith(
         '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
     )
