@@ -194,7 +194,7 @@ def test_memory_is_that_of_the_formula(dtype: torch.dtype) -> None:
         assert peak == pytest.approx(peak_bytes(*SIZES, chunk, dtype), rel=0.02)
         n, v, d = SIZES
         # Some CPUs multiply bfloat16 in a buffer of their own, some bytes larger than the result.
-        assert largest == pytest.approx(max(4 * n * (chunk or v), dtype.itemsize * v * d), rel=1e-4)
+        assert largest == pytest.approx(max(4 * n * (chunk or v), dtype.itemsize * v * d), rel=1e-3)
 
 
 @pytest.mark.slow
