@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+
 Rows = dict[str, dict[str, Any]]
 """By case, the last result of each."""
 
@@ -69,7 +71,7 @@ def failures(stages: Mapping[str, Rows]) -> str:
     for stage, rows in stages.items():
         for case, row in rows.items():
             if row["error"]:
-                first = " ".join(row["error"].split())[:300]
+                first = " ".join(row["error"].replace(f"{ROOT}/", "").split())[:300]
                 found.append(f"- {stage}, {case}: {first}")
             elif "left out" in row["figures"]:
                 found.append(f"- {stage}, {case}: left out: {row['figures']['left out']}")
