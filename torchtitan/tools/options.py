@@ -59,7 +59,9 @@ class RecipeVerb(Verb):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, flags = split_flags(args, [name for option in self.params for name in option.opts])
-        for word in own:
+        for before, word in zip(["", *own], own, strict=False):
+            if before.startswith("--"):  # compare --vary KEY=VALUES
+                continue
             if re.match(r"[a-z_]+\.[\w.]+=", word) and word.split(".")[0] in JobConfig.model_fields:
                 raise ConfigError(f"{shorten(word)}: not a flag; wanted --{shorten(word)}")
         super().parse_args(ctx, own)
