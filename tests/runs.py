@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,12 +17,15 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, open_world
-from torchtitan.tools.verify.measure import Recorder, training
+from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
-__all__ = ["Recorder", "Trace", "losses", "rows", "trace", "train", "weights", "whole"]
+__all__ = [
+    *("Trace", "assert_complete", "compare", "losses", "rows", "trace", "train", "weights"),
+    "whole",
+]
 
 Found = TypeVar("Found")
 
@@ -76,6 +80,32 @@ def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
         result.grad_norms.append(row["grad_norm"])
         result.weights.append(parts(run))
     return result
+
+
+def assert_complete(found: list[Trace], expected: Trace) -> None:
+    """The ranks together hold every element of every weight."""
+    for name, (weight, _) in expected.weights[0].items():
+        seen = torch.zeros_like(weight, dtype=torch.bool)
+        for part in (own.weights[0][name] for own in found if name in own.weights[0]):
+            part.of(Part(seen, ())).fill_(True)
+        assert seen.all(), name
+
+
+def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
+    """Losses, norms and weights are those of one rank, up to rounding.
+
+    Where values are converted to few bits, one that lies between two of them may become the other:
+    up to 2e-5 of a weight, seen on a processor whose sums depend on the shape of a matrix.
+    """
+    assert len(found.losses) == len(expected.losses) == 5
+    for step in range(5):
+        loss, norm = expected.losses[step], expected.grad_norms[step]
+        assert abs(found.losses[step] - loss) <= 1e-5 * loss, where
+        assert abs(found.grad_norms[step] - norm) <= 1e-4 * norm, where
+        for name, part in found.weights[step].items():
+            difference = part.of(expected.weights[step][name]) - part.local
+            off = difference.abs().max().item() if part.local.numel() else 0.0
+            assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:

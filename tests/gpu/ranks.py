@@ -13,8 +13,7 @@ import torch.distributed as dist
 from tests import layouts
 from tests.gpu import hosted
 from tests.layouts import LAYOUTS, OPTIMIZERS, alone
-from tests.parallel.test_parity import assert_complete, compare
-from tests.runs import Trace, trace
+from tests.runs import Trace, assert_complete, compare, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig

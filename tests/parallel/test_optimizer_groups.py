@@ -13,9 +13,8 @@ import torch
 from tests import tiny
 from tests.layouts import ONE, Case, case
 from tests.parallel.test_optimizers import WITHOUT_COLUMNS, off
-from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
-from tests.runs import Trace, losses, trace, train
+from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.checks import load_job

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tests import tiny
 from tests.layouts import ONE, SIMPLE, Case, case
-from tests.parallel.test_parity import compare
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace
+from tests.runs import Trace, compare, trace
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.device import Device

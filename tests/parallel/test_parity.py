@@ -14,7 +14,7 @@ import torch
 from tests import layouts, tiny
 from tests.layouts import DAILY, LAYOUTS, LONG, ONE, OPTIMIZERS, Case, alone
 from tests.ranks import run_ranks
-from tests.runs import Part, Trace, trace
+from tests.runs import Trace, assert_complete, compare, trace
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
@@ -51,31 +51,6 @@ def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
         for rank, trace_of_rank in enumerate(found):
             where = f"{jobs[number].optimizer.name}, rank {rank}"
             compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)
-
-
-def assert_complete(found: list[Trace], expected: Trace) -> None:
-    """The ranks together hold every element of every weight."""
-    for name, (weight, _) in expected.weights[0].items():
-        seen = torch.zeros_like(weight, dtype=torch.bool)
-        for part in (own.weights[0][name] for own in found if name in own.weights[0]):
-            part.of(Part(seen, ())).fill_(True)
-        assert seen.all(), name
-
-
-def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
-    """Losses, norms and weights are those of one rank, up to rounding.
-
-    Where values are converted to few bits, one that lies between two of them may become the other:
-    up to 2e-5 of a weight, seen on a processor whose sums depend on the shape of a matrix.
-    """
-    assert len(found.losses) == len(expected.losses) == 5
-    for step in range(5):
-        assert found.losses[step] == pytest.approx(expected.losses[step], rel=1e-5), where
-        assert found.grad_norms[step] == pytest.approx(expected.grad_norms[step], rel=1e-4), where
-        for name, part in found.weights[step].items():
-            difference = part.of(expected.weights[step][name]) - part.local
-            off = difference.abs().max().item() if part.local.numel() else 0.0
-            assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def test_reference_learns_and_is_uneven() -> None:

@@ -8,12 +8,12 @@ need values. A pipeline gets as few microbatches as its schedule allows.
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.many import leave_out_the_vote
 from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, RANKS
 from tests.tiers import tiers
@@ -30,18 +30,6 @@ from torchtitan.timeline import Timeline
 # A rank of each kind: the first, and in a pipeline the last too.
 SLOW = [("llama3_70b", 0), ("llama3_405b", 511)]
 CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b")] + SLOW
-
-
-def leave_out_the_vote(pipeline: Pipeline) -> None:
-    """Torch 2.13 has the stages agree on who knows its shapes, by values; ours all do."""
-    if hasattr(pipeline.schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining.stage import InferenceMode
-
-        def redistribute_grads(stages: list[Any], *_: Any) -> None:
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-
-        pipeline.schedule._warmup_p2p = redistribute_grads
 
 
 def step(path: Path, ranks: int, rank: int) -> dict[str, int]:

@@ -71,7 +71,11 @@ class StopSignal:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # The second form of a request (see `_request`) may come when all is saved; the default
+            # would then end the process with a status that says that nothing is.
+            is_awaited = self.requested and signal.getsignal(number) == self._request
+            if not is_awaited or number == signal.SIGINT:
+                signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)

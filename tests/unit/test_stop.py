@@ -1,0 +1,33 @@
+"""A request to stop may come in two forms, also when the run has saved and is leaving."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys
+from torchtitan.resilience.stop import StopSignal
+first, *then = (getattr(signal, name) for name in sys.argv[1:])
+with StopSignal() as stop:
+    os.kill(os.getpid(), first)
+    assert stop.requested
+for number in then:
+    os.kill(os.getpid(), number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [
+        ("SIGUSR1 SIGTERM", 0),
+        ("SIGTERM SIGUSR1", 0),
+        ("SIGINT SIGUSR1", 0),
+        ("SIGUSR1 SIGTERM SIGTERM", -signal.SIGTERM),
+        ("SIGUSR1 SIGUSR1", -signal.SIGUSR1),
+    ],
+)
+def test_the_other_form_of_a_request_may_come_late(names: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *names.split()], capture_output=True)
+    assert done.returncode == status, done.stderr
