@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import Recorder, losses, rows, train, weights
+from tests.runs import losses, rows, train, weights
 from torchtitan.build import Run, build
 from torchtitan.checkpoint import InMemoryState
 from torchtitan.config import ConfigError
@@ -26,6 +26,7 @@ from torchtitan.parallel import open_world
 from torchtitan.parts import Observer
 from torchtitan.resilience.replicas import FaultToleranceConfig, ReplicaGroup
 from torchtitan.torch_private.elastic import read_stream
+from torchtitan.tools.verify.measure import Recorder
 from torchtitan.trainer import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]

@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import Recorder, losses, rows, trace, train, weights
+from tests.runs import losses, rows, trace, train, weights
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.device import Device
@@ -19,6 +19,7 @@ from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.tools.verify.measure import Recorder
 from torchtitan.trainer import Trainer
 from torchtitan.validate import Validator, Values
 

@@ -5,7 +5,7 @@ from contextlib import closing
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import Recorder
+from torchtitan.tools.verify.measure import Recorder
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import Batch
