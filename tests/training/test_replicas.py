@@ -25,8 +25,8 @@ from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
 from torchtitan.parts import Observer
 from torchtitan.resilience.replicas import FaultToleranceConfig, ReplicaGroup
-from torchtitan.torch_private.elastic import read_stream
 from torchtitan.tools.verify.measure import Recorder
+from torchtitan.torch_private.elastic import read_stream
 from torchtitan.trainer import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]

@@ -5,7 +5,6 @@ from contextlib import closing
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.tools.verify.measure import Recorder
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import Batch
@@ -15,7 +14,7 @@ from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, wo
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.timeline import Spent
-from torchtitan.tools.verify.measure import Row
+from torchtitan.tools.verify.measure import Recorder, Row
 from torchtitan.trainer import Trainer
 
 
