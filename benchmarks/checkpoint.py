@@ -305,8 +305,12 @@ def starts(size: str, folder: Path, rounds: int) -> tuple[list[float], list[floa
     def launch(name: str, steps: int, *more: str) -> float:
         words = [*recipe(size, folder / name), f"--training.steps={steps}", *more]
         command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", str(RECIPE)]
-        imports = ["--job.imports", "benchmarks.checkpoint"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        # Of the measuring checkout: the measured one may know other sizes.
+        imports = ["--job.imports", Path(__file__).stem]
+        path = os.pathsep.join(
+            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         begin = time.perf_counter()
         done = subprocess.run(
             [*command, *words, *imports], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -464,7 +468,7 @@ def main() -> None:
             commit=subprocess.check_output(commit, text=True).strip(),
             load=os.getloadavg()[0],
             **facts(),
-        )
+        ).replace(str(arguments.before), "OTHER")
         write(page, arguments.output)
         return
     torch.set_num_threads(1)

@@ -314,6 +314,20 @@ def test_sizes_that_no_flavor_has_come_back_by_the_recipe(
     assert in_recipe(found).args == job.model_args()
 
 
+def test_what_shapes_do_not_show_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base of RoPE has no part in any shape."""
+    model = {"flavor": "flat", "rope_theta": 1e4}
+    job = recipe(tmp_path / "ours", case(batch=8), model=model, training={"steps": 1})
+    run_ranks(eager, 1, job)
+    away = converted(tmp_path / "ours", 1)
+    words = ["checkpoint", "convert", str(away), str(tmp_path / "back"), "--model", "tiny"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "its shapes are those of tiny flat; what no shape shows" in said.out + said.err
+
+
 def test_run_comes_back_to_the_bit_and_goes_on(tmp_path: Path) -> None:
     """On one rank after two, as the run that never left, but for the position of the data."""
     job = recipe(tmp_path / "straight", case(shard=2))

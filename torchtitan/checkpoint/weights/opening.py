@@ -113,11 +113,19 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
         for ours, theirs in translated(saved).items()
         if ours.startswith(prefix)
     }
+    command = f"torchtitan checkpoint convert {folder} NEW --recipe RECIPE.toml"
     try:
-        return _opened_as(of_shapes(path, found, families(model), flavor), path, Extras())
+        opened = _opened_as(of_shapes(path, found, families(model), flavor), path, Extras())
     except RecipeError as error:
-        hint = f"if its recipe sets sizes, name it: torchtitan checkpoint convert {folder} NEW"
-        raise RecipeError([*error.lines, f"  {hint} --recipe RECIPE.toml"]) from None
+        hint = f"  if its recipe sets sizes, name it: {command}"
+        raise RecipeError([*error.lines, hint]) from None
+    if flavor is None:
+        logger.warning(
+            "%s: its shapes are those of %s; what no shape shows, such as heads and RoPE, is taken "
+            "from there too. If its recipe sets other values: %s",
+            *(path, opened.network, command),
+        )
+    return opened
 
 
 def open_dcp_of(folder: Path, recipe: Mapping[str, Any]) -> Opened:
