@@ -134,6 +134,14 @@ def test_status_of_one_process_that_diverges(tmp_path: Path) -> None:
     run_ranks(ends_with, 1, [*words, "--training.max_skipped_steps=1"], DIVERGED)
 
 
+def test_run_says_that_its_last_steps_were_skipped(tmp_path: Path) -> None:
+    words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=3"]
+    words += ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0"]
+    run_ranks(logged, 1, words, 0, tmp_path / "log")
+    told = "the last 2 steps were skipped, as each was not finite or a spike: the weights are those"
+    assert f"{told} after step 1" in (tmp_path / "log").read_text()
+
+
 def ends_with(words: list[str], status: int) -> None:
     os.environ["FAULT"] = NEVER
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -149,6 +157,10 @@ def stop_at_step_3(words: list[str], number: int, status: int, log: Path) -> Non
         return step(trainer)
 
     Trainer.step = interrupted  # type: ignore[method-assign]
+    logged(words, status, log)
+
+
+def logged(words: list[str], status: int, log: Path) -> None:
     with log.open("w") as sys.stderr:
         ends_with(words, status)
 

@@ -98,6 +98,12 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     except (TrainingDiverged, SaveFailed) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
+    if skips := made.state.consecutive_skips:
+        logger.warning(
+            "the last %d steps were skipped, as each was not finite or a spike: the weights are "
+            "those after step %d",
+            *(skips, made.state.step - skips),
+        )
     return exit_status(job, made.state.step, stop, launch)
 
 

@@ -52,7 +52,9 @@ def test_version_and_its_defaults(version: str) -> None:
     assert {key: values[key] for key in DEFAULTS[version]} == DEFAULTS[version]
     assert job.data.dataset_path == "tests/assets/c4_test"
     [notice] = [line for line in notices if "a recipe of TorchTitan" in line]
-    assert f"a recipe of TorchTitan {version}, " in notice
+    sign = {"v0.1": "job.print_args", "v0.2.0": "training.seed"}
+    key = sign.get(version, "model.print_after_conversion")
+    assert f"a recipe of TorchTitan {version}, as it has {key}; " in notice
     for key in DEFAULTS[version]:
         assert f" {key} = " in notice
     seeds = [line for line in notices if "debug.seed: TorchTitan would draw one" in line]

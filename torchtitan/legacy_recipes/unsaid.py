@@ -56,7 +56,7 @@ def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Tr
     recipe = next(iter(root.values())).origin.rpartition(":")[0] if root else "the recipe"
     ours = next((path for path in root if path[0] in OUR_SECTIONS), None)
     if files and signs[0] and ours is None:
-        _theirs(_version(signs[0]), settings, recipe, result)
+        _theirs(*_version(signs[0]), settings, recipe, result)
     elif first:
         why = f"only this project has {'.'.join(ours)}" if ours else f"{recipe} has none such"
         result.notices.append(
@@ -75,14 +75,16 @@ def _is_foreign(path: KeyPath) -> bool:
     return row is not None and not is_here
 
 
-def _version(keys: Sequence[KeyPath]) -> str:
-    names = {".".join(key) for key in keys}
-    if names & UNTIL_V0_1.keys():
-        return "v0.1"
-    return "v0.2.0" if names & UNTIL_V0_2_0.keys() else "v0.2.2"
+def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
+    """Of whom a recipe with these keys is, and the key that tells."""
+    names = [".".join(key) for key in keys]
+    for version, until in ("v0.1", UNTIL_V0_1), ("v0.2.0", UNTIL_V0_2_0):
+        if known := [name for name in names if name in until]:
+            return version, known[0]
+    return "v0.2.2", names[0]
 
 
-def _theirs(version: str, settings: Settings, recipe: str, result: Translation) -> None:
+def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Translation) -> None:
     """The defaults of a recipe of TorchTitan, with a notice, and what they cannot make up for."""
     wanted = {**DEFAULTS[version], **dict(_sizes(version, settings))}
     here = {key: v for key, v in wanted.items() if tuple(key.split(".")) not in settings}
@@ -94,8 +96,8 @@ def _theirs(version: str, settings: Settings, recipe: str, result: Translation) 
         result.settings[tuple(key.split("."))] = Setting(value, origin)
     words = ", ".join(f"{key} = {show(value)}" for key, value in here.items())
     result.notices.append(
-        f"{recipe}: a recipe of TorchTitan {version}, so what it does not say is the default of "
-        f"that: {words or 'as here'}"
+        f"{recipe}: a recipe of TorchTitan {version}, as it has {sign}; so what it does not say is "
+        f"the default of that: {words or 'as here'}"
     )
     if ("debug", "seed") not in settings:
         result.notices.append(
