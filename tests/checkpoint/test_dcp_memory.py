@@ -97,10 +97,17 @@ def world() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+def give_back() -> None:
+    """What was freed before goes to the kernel, so that a tensor made later counts when written."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def share_of(
     source: TensorSource, names: Iterable[str], dim: int, world: DeviceMesh
 ) -> dict[str, Tensor]:
     """Tensors without memory yet, of which this rank has a part; small ones are whole."""
+    give_back()
     found: dict[str, Tensor] = {}
     for name in names:
         dtype, shape = source.shapes()[name]
@@ -126,8 +133,7 @@ class Watched:
     """A source that remembers the most memory there was while a block of it was there."""
 
     def __init__(self, source: TensorSource) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to be had for nothing
+        give_back()
         self.source, self.before, self.most, self.largest = source, anonymous(), 0, 0
 
     def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
