@@ -474,6 +474,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     tensors = load_file(exported / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = -torch.inf
+    tensors["model.layers.0.mlp.gate_proj.weight"].fill_(3e38)  # finite, but no sum of them
     save_file(tensors, exported / "model.safetensors", {"format": "pt"})
     initial = {"initial_load_path": str(exported)}
     named = r"not finite, but NaN or infinity: model\.layers\.0\.feed_forward\.w3\.weight, "

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -189,11 +188,8 @@ class Checkpointable:
 
     def _not_finite(self) -> str:
         """The parameters, by name, in which any rank has a value that is not finite."""
-        own = [
-            n
-            for n, w in self.weights().items()
-            if not torch.isfinite(stored(local(w.detach()))).all()
-        ]
+        weights = self.weights().items()
+        own = [n for n, w in weights if not _is_finite(stored(local(w.detach())))]
         names = list(dict.fromkeys(name for names in self.world.gather(own) for name in names))
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return ", ".join(names[:SHOWN]) + more
@@ -232,3 +228,8 @@ class Checkpointable:
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()
         return {f"rng.{self.world.rank}.{kind}": state for kind, state in states.items()}
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Their sum tells in a quarter of the time, unless finite ones add up to more than there is."""
+    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
