@@ -14,6 +14,7 @@ from torchtitan.checks import load_job, problems
 from torchtitan.checks.resuming import restarts
 from torchtitan.config import PlannedWorld, Problem, RecipeError
 from torchtitan.convert import CONVERTERS
+from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS
@@ -23,6 +24,7 @@ TABLE = Path(__file__).with_name("bad_recipes.txt")
 DEFAULTS = JobConfig()
 ALLOWED = {
     "{SECTIONS}": JobConfig.model_fields,
+    "{DATASETS}": DATASETS,
     "{TRAINING}": type(DEFAULTS.training).model_fields,
     "{CHECKPOINT}": type(DEFAULTS.checkpoint).model_fields,
     "{ADAMW}": OPTIMIZERS["AdamW"].model_fields,

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from torchtitan.config import Config, PlannedWorld, Problem, allowed_names, exists
+from torchtitan.data.images.settings import ImagesConfig
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,14 @@ DATASETS: dict[str, Dataset] = {
         "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
     ),
     "synthetic": Dataset("synthetic", "random tokens, to measure speed without reading anything"),
+    "scenes": Dataset("scenes", "patterns with classes, drawn, no download", content="images"),
+    "scenes_validation": Dataset(
+        "scenes", "others like them, held out", split="validation", content="images"
+    ),
 }
 
+DRAWN = ("synthetic", "scenes")
+"""Kinds that read no files."""
 NEEDS_PATH = ("local", "text", "jsonl", "parquet")
 
 
@@ -104,6 +111,8 @@ class DataConfig(Config):
         "a model that has learned anything about their order gets below it.",
     )
 
+    images: ImagesConfig = ImagesConfig()
+
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
         description = DATASETS.get(dataset)
@@ -117,7 +126,7 @@ class DataConfig(Config):
         elif description and path is None and description.kind in NEEDS_PATH:
             message = f'the data set "{dataset}" needs the file or folder to read'
             yield Problem("dataset_path", message, ("dataset",))
-        elif description and path is not None and description.kind == "synthetic":
+        elif description and path is not None and description.kind in DRAWN:
             message = f'the data set "{dataset}" reads no files'
             yield Problem("dataset_path", message, ("dataset",))
 

@@ -24,6 +24,9 @@ from torchtitan.data.tokenizer import Tokenizer
 KINDS: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
 """Data sets whose name says what the files are."""
 
+MOST_LEFT_OUT = 1000
+"""Documents of a lane in a row, or all that there are; more are no accident."""
+
 
 class ShuffledDocuments:
     """Documents that can be read in any order, shuffled anew each epoch."""
@@ -63,11 +66,20 @@ class ShuffledDocuments:
     def _read(self, start: Position, lanes: int) -> Iterator[Document]:
         count = len(self._documents)
         number = start.round * count + start.document
+        left_out = 0
         while True:
-            epoch, index = divmod(number, count)
-            text = self._documents[int(self._order(epoch)[index])]
-            yield Document(Position(epoch, index), text)
+            epoch, place = divmod(number, count)
+            content = self._content(epoch, int(self._order(epoch)[place]))
+            if content is not None:
+                left_out = 0
+                yield Document(Position(epoch, place), content)
+            elif (left_out := left_out + 1) == min(count, MOST_LEFT_OUT):
+                raise ConfigError(f"data.dataset: {left_out} documents in a row cannot be read")
             number += lanes
+
+    def _content(self, epoch: int, index: int) -> Any:
+        """A document as an epoch has it; None: it is left out."""
+        return self._documents[index]
 
 
 class SyntheticDocuments:

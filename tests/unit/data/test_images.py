@@ -1,0 +1,166 @@
+"""Images: drawn scenes, what is cut from an image, and the order in which lanes read them."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.config import ConfigError
+from torchtitan.data import DataConfig
+from torchtitan.data.images.opening import open_images, open_view
+from torchtitan.data.images.scenes import Scenes
+from torchtitan.data.images.settings import ImagesConfig
+from torchtitan.data.images.source import CorruptImage, ImageView, ShuffledImages
+from torchtitan.data.images.views import view
+from torchtitan.data.order import Document, Position
+
+
+def taken(source: ShuffledImages, lane: int, lanes: int, count: int) -> list[Document]:
+    return list(itertools.islice(source.read({lane: None}, lanes)[lane], count))
+
+
+def test_a_scene_is_a_function_of_seed_and_number() -> None:
+    scenes = Scenes(seed=3, size=24, channels=5)
+    image, label = scenes.image(7)
+    again, same = Scenes(seed=3, size=24, channels=5, length=9).image(7)
+    assert image.shape == (5, 24, 24)
+    assert image.dtype == torch.float32
+    assert 0 <= image.min() < image.max() <= 1
+    assert torch.equal(image, again)
+    assert label == same
+    assert not torch.equal(image, Scenes(seed=4, size=24, channels=5).image(7)[0])
+    assert {Scenes().image(index)[1] for index in range(60)} == set(range(len(scenes.classes)))
+
+
+def test_a_mean_color_does_not_tell_the_class_of_a_scene() -> None:
+    """The best line through the mean colors of 400 scenes is right on few more than chance."""
+    scenes = [Scenes(size=16).image(index) for index in range(600)]
+    colors = torch.stack([image.mean((1, 2)) for image, _ in scenes]).double()
+    labels = torch.tensor([label for _, label in scenes])
+    inputs = torch.cat((colors, colors.square(), torch.ones(600, 1)), 1)
+    wanted = torch.nn.functional.one_hot(labels).double()
+    weights = torch.linalg.lstsq(inputs[:400], wanted[:400]).solution
+    found = (inputs[400:] @ weights).argmax(1) == labels[400:]
+    assert found.double().mean() < 0.25
+
+
+def test_the_order_and_what_is_cut_depend_on_seed_and_epoch_alone() -> None:
+    config = DataConfig(dataset="scenes")
+    source = open_images(config, size=16, bands=3, seed=5)
+    one = taken(source, 0, 1, 8)
+    four = [taken(source, lane, 4, 2) for lane in range(4)]
+    dealt = [four[number % 4][number // 4] for number in range(8)]
+    assert [d.position for d in one] == [d.position for d in dealt]
+    assert all(
+        torch.equal(a.content.image, b.content.image) for a, b in zip(one, dealt, strict=True)
+    )
+    resumed = next(source.read({0: Position(0, 5)}, 1)[0])
+    assert torch.equal(resumed.content.image, one[5].content.image)
+    sample = one[0].content
+    later = open_view(config, size=16, bands=3).sample(sample.number, epoch=1, seed=5)
+    assert not torch.equal(later.image, sample.image)
+
+
+@pytest.fixture
+def ramp() -> Tensor:
+    """(2, 8, 12): what each pixel holds is where it was."""
+    rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(12.0), indexing="ij")
+    return torch.stack((rows / 8, columns / 12))
+
+
+def test_a_view_from_the_center_is_not_drawn(ramp: Tensor) -> None:
+    window = view(ramp, ImagesConfig(crop="window"), 4, None)
+    assert torch.equal(window, ramp[:, 2:6, 4:8])
+    square = view(ramp, ImagesConfig(), 8, None)
+    assert torch.equal(square, ramp[:, :, 2:10])
+    half = view(ramp, ImagesConfig(), 4, None)
+    assert half.mean() == pytest.approx(square.mean().item(), abs=0.01)
+
+
+def test_views_are_parts_that_may_be_mirrored(ramp: Tensor) -> None:
+    config = ImagesConfig(crop="window", flips=("horizontal", "vertical"))
+    found = set()
+    for number in range(200):
+        cut = view(ramp, config, 4, np.random.default_rng(number))
+        by_row, by_column = cut[0, 1, 0] - cut[0, 0, 0], cut[1, 0, 1] - cut[1, 0, 0]
+        assert by_row.abs() == pytest.approx(1 / 8)
+        assert by_column.abs() == pytest.approx(1 / 12)
+        found.add((bool(by_row > 0), bool(by_column > 0), float(cut[1].min())))
+    assert len(found) == 4 * 9, "each of 9 columns, mirrored in each of 4 ways"
+    areas = []
+    for number in range(100):
+        cut = view(ramp, ImagesConfig(min_area=0.5), 8, np.random.default_rng(number))
+        assert cut.min() >= 0
+        assert cut.max() <= 1
+        height, width = (float(each.max() - each.min()) for each in cut)
+        areas.append(height * width)
+    assert 0.3 < min(areas) < 0.5 < max(areas)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "message"),
+    [
+        ({"crop": "none"}, 8, "it has 8 x 12 pixels, and the model takes 8 x 8"),
+        ({"crop": "window"}, 9, "too few for a window of 9 x 9"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    settings: dict[str, Any], size: int, message: str, ramp: Tensor
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        view(ramp, ImagesConfig(**settings), size, None)
+
+
+class Broken(Scenes):
+    """Some of its images cannot be decoded."""
+
+    broken: frozenset[int] = frozenset()
+
+    def image(self, index: int) -> tuple[Tensor, int]:
+        if index in self.broken:
+            raise CorruptImage(f"{self.name(index)}: bits are missing")
+        return super().image(index)
+
+
+def broken(*numbers: int, length: int = 12, corrupt: str = "skip") -> ShuffledImages:
+    images = Broken(size=8, length=length)
+    images.broken = frozenset(numbers)
+    config = ImagesConfig.model_validate({"corrupt": corrupt})
+    return ShuffledImages("x", ImageView(images, config, size=8, bands=3), seed=1, shuffle=True)
+
+
+def test_a_corrupt_image_ends_the_run_by_its_name() -> None:
+    with pytest.raises(CorruptImage, match="scene 4: bits are missing"):
+        taken(broken(4, corrupt="stop"), 0, 1, 12)
+
+
+def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog: pytest.LogCaptureFixture) -> None:
+    whole, source = broken(), broken(4, 9)
+    for lane in range(4):
+        expected = [d for d in taken(whole, lane, 4, 24) if d.content.number not in (4, 9)]
+        found = taken(source, lane, 4, len(expected))
+        assert [d.position for d in found] == [d.position for d in expected]
+    assert source.corrupt == {f"scene {n}": f"scene {n}: bits are missing" for n in (4, 9)}, (
+        "each is counted once, however often it comes"
+    )
+
+
+def test_a_lane_of_corrupt_images_alone_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="12 documents in a row cannot be read"):
+        taken(broken(*range(12)), 0, 1, 1)
+
+
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    config = DataConfig(dataset="scenes", images=ImagesConfig(bands=(0, 1)))
+    message = r"data.images.bands: got \[0, 1\]; the model takes 3 bands, so name 3"
+    with pytest.raises(ConfigError, match=message):
+        open_view(config, size=8, bands=3)
+
+
+def test_images_of_other_bands_are_refused() -> None:
+    images = ImageView(Scenes(channels=4), ImagesConfig(), size=8, bands=3)
+    with pytest.raises(ConfigError, match=r"scene 2: it has 4 bands, and the model takes 3; data"):
+        images.sample(2)
