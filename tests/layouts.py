@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan.convert import MXFP8, ConverterConfig, Float8
+from torchtitan.convert import (
+    MXFP8,
+    ConverterConfig,
+    Float8,
+    LinearConverterConfig,
+    LowPrecisionAttention,
+)
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
@@ -32,6 +38,10 @@ class Case:
     def ranks(self) -> int:
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
+    @property
+    def converts_linears(self) -> bool:
+        return any(isinstance(config, LinearConverterConfig) for config in self.convert)
+
     def recipe(self, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections of a recipe for this layout; `sections` win."""
         degrees = {
@@ -42,7 +52,7 @@ class Case:
             "tensor_parallel_degree": self.tp,
         }
         # Stages need layers; other layouts take less time with few.
-        flavor = "even" if self.convert else "deep" if self.pp > 1 else "flat"
+        flavor = "even" if self.converts_linears else "deep" if self.pp > 1 else "flat"
         model = {"flavor": flavor}
         merged: dict[str, dict[str, Any]] = {"model": model, "parallelism": degrees}
         for changes in (self.sections, sections):
@@ -117,6 +127,9 @@ TENSORWISE = (Float8(emulate=True),)
 GATHERED = (Float8(emulate=True, enable_fsdp_float8_all_gather=True),)
 SCALED_BEFORE = (GATHERED[0].model_copy(update={"precompute_float8_dynamic_scale_for_fsdp": True}),)
 MICROSCALED = (MXFP8(emulate=True),)
+BY_TOKEN = (LowPrecisionAttention(rotation="qkv"),)
+BY_HEAD = (LowPrecisionAttention(scale="head", rotation="qk"),)
+BY_TENSOR = (LowPrecisionAttention(scale="tensor", dtype="int8", rotation="v"),)
 
 LAYOUTS: dict[str, Case] = {
     # Data parallelism.
@@ -210,6 +223,12 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2, MXFP8": case(shard=2, convert=MICROSCALED),
     "FSDP 2 x TP 2, MXFP8": case(shard=2, tp=2, convert=MICROSCALED),
     "PP 2, MXFP8": case(2, convert=MICROSCALED),
+    # Attention in 8 bits: the reference is converted alike.
+    "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
+    "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
+    "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
+    "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
+    "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
     # SimpleFSDP.
     "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
     "SimpleFSDP, copies 2, added up afterwards": case(
@@ -262,6 +281,7 @@ DAILY = (
     *("one rank, loss in chunks", "PP 2, loss in chunks"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
     *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
+    "TP 2, attention in Float8, full recomputation",
 )
 """What `./scripts/test` compares with one rank: each technique, and each pair that interacts, some
 of them within a layout of three."""
@@ -288,9 +308,9 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
 def alone(layout: Case) -> Case:
     """What a layout is compared with: one rank, the whole batch at once, nothing wrapped.
 
-    The scale of a converted tensor follows from all it holds of a microbatch, so there both have
+    The scale of a converted linear follows from all it holds of a microbatch, so there both have
     microbatches of one size.
     """
-    batch = layout.sections["training"]["local_batch_size"] if layout.convert else 8
+    batch = layout.sections["training"]["local_batch_size"] if layout.converts_linears else 8
     documents = "attn_mask_type" in layout.sections.get("model", {})
     return case(batch=batch, documents=documents, convert=layout.convert)

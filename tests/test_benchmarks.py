@@ -68,6 +68,9 @@ def test_what_is_killed_while_it_measures_leaves_no_process(tmp_path: Path) -> N
         time.sleep(0.1)
 
 
+KEPT_ERRORS = "benchmarks/results/attention.md"
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -212,20 +215,40 @@ def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bandwidth.crossing(measured(2e6, 0.1), plain).formula == float("inf")
 
 
-@pytest.mark.parametrize("name", ["bandwidth", "communication"])
-def test_the_documentation_quotes_what_was_measured(name: str) -> None:
-    docs = (ROOT / "docs/communication.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("bandwidth", "communication"),
+        ("communication", "communication"),
+        ("attention", "precision"),
+    ],
+)
+def test_the_documentation_quotes_what_was_measured(name: str, page: str) -> None:
+    docs = (ROOT / f"docs/{page}.md").read_text()
     quoted = docs.partition(f"<!-- Written by benchmarks/{name}.py -->\n\n")[2].partition("\n\n")[0]
     lines = quoted.splitlines()
     assert len(lines) > 5
     assert set(lines) <= set((ROOT / f"benchmarks/results/{name}.md").read_text().splitlines())
 
 
-@pytest.mark.parametrize("name", ["parallel", "collectives", "bandwidth", "communication"])
+@pytest.mark.parametrize(
+    "name", ["parallel", "collectives", "bandwidth", "communication", "attention"]
+)
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
     assert re.search(rf"`python benchmarks/{name}\.py.*`: .+ cores, torch .+, Python .+, 20", page)
     assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()
+
+
+def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    attention = importlib.import_module("attention")
+    kept = {tuple(row[:3]): row[3:] for row in rows((ROOT / KEPT_ERRORS).read_text())}
+    for dtype, scale in (("float8", "token"), ("int8", "tensor")):
+        *_, found = kept[dtype, "10 times larger", scale]
+        again = attention.cell(5, 10, dtype=dtype, scale=scale, rotation="qkv")
+        pairs = zip(again.split(" / "), found.split(" / "), strict=True)
+        assert all(float(one) == pytest.approx(float(other), abs=0.11) for one, other in pairs)
 
 
 @pytest.mark.slow

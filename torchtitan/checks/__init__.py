@@ -69,6 +69,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     converting.precision,
     converting.sent,
     converting.converters,
+    converting.attention,
     converting.loss,
     optimizing.updates_in_backward,
     optimizing.copies_after_backward,

@@ -7,18 +7,32 @@ from torch import nn
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.convert import Conversion, ConverterConfig, linears
+from torchtitan.convert import (
+    Conversion,
+    LinearConverterConfig,
+    LowPrecisionAttention,
+    linears,
+)
+from torchtitan.convert.hadamard import is_power_of_two
 from torchtitan.job import JobConfig
+from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
 
 SECTIONS = ("convert", "model", "training", "parallelism")
 
 
+def linear_converters(job: JobConfig) -> Iterator[tuple[int, LinearConverterConfig]]:
+    """Those of linear layers, with their numbers in the recipe."""
+    for number, converter in enumerate(job.convert):
+        if isinstance(converter, LinearConverterConfig):
+            yield number, converter
+
+
 def precision(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """There is something to report the precision of."""
-    if job.metrics.precision_freq and not job.convert:
-        message = "no layer is converted, so there is nothing to report; add [[convert]], or use 0"
+    if job.metrics.precision_freq and not any(linear_converters(job)):
+        message = "no linear is converted, so there is nothing to report; add [[convert]], or use 0"
         yield Problem("metrics.precision_freq", message, ("convert",))
 
 
@@ -52,7 +66,7 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     )
     tokens = sequences * job.training.seq_len // p.context_parallel_degree
     network, seen = model.empty(), dict[str, int]()
-    for number, converter in enumerate(job.convert):
+    for number, converter in linear_converters(job):
         key = f"convert.{number}"
         found = linears(network, converter, Conversion())
         wanted = {name: linear.weight.shape for name, linear in found}
@@ -84,7 +98,7 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def _uneven_parts(
     key: str,
-    converter: ConverterConfig,
+    converter: LinearConverterConfig,
     tp: int,
     wanted: Mapping[str, Sequence[int]],
     plan: Mapping[str, TensorRole],
@@ -101,6 +115,44 @@ def _uneven_parts(
             )
             yield Problem(f"{key}.filter_fqns", message, SECTIONS)
             return
+
+
+def attention(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """There is attention to convert, whose heads can be rotated."""
+    found = [
+        (f"convert.{number}", converter)
+        for number, converter in enumerate(job.convert)
+        if isinstance(converter, LowPrecisionAttention)
+    ]
+    model = model_of(job)
+    if not found or model is None:
+        return
+    modules = model.empty().named_modules()
+    names = [name for name, module in modules if isinstance(module, SelfAttention)]
+    seen = dict[str, str]()
+    for key, converter in found:
+        filtered = converter.filter_fqns
+        wanted = [name for name in names if not any(part in name for part in filtered)]
+        if not names:
+            message = f"{job.model.name} does not attend by SelfAttention, which is converted"
+            yield Problem(f"{key}.name", message, ("model",))
+        elif not wanted:
+            message = "it leaves no attention to convert; name fewer, or leave the converter out"
+            yield Problem(f"{key}.filter_fqns", message, ("model",))
+        if earlier := next((seen[name] for name in wanted if name in seen), None):
+            message = (
+                f"{earlier} converts attention that this one would; filter it in one of the two "
+                f"({earlier}.filter_fqns or {key}.filter_fqns)"
+            )
+            yield Problem(f"{key}.name", message, SECTIONS)
+        seen |= dict.fromkeys(wanted, key)
+        size = model.args.dim // model.args.n_heads if names else 1
+        if converter.rotation != "none" and not is_power_of_two(size):
+            message = (
+                f"a head of {model.title} has {size} elements (dim / n_heads), and a Hadamard "
+                'transform needs a power of two; use "none", or other heads'
+            )
+            yield Problem(f"{key}.rotation", message, ("model",))
 
 
 def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -120,7 +172,7 @@ def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem(key, message, ("model",))
     after = model.spec.after_blocks
     outputs = [name for name in after if type(network.get_submodule(name)) is nn.Linear]
-    for number, converter in enumerate(job.convert):
+    for number, converter in linear_converters(job):
         for name in outputs:
             if not any(part in name for part in converter.filter_fqns):
                 message = (

@@ -5,15 +5,18 @@ order, while the model is whole and has no memory. Each says what it changed and
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from torchtitan.convert.float8 import Float8
+from torchtitan.convert.low_precision_attention import LowPrecisionAttention
 from torchtitan.convert.mxfp8 import MXFP8
 from torchtitan.convert.settings import (
     Conversion,
     ConverterConfig,
+    LinearConverterConfig,
     Rounding,
     Target,
     Wire,
@@ -23,7 +26,11 @@ from torchtitan.convert.settings import (
 from torchtitan.logging import logger
 from torchtitan.torch_private.torchao import quiet_torchao
 
-CONVERTERS: dict[str, type[ConverterConfig]] = {"float8": Float8, "mxfp8": MXFP8}
+CONVERTERS: dict[str, type[ConverterConfig]] = {
+    "float8": Float8,
+    "mxfp8": MXFP8,
+    "low_precision_attention": LowPrecisionAttention,
+}
 
 __all__ = [
     "CONVERTERS",
@@ -31,6 +38,8 @@ __all__ = [
     "Conversion",
     "ConverterConfig",
     "Float8",
+    "LinearConverterConfig",
+    "LowPrecisionAttention",
     "Rounding",
     "Target",
     "Wire",
@@ -50,20 +59,22 @@ def apply(
     converters: Iterable[ConverterConfig],
     capability: tuple[int, int] | None,
     has_fsdp: bool,
+    groups: Mapping[str, ProcessGroup] | None = None,
 ) -> list[Conversion]:
     """Change `model` in place by all `converters`, in order, and log what each did.
 
     Args:
         capability: CUDA compute capability of the device, None on a CPU.
         has_fsdp: whether FSDP2 will gather the parameters.
+        groups: by axis of the mesh, the ranks that have other parts of the same activations.
     """
     done = []
     for config in converters:
-        lack = config.lacks(capability)
-        emulates = config.emulate and lack is not None
+        lack = config.emulates(capability)
         with quiet_torchao():
-            done.append(config.convert(model, Target(emulates, has_fsdp)))
-        how = f"; emulated: {lack}" if emulates else ""
+            target = Target(lack is not None, has_fsdp, groups or {})
+            done.append(config.convert(model, target))
+        how = f"; emulated: {lack}" if lack else ""
         logger.info("%s%s", describe(config, done[-1]), how)
     return done
 
@@ -80,7 +91,7 @@ def describe(config: ConverterConfig, done: Conversion) -> str:
         for reason, names in by_reason.items()
     ]
     end = f"; skipped {'; '.join(skipped)}" if skipped else ""
-    return f"{config.name}{done.how}: {changed} of {many} linears{end}"
+    return f"{config.name}{done.how}: {changed} of {many} {done.kind}{end}"
 
 
 def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert.settings import (
     Conversion,
-    ConverterConfig,
+    LinearConverterConfig,
     Rounding,
     Target,
     What,
@@ -35,7 +35,7 @@ MULTIPLE = 16
 """What the dims of a Float8 matrix product must be multiples of."""
 
 
-class Float8(ConverterConfig):
+class Float8(LinearConverterConfig):
     """Linear layers that multiply in Float8, through torchao."""
 
     name: Literal["float8"] = Field("float8", description="Which converter.")

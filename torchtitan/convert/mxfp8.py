@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan.convert.settings import (
     Conversion,
-    ConverterConfig,
+    LinearConverterConfig,
     Rounding,
     Target,
     What,
@@ -25,7 +25,7 @@ BLOCK = 32
 """Elements that share a scale."""
 
 
-class MXFP8(ConverterConfig):
+class MXFP8(LinearConverterConfig):
     """Linear layers that multiply in MXFP8: Float8 with a power-of-two scale per 32 elements."""
 
     name: Literal["mxfp8"] = Field("mxfp8", description="Which converter.")

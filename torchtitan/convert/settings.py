@@ -1,11 +1,12 @@
 """What all converters have in common: their settings, and the record of what they changed."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.device import Device
@@ -27,6 +28,8 @@ class Conversion:
     """Why each of the others was left as it is."""
     how: str = ""
     """What else to say of it, for the log."""
+    kind: str = "linears"
+    """What modules there are of."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Target:
     """The device lacks what it takes."""
     has_fsdp: bool
     """FSDP2 gathers the parameters."""
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    """By axis of the mesh, the ranks that have other parts of the same activations."""
 
 
 @dataclass
@@ -83,6 +88,40 @@ class ConverterConfig(Config):
     """Settings of a converter; `name` picks the subclass."""
 
     name: str = Field(description="Which converter: a key of torchtitan.convert.CONVERTERS.")
+
+    @property
+    def packs_weights(self) -> str | None:
+        """The key by which weights are gathered in the converter's own form, if they are."""
+        return None
+
+    @property
+    def gathers_inputs(self) -> str | None:
+        """The key by which inputs are gathered in that form over tensor ranks, if they are."""
+        return None
+
+    def emulates(self, capability: tuple[int, int] | None) -> str | None:
+        """What a device of that compute capability (None: a CPU) lacks and is emulated, if so."""
+        return None
+
+    def convert(self, model: nn.Module, target: Target) -> Conversion:
+        """Change `model`, which is whole and still on the meta device, in place."""
+        raise NotImplementedError
+
+    def has_converted(self, module: nn.Module) -> bool:
+        """Whether a module is one that such a converter makes, and `rounding` knows it."""
+        return False
+
+    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
+        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
+        raise NotImplementedError
+
+    def before_pass(self, parts: Iterable[nn.Module]) -> None:
+        """Do what the parts of the model need whenever their weights may have changed."""
+
+
+class LinearConverterConfig(ConverterConfig):
+    """Settings of a converter of linear layers."""
+
     filter_fqns: tuple[str, ...] = Field(
         ("output",),
         description="Linear layers whose name contains one of these are not converted.",
@@ -105,38 +144,16 @@ class ConverterConfig(Config):
         """What both dims of a matrix must be a multiple of."""
         return 1
 
-    @property
-    def packs_weights(self) -> str | None:
-        """The key by which weights are gathered in the converter's own form, if they are."""
-        return None
-
-    @property
-    def gathers_inputs(self) -> str | None:
-        """The key by which inputs are gathered in that form over tensor ranks, if they are."""
-        return None
-
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         """What a device of that compute capability (None: a CPU) lacks for it, if anything."""
         return None
 
-    def convert(self, model: nn.Module, target: Target) -> Conversion:
-        """Change `model`, which is whole and still on the meta device, in place."""
-        raise NotImplementedError
-
-    def has_converted(self, module: nn.Module) -> bool:
-        """Whether a module is one that such a converter makes, and `rounding` knows it."""
-        return False
-
-    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
-        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
-        raise NotImplementedError
-
-    def before_pass(self, parts: Iterable[nn.Module]) -> None:
-        """Do what the parts of the model need whenever their weights may have changed."""
+    def emulates(self, capability: tuple[int, int] | None) -> str | None:
+        return self.lacks(capability) if self.emulate else None
 
 
 def linears(
-    model: nn.Module, config: ConverterConfig, done: Conversion
+    model: nn.Module, config: LinearConverterConfig, done: Conversion
 ) -> Iterator[tuple[str, nn.Linear]]:
     """The linears that `config` converts; `done` is called for all, and why others are left out."""
     for name, module in list(model.named_modules()):

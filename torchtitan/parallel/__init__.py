@@ -132,7 +132,8 @@ def parallelize(
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
     tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
     compile.prepare(layout.compile)
-    convert.apply(model, layout.convert, world.device.capability, shards)
+    shared = {axis: world.groups[axis] for axis in ("cp", "tp") if getattr(degrees, axis) > 1}
+    convert.apply(model, layout.convert, world.device.capability, shards, shared)
     if degrees.cp > 1:
         rotation = chosen.context_parallel_rotate_method
         context.apply(model, world.groups["cp"], rotation, chosen.context_parallel_load_balancer)

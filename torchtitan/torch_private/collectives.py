@@ -36,6 +36,13 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return own
 
 
+def max_over(tensor: Tensor, group_name: str) -> Tensor:
+    """The elementwise maximum over the ranks of a group; a compiled graph can contain it."""
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    return wait_tensor(all_reduce(tensor.contiguous(), "max", group_name))
+
+
 def all_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
     """Fill `whole` with `part` of every rank. Torch 2.13 renames the collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

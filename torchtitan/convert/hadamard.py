@@ -1,0 +1,63 @@
+"""The Walsh-Hadamard transform of the last dim: y = x H / sqrt(n), with n a power of two.
+
+H has elements of 1 and -1 and orthogonal rows, so a row with one large element becomes one whose
+elements are alike, and all of them fit one scale. It is the Kronecker product of smaller ones,
+
+    H = H16 x H16 x ... x Hr,  r < 16
+
+so with the last dim seen as several of size 16, a product with the matrix of 16 along each of them
+is all of it (HadaCore: Agarwal et al., 2024, arXiv:2412.08832, which does so on tensor cores). That
+takes n 16 log16 n multiplications of each row where a dense product takes n^2, on any device that
+multiplies matrices. The transform is symmetric and its own inverse, and so its own gradient.
+"""
+
+import math
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+STEP = 16
+"""Of the matrices that are multiplied with; the last may be smaller."""
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` (..., n) times the normalised matrix, computed in float32 at least; in that dtype.
+
+    Raises:
+        ValueError: where n is no power of two.
+    """
+    size = x.shape[-1]
+    if not is_power_of_two(size):
+        raise ValueError(f"the last dim is {size}; a Hadamard transform wants a power of two")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if size == 1:
+        return wide
+    y = wide.unflatten(-1, factors(size))
+    for dim in range(x.ndim - 1, y.ndim):
+        y = (y.transpose(dim, -1) @ _matrix(y.shape[dim], y)).transpose(dim, -1)
+    return y.reshape(x.shape)
+
+
+def is_power_of_two(size: int) -> bool:
+    """Whether there is such a transform of `size` elements."""
+    return size > 0 and size & (size - 1) == 0
+
+
+def factors(size: int) -> list[int]:
+    """A power of two as a product of 16s, and what is left."""
+    rests = takewhile(lambda rest: rest > 1, (size // STEP**i for i in range(size.bit_length())))
+    return [min(rest, STEP) for rest in rests]
+
+
+def operations(size: int) -> int:
+    """Multiplications and additions of one row."""
+    return sum(2 * size * factor for factor in factors(size))
+
+
+def _matrix(size: int, like: Tensor) -> Tensor:
+    """The normalised matrix: of row i and column j, the sign is the parity of the bits of i & j."""
+    index = torch.arange(size, device=like.device)
+    common = index[:, None] & index
+    parity = (common ^ common >> 1 ^ common >> 2 ^ common >> 3) & 1
+    return (1 - 2 * parity).to(like.dtype) / math.sqrt(size)
