@@ -33,7 +33,7 @@ def hadamard(x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if size == 1:
         return wide
-    y = wide.unflatten(-1, factors(size))
+    y = wide.reshape(*x.shape[:-1], *factors(size))
     for dim in range(x.ndim - 1, y.ndim):
         y = (y.transpose(dim, -1) @ _matrix(y.shape[dim], y)).transpose(dim, -1)
     return y.reshape(x.shape)

@@ -62,8 +62,8 @@ class LowPrecisionAttention(ConverterConfig):
     )
     scale: Scales = Field(
         "token",
-        description="What has one scale: each token of a head, each head of a sequence, or the whole "
-        "tensor of a sequence.",
+        description="What has one scale: each token of a head, each head of a sequence, or the "
+        "whole tensor of a sequence.",
     )
     rotation: Rotation = Field(
         "none",
@@ -114,8 +114,8 @@ class RoundedAttention(SelfAttention):
             name: hadamard(x) if name in self.config.rotation else at_least_float32(x)
             for name, x in given.items()
         }
-        rounded = self.rounded(*wide.values())
-        mixed = self.core(*(x.to(q.dtype) for x in rounded), documents)
+        q, k, v = (x.to(q.dtype) for x in self.rounded(*wide.values()))
+        mixed = self.core(q, k, v, documents)
         return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
 
     def rounded(self, *tensors: Tensor) -> list[Tensor]:
@@ -123,7 +123,7 @@ class RoundedAttention(SelfAttention):
         largest = [largest_elements(x.detach(), self.config.scale) for x in tensors]
         for group in self.groups:
             sizes = [each.shape[1] for each in largest]
-            largest = list(max_over(torch.cat(largest, 1), group).split(sizes, 1))
+            largest = list(torch.split(max_over(torch.cat(largest, 1), group), sizes, 1))
         format = self.config.dtype
         return [straight_through(x, most, format) for x, most in zip(tensors, largest, strict=True)]
 
@@ -143,8 +143,6 @@ def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
     exact = x.detach()
     scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
     scaled = (exact / scale).clamp(-LARGEST[format], LARGEST[format])
-    if format == "float8":
-        rounded = scaled.to(torch.float8_e4m3fn).to(x.dtype)
-    else:
-        rounded = scaled.round()
+    in_float8 = format == "float8"
+    rounded = scaled.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else scaled.round()
     return rounded * scale + (x - exact)  # what is added is zero, and has the gradient

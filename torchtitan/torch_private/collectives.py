@@ -40,7 +40,10 @@ def max_over(tensor: Tensor, group_name: str) -> Tensor:
     """The elementwise maximum over the ranks of a group; a compiled graph can contain it."""
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-    return wait_tensor(all_reduce(tensor.contiguous(), "max", group_name))
+    largest: Tensor = wait_tensor(  # type: ignore[no-untyped-call]
+        all_reduce(tensor.contiguous(), "max", group_name)  # type: ignore[arg-type]
+    )
+    return largest
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
