@@ -34,8 +34,8 @@ LAYERS = [
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
     ["flight_recorder", "step"],
     ["parallel"],
-    ["tasks"],
-    ["models", "data", "optim", "convert", "comm", "losses", "timeline"],
+    ["tasks", "convert"],
+    ["models", "data", "optim", "comm", "losses", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]
