@@ -26,8 +26,9 @@ from torchtitan.metrics.startup import Startup
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.optim import name_parameters, open_optimizers
+from torchtitan.optim import Compiled, name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel, World, parallelize, stages
+from torchtitan.parallel.compile import compiled
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
@@ -77,6 +78,7 @@ class Parts:
             world.groups["pp"],
             world.device,
             redistribute_grads,
+            update_compiler(job),
         )
         groups, degrees = job.fault_tolerance, world.degrees
         self.data = open_stream(
@@ -206,6 +208,13 @@ def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         part.init_buffers()  # type: ignore[operator]
+
+
+def update_compiler(job: JobConfig) -> Compiled | None:
+    """What compiles the costly part of an update; None where the recipe compiles nothing."""
+    # Results of CUDA graphs would be overwritten while they are sent.
+    config = job.compile.model_copy(update={"cuda_graphs": False})
+    return partial(compiled, config=config) if config.enable else None
 
 
 def build_meter(

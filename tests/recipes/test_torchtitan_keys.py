@@ -34,7 +34,7 @@ OTHER: dict[str, list[Any]] = {
     "model.name": ["llama4", "deepseek_v3"],
     "model.flavor": ["8B", "671B"],
     "model.converters": [["float8"], ["mx"], ["other"], ["quantize.grouped_mm.mx"]],
-    "optimizer.name": ["Adam", "Muon"],
+    "optimizer.name": ["Adam", "Lion"],
     "training.global_batch_size": [8, 16],
     "parallelism.pipeline_parallel_degree": [2],
     "parallelism.pipeline_parallel_schedule": ["GPipe", "Other"],

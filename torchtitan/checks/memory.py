@@ -17,13 +17,13 @@ SMALLER = (
 )
 
 
-def plan(job: JobConfig, model: Model, sizes: memory.Sizes, ranks: int) -> memory.Plan:
+def plan(job: JobConfig, model: Model, found: memory.Sizes, ranks: int) -> memory.Plan:
     """What decides on the memory of a rank of this run."""
     degrees = job.degrees(ranks)
     return memory.Plan(
         model.spec,
         model.args,
-        sizes,
+        found,
         job.layout(),
         degrees,
         job.optimizer,
@@ -37,7 +37,13 @@ def of_rank(job: JobConfig, ranks: int) -> memory.Plan | None:
     model = model_of(job)
     if model is None or min(job.degrees(ranks)) < 1:
         return None
-    return plan(job, model, memory.sizes(model.spec, model.empty()), ranks)
+    return plan(job, model, sizes(job, model), ranks)
+
+
+def sizes(job: JobConfig, model: Model) -> memory.Sizes:
+    """Of the whole model, with the states of its optimizer."""
+    itemsize = job.layout().precision.parameters.itemsize
+    return memory.sizes(model.spec, model.empty(), job.optimizer, itemsize)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -45,7 +51,7 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     ranks, model = world.ranks or job.parallelism.least_ranks, model_of(job)
     if model is None or min(job.degrees(ranks)) < 1:
         return
-    of_samples = plan(job, model, memory.Sizes(0, 0), ranks).least()
+    of_samples = plan(job, model, memory.Sizes(0, 0, 0.0), ranks).least()
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
             "training.seq_len",
@@ -56,7 +62,7 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     if not world.local_ranks or world.device_type != pick().type:
         return
-    needs = plan(job, model, memory.sizes(model.spec, model.empty()), ranks)
+    needs = plan(job, model, sizes(job, model), ranks)
     at_least, estimated, local = needs.least(), needs.estimate(), min(world.local_ranks, ranks)
     for place, count, part in places(Device(pick().type), local):
         least, about = (count * part(held) / GIB for held in (at_least, estimated))

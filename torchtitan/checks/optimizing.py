@@ -80,12 +80,13 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
 
 
 def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Each group of parameters has some, whose update has what the group sets."""
-    model = model_of(job) if job.optimizer.groups else None
+    """The optimizer can update all parameters, and each group has some, with what it sets."""
+    o = job.optimizer
+    model = model_of(job) if o.groups or o.by_role else None
     if model is None:
         return
     parameters = name_parameters([model.empty()], model.spec.role)
-    for problem in group_problems(job.optimizer, parameters):
+    for problem in (*o.misfits(parameters), *group_problems(o, parameters)):
         yield problem.within("optimizer")._replace(also=("optimizer", "model"))
 
 

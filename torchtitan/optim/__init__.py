@@ -9,32 +9,48 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.adam import Adam, AdamW
 from torchtitan.optim.group import Optimizers
-from torchtitan.optim.grouping import describe_groups, group_problems
+from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.in_backward import InBackward
+from torchtitan.optim.muon import Muon
 from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.parameters import NamedParameter, name_parameters
 from torchtitan.optim.schedule import ScheduleConfig, learning_rate_factor
-from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.optim.settings import (
+    Compiled,
+    GroupConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    UpdateRule,
+)
 from torchtitan.optim.sgd import SGD
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "AdamW": AdamW,
+    "Adam": Adam,
+    "SGD": SGD,
+    "Muon": Muon,
+}
 
 __all__ = [
     "OPTIMIZERS",
     "SGD",
     "Adam",
     "AdamW",
+    "Compiled",
     "GroupConfig",
+    "Muon",
     "NamedParameter",
     "OptimizerConfig",
     "Optimizers",
     "ParameterGroup",
     "ScheduleConfig",
     "UpdateRule",
+    "describe_rules",
     "group_problems",
     "learning_rate_factor",
     "name_parameters",
     "open_optimizers",
+    "state_bytes",
 ]
 
 
@@ -44,6 +60,7 @@ def open_optimizers(
     stages: dist.ProcessGroup,
     device: Device,
     redistribute_grads: Callable[[Iterable[Tensor]], None],
+    compiled: Compiled | None = None,
 ) -> Optimizers:
     """The optimizer over all that is trained on this rank, as the recipe has it.
 
@@ -51,6 +68,7 @@ def open_optimizers(
         stages: the ranks that hold the other parts of the model.
         device: where the model computes.
         redistribute_grads: brings gradients of parameters to where these are.
+        compiled: compiles what is costly in an update; None: nothing is.
     """
     if config.early_step_in_backward:
         optimizers: Optimizers = InBackward(parameters, config, stages, redistribute_grads)
@@ -60,6 +78,8 @@ def open_optimizers(
         logger.info("optimizer: states are in host memory, and updates are computed there")
     else:
         optimizers = Optimizers(parameters, config, stages)
+    for optimizer, rule in optimizers.rules.items():
+        rule.prepare(optimizer, compiled)
     groups = describe_groups(config, optimizers.assignments, stages, device)
     for line in (*groups, *optimizers.describe()):
         logger.info("%s", line)

@@ -100,6 +100,26 @@ def _whose(group: GroupConfig) -> dict[str, tuple[str, ...]]:
     return {"roles": group.roles, "names": group.names}
 
 
+def describe_rules(config: OptimizerConfig, parameters: Sequence[NamedParameter]) -> Iterator[str]:
+    """Which roles are updated by what, where that is not one rule for all."""
+    if not config.by_role:
+        return
+    found: dict[str, dict[str, list[int]]] = {}
+    for parameter in parameters:
+        roles = found.setdefault(config.rule_for(parameter).title, {})
+        roles.setdefault(parameter.role, []).append(parameter.tensor.numel())
+    for title, roles in found.items():
+        counts = (f"{role} ({len(n)} tensors, {sum(n):,} parameters)" for role, n in roles.items())
+        yield f"{title} updates {', '.join(counts)}"
+
+
+def state_bytes(
+    config: OptimizerConfig, parameters: Iterable[NamedParameter], itemsize: int
+) -> float:
+    """Bytes of the states of parameters with elements of `itemsize` bytes, at the least."""
+    return sum(p.tensor.numel() * config.rule_for(p).state_bytes(itemsize) for p in parameters)
+
+
 def group_problems(
     config: OptimizerConfig, parameters: Sequence[NamedParameter]
 ) -> Iterator[Problem]:

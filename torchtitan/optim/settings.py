@@ -4,10 +4,10 @@ An optimizer is an update rule for all parameters, or one that hands some of the
 their roles (`rule_for`). Groups of a recipe change the numbers of a rule, never the rule itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.optim.parameters import NamedParameter
+
+Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""From a function to the same function, compiled."""
 
 
 class UpdateRule(Config):
@@ -67,6 +70,11 @@ class UpdateRule(Config):
         return 0.0
 
     @property
+    def title(self) -> str:
+        """What it is called."""
+        return type(self).__name__.removesuffix("Rule")
+
+    @property
     def rounds_state(self) -> bool:
         """Whether state is stored in fewer bits than it is computed in, so that layouts differ."""
         return False
@@ -75,6 +83,9 @@ class UpdateRule(Config):
     def is_compiled(self) -> bool:
         """Whether the update needs a compiler, whatever `[compile]` says."""
         return False
+
+    def prepare(self, optimizer: torch.optim.Optimizer, compiled: "Compiled | None") -> None:
+        """Have what is costly in `optimizer`, which `build` gave, compiled; None: nothing is."""
 
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
         """What to log at the start of `<parameter>.<state>` and the tensor of each, if anything."""
@@ -131,6 +142,9 @@ class GroupConfig(Config):
 class OptimizerConfig(UpdateRule):
     """Settings of an optimizer; `name` picks the subclass, `build` makes the optimizer."""
 
+    by_role: ClassVar[bool] = False
+    """Whether roles decide what updates a parameter."""
+
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
@@ -150,6 +164,10 @@ class OptimizerConfig(UpdateRule):
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """What updates a parameter: these settings, or those of a section within them."""
         return self
+
+    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+        """What is wrong with the settings, given all parameters of the model."""
+        return iter(())
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         yield from super().problems(recipe, world)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.device import GIB
 from torchtitan.models.spec import ModelSpec
-from torchtitan.optim import OptimizerConfig
+from torchtitan.optim import OptimizerConfig, name_parameters, state_bytes
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.sharding import FSDP2
 from torchtitan.parallel.world import Degrees
@@ -54,14 +54,17 @@ class Sizes(NamedTuple):
 
     total: int
     in_blocks: int
+    states: float
+    """Bytes of the states of all."""
 
 
-def sizes(spec: ModelSpec[Any], network: Any) -> Sizes:
-    """Of a whole network, which may be on the meta device."""
+def sizes(spec: ModelSpec[Any], network: Any, optimizer: OptimizerConfig, itemsize: int) -> Sizes:
+    """Of a whole network, which may be on the meta device, with parameters of `itemsize` bytes."""
     blocks = spec.blocks(network).values()
     return Sizes(
         sum(weight.numel() for weight in network.parameters()),
         sum(weight.numel() for block in blocks for weight in block.parameters()),
+        state_bytes(optimizer, name_parameters([network], spec.role), itemsize),
     )
 
 
@@ -124,7 +127,7 @@ class Plan:
         """Parameters, gradients and states of a rank that holds `share` parameters."""
         each, optimizer = self.layout.precision.parameters.itemsize, self.optimizer
         gradients = 0.0 if optimizer.early_step_in_backward else share * each
-        states = share * optimizer.state_bytes(each)
+        states = share * self.sizes.states / max(self.sizes.total, 1)
         return Memory(share * each, gradients, states)
 
     def _fuller(self, at_step: Memory, activations: float, logits: float) -> Memory:

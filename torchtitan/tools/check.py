@@ -16,6 +16,7 @@ from torchtitan.device import GIB, pick
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.optim import describe_rules, name_parameters
 from torchtitan.parallel import stages
 from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
@@ -106,11 +107,12 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(t.local_batch_size)
         yield stages.describe(job.parallelism, args.n_layers, microbatches)
-    parameters = count_parameters(build_empty(spec.build, args, t.seq_len)).total
+    network = build_empty(spec.build, args, t.seq_len)
     yield (
-        f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, "
+        f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations a token"
     )
+    yield from describe_rules(job.optimizer, name_parameters([network], spec.role))
     if needs := of_rank(job, ranks):
         least = f"{needs.least().total / GIB:.1f} GiB"
         yield f"memory of a rank: about {needs.estimate()}, at the least {least}"

@@ -15,6 +15,12 @@ def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
+def timeout_of(group: ProcessGroup, device_type: str) -> timedelta:
+    """How long a collective of `group` may take."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout
+
+
 def process_group(name: str) -> ProcessGroup:
     """The process group of that name: an operator is given names, not objects."""
     from torch._C._distributed_c10d import _resolve_process_group

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -53,6 +54,28 @@ def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
             assert placement.split_factor == split, f"scattered part: {placements}"
             assert tensor.shape[dim] % parts == 0, f"{tensor.shape} not evenly in {parts} parts"
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+
+
+def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
+    """Which indices of each dim of `tensor` the rank at a coordinate of its mesh holds.
+
+    A part of a part is one piece too, so it does not matter to its form which axis split it first,
+    but to where it begins: what FSDP splits after tensor parallelism (`_StridedShard`) comes last.
+    """
+    found = [range(size) for size in tensor.shape]
+    if not is_dtensor(tensor):
+        return found
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    axes = [*enumerate(tensor.placements)]
+    later = [item for item in axes if isinstance(item[1], _StridedShard)]
+    for axis, placement in [*(item for item in axes if item not in later), *reversed(later)]:
+        if isinstance(placement, Shard | _StridedShard):
+            whole, parts = found[placement.dim], tensor.device_mesh.size(axis)
+            size = -(-len(whole) // parts)
+            begin = min(coordinate[axis] * size, len(whole))
+            found[placement.dim] = whole[begin : begin + size]
+    return found
 
 
 def stored(tensor: Tensor) -> Tensor:

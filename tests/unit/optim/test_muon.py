@@ -1,0 +1,161 @@
+"""Muon on one rank, and what is refused of it."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import tiny
+from tests.named import named
+from torchtitan.optim import Muon, Optimizers, state_bytes
+from torchtitan.optim.muon import AdamWPart, newton_schulz
+
+SHAPES = [(8, 8), (6, 20), (20, 6), (1, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_newton_schulz_maps_the_singular_values_by_the_quintic(
+    shape: tuple[int, int], steps: int
+) -> None:
+    """The oracle knows singular values and a polynomial, and no product of matrices."""
+    generator = np.random.default_rng(0)
+    matrices = generator.normal(size=(3, *shape))
+    left, values, right = np.linalg.svd(matrices, full_matrices=False)
+    values /= np.sqrt((values**2).sum(-1, keepdims=True))
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left * values[:, None] @ right
+    found = newton_schulz(torch.from_numpy(matrices).float(), steps)
+    assert np.abs(found.numpy() - expected).max() < 1e-4
+    if steps == 5 and shape[0] != shape[1]:
+        assert 0.6 < values.min() <= values.max() < 1.25
+
+
+def test_matrices_of_a_batch_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 5, 7)
+    together = newton_schulz(matrices * torch.tensor([1.0, 1e3, 1e-3]).view(3, 1, 1), 5)
+    alone = torch.cat([newton_schulz(matrix[None], 5) for matrix in matrices])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert not newton_schulz(torch.zeros(1, 2, 3), 5).any()
+
+
+def trained(steps: int, made: Any) -> list[Tensor]:
+    """Weights of two matrices after some steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 16, bias=False))
+    optimizer = made(model)
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(32, 24)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_on_one_rank_it_is_that_of_torch(scale: Any, nesterov: bool) -> None:
+    """Both compute in bfloat16, in which sums may round differently: a step of it is 2**-8."""
+    common = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
+    expected = trained(
+        5, lambda model: torch.optim.Muon(model.parameters(), adjust_lr_fn=scale, **common)
+    )
+    config = Muon(scale=scale, **common)
+    found = trained(5, lambda model: Optimizers(named(model), config))
+    start = trained(0, lambda model: None)
+    for own, theirs, first in zip(found, expected, start, strict=True):
+        assert (own - theirs).norm() < 1e-2 * (theirs - first).norm()
+    other = trained(5, lambda model: Optimizers(named(model), Muon(**common, ns_steps=4)))
+    assert (other[0] - expected[0]).norm() > 1e-2 * (expected[0] - start[0]).norm()
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False))
+    optimizers = Optimizers(named(model), Muon())
+    before = model[1].weight.detach().clone()
+    model[0](torch.ones(1, 4)).sum().backward()
+    optimizers.step()
+    assert torch.equal(model[1].weight, before)
+    assert list(optimizers.state_dict()) == ["0.weight.momentum_buffer"]
+
+
+def test_roles_have_rates_and_decay_of_their_own() -> None:
+    config = Muon(lr=0.1, weight_decay=0.2)
+    parts = {p.role: p for p in named(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))}
+    assert config.rule_for(parts["matrix"]) is config
+    for adamw, expected in (
+        (AdamWPart(), (0.1, 0.2)),
+        (AdamWPart(lr=1e-3), (1e-3, 0.2)),
+        (AdamWPart(weight_decay=0.0, beta2=0.5), (0.1, 0.0)),
+    ):
+        rule = config.model_copy(update={"adamw": adamw}).rule_for(parts["embedding"])
+        assert (rule.lr, rule.weight_decay, rule.title) == (*expected, "AdamW")
+
+
+def test_state_by_formula_is_the_state_there_is() -> None:
+    """4 bytes for each element of a matrix, and 8 for each of the rest, but for step counts."""
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5))
+    optimizers = Optimizers(named(model), Muon())
+    there = sum(
+        tensor.nbytes
+        for name, tensor in optimizers.state_dict().items()
+        if not name.endswith(".step")
+    )
+    assert there == state_bytes(Muon(), named(model), 4) == 4 * 30 + 8 * (42 + 5)
+
+
+REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    (
+        {"momentum": 0.0},
+        [("optimizer.nesterov", "it needs optimizer.momentum > 0; use false")],
+    ),
+    (
+        {"roles": ["matrix", "matrx"]},
+        [("optimizer.roles", "no parameter has the role matrx; allowed: ")],
+    ),
+    (
+        {"roles": ["matrix", "norm"]},
+        [
+            (
+                "optimizer.roles",
+                "Muon updates matrices, of 2 dims; layers.0.attention_norm.weight, which is of the "
+                'role norm, has 1, as have 4 others; use ["matrix"]',
+            )
+        ],
+    ),
+    (
+        {"early_step_in_backward": True, "offload_states": True, "nesterov": True, "momentum": 0.0},
+        [
+            ("optimizer.nesterov", "it needs optimizer.momentum > 0"),
+            ("optimizer.early_step_in_backward", "all ranks but one would wait"),
+            ("optimizer.offload_states", "Muon multiplies matrices"),
+        ],
+    ),
+    (
+        {"groups": [{"roles": ["norm"], "momentum": 0.5}]},
+        [("optimizer.groups.0.momentum", "which is of the role norm, has no momentum")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), REFUSED)
+def test_what_is_refused(settings: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    optimizer = {"name": "Muon", **settings}
+    job = tiny.job(optimizer=optimizer, training={"max_norm": 0.0, "global_batch_size": 2})
+    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=1)}
+    for path, message in expected:
+        assert message in found[path]
+
+
+def test_the_scale_gives_the_update_the_size_of_adamws() -> None:
+    """Root mean square 0.2, as far as singular values are 1; for a matrix however large."""
+    torch.manual_seed(0)
+    for rows, columns in ((256, 64), (64, 256), (128, 128)):
+        update = newton_schulz(torch.randn(1, rows, columns), 5)
+        size = Muon().factor(rows, columns) * float(update.square().mean().sqrt())
+        assert math.isclose(size, 0.2, rel_tol=0.15)
+        assert Muon(scale="original").factor(rows, columns) == math.sqrt(max(1, rows / columns))

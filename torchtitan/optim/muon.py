@@ -1,0 +1,262 @@
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/): matrices move by their
+momentum made orthogonal, so that all of its directions are learned at the same rate.
+
+The momentum G = U S V^T becomes about U V^T by a few steps of a Newton-Schulz iteration, which are
+products of matrices alone. Scaled by 0.2 sqrt(max(rows, columns)), the update has the root mean
+square that AdamW's usually has, so rate and weight decay are those of AdamW (Liu et al., 2025,
+arXiv:2502.16982). AdamW updates what is no hidden matrix: embeddings, norms and the head.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from torchtitan.config import PlannedWorld, Problem, allowed_names, shorten, show
+from torchtitan.logging import logger
+from torchtitan.optim.adam import AdamGroup, AdamWRule
+from torchtitan.optim.matrices import Area, Exchange
+from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.torch_private.compiler import any_number_of_shapes
+from torchtitan.torch_private.optimizers import without_compiler
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Jordan's quintic: steep at 0, and within 0.7 and 1.2 where it has converged."""
+EPS = 1e-7
+"""The least norm that a matrix is divided by."""
+MIB = 2**20
+
+
+class MuonGroup(AdamGroup):
+    """Settings of Muon that differ for some parameters; the first match applies."""
+
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the running gradient; absent: the optimizer's."
+    )
+
+
+class AdamWPart(AdamWRule):
+    """AdamW, for the parameters that Muon is not for."""
+
+    lr: float | None = Field(  # type: ignore[assignment]
+        None, gt=0, description="Peak learning rate; absent: the optimizer's."
+    )
+    weight_decay: float | None = Field(  # type: ignore[assignment]
+        None, ge=0, description="Weight decay; absent: the optimizer's."
+    )
+
+    def over(self, optimizer: UpdateRule) -> AdamWRule:
+        """It, with the numbers of `optimizer` where it has none."""
+        values = self.model_dump(exclude_none=True)
+        return AdamWRule(**{"lr": optimizer.lr, "weight_decay": optimizer.weight_decay} | values)
+
+
+class Muon(OptimizerConfig):
+    """Orthogonal updates of matrices; AdamW for the rest."""
+
+    by_role: ClassVar[bool] = True
+
+    name: Literal["Muon"] = Field("Muon", description="Which optimizer.")
+    roles: tuple[str, ...] = Field(
+        ("matrix",),
+        min_length=1,
+        description="Roles of the parameters that Muon updates, of two dims each; AdamW updates "
+        "the rest.",
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the running gradient.")
+    nesterov: bool = Field(
+        True, description="Nesterov's momentum: look a step ahead (needs momentum > 0)."
+    )
+    scale: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="What the rate is multiplied by for a matrix: 0.2 sqrt(max(rows, columns)), so "
+        "that rates of AdamW fit; or sqrt(max(1, rows / columns)), for rates about 0.02.",
+    )
+    ns_steps: int = Field(
+        5, ge=1, lt=100, description="Steps of the Newton-Schulz iteration for an update."
+    )
+    ns_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16",
+        description="In what it is computed, and sent; in bfloat16 layouts differ by its rounding.",
+    )
+    whole_mib: int = Field(
+        64,
+        ge=0,
+        description="MiB of matrices of one shape that a rank has whole to compute with together; "
+        "a larger matrix is by itself, and so is each with 0. As much is on its way in, and out.",
+    )
+    adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
+    groups: tuple[MuonGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
+
+    def rule_for(self, parameter: NamedParameter) -> UpdateRule:
+        return self if parameter.role in self.roles else self.adamw.over(self)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"momentum": self.momentum}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        return without_compiler(
+            MuonOptimizer,
+            [group.options() for group in groups],
+            config=self,
+            parameters=[parameter for group in groups for parameter in group.parameters],
+        )
+
+    def allocate(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def prepare(self, optimizer: torch.optim.Optimizer, compiled: Compiled | None) -> None:
+        assert isinstance(optimizer, MuonOptimizer)
+        if compiled is not None:
+            optimizer.iterate = _for_any_shape(compiled(newton_schulz))
+        how = "compiled" if compiled else "not compiled, as [compile] is off"
+        logger.info("%s; Newton-Schulz in %s is %s", optimizer.exchange, self.ns_dtype, how)
+
+    @property
+    def rounds_state(self) -> bool:
+        return self.adamw.rounds_state
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.adamw.is_compiled
+
+    def state_names(self) -> frozenset[str]:
+        return frozenset({"momentum_buffer"})
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return parameter_bytes
+
+    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+        known = list(dict.fromkeys(parameter.role for parameter in parameters))
+        for role in self.roles:
+            if role not in known:
+                message = f"no parameter has the role {shorten(role)}; {allowed_names(role, known)}"
+                yield Problem("roles", message)
+        flat = [p for p in parameters if p.role in self.roles and len(p.shape) != 2]
+        if flat:
+            other = [role for role in self.roles if role not in {p.role for p in flat}]
+            message = (
+                f"Muon updates matrices, of 2 dims; {flat[0].name}, which is of the role "
+                f"{flat[0].role}, has {len(flat[0].shape)}"
+                + (f", as have {len(flat) - 1} others" if len(flat) > 1 else "")
+                + (f"; use {show(other)}" if other else "; use another self.name")
+            )
+            yield Problem("roles", message, ("name",))
+
+    def factor(self, rows: int, columns: int) -> float:
+        """What the rate is multiplied by for a matrix."""
+        if self.scale == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+    def cost(self, rows: int, columns: int) -> float:
+        """Floating-point operations of an update."""
+        short, long = sorted((rows, columns))
+        return self.ns_steps * (4.0 * short * short * long + 2.0 * short**3)
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        if self.nesterov and not self.momentum:
+            yield Problem("nesterov", "it needs self.momentum > 0; use false", ("momentum",))
+        if self.early_step_in_backward:
+            message = (
+                "Muon's matrices are dealt out to the ranks when all gradients are there; one at a "
+                "time, all ranks but one would wait in the middle of the backward; use false"
+            )
+            yield Problem("early_step_in_backward", message, ("name",))
+        if self.offload_states:
+            message = "Muon multiplies matrices, for which the host is too slow; use false"
+            yield Problem("offload_states", message, ("name",))
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon over parameters of two dims, however they lie on a mesh."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        config: Muon,
+        parameters: Sequence[NamedParameter],
+    ) -> None:
+        super().__init__(groups, {})
+        self.config = config
+        self.dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        self.iterate: Callable[[Tensor, int], Tensor] = newton_schulz
+        self.exchange = Exchange(
+            parameters,
+            lambda p: [Area(*map(range, p.shape))],
+            config.cost,
+            limit=config.whole_mib * MIB // self.dtype.itemsize,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        updates = {
+            parameter: update
+            for group in self.param_groups
+            for parameter, update in self._momentum(group).items()
+        }
+        self.exchange.apply([*updates.values()], self._orthogonalize)
+        for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    weight = local(parameter)
+                    weight.mul_(1 - lr * decay)
+                    factor = self.config.factor(*parameter.shape)
+                    weight.add_(updates[parameter], alpha=-lr * factor)
+
+    def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+        """This rank's part of what is to be orthogonal; of what has no gradient, zeros."""
+        momentum, found = group["momentum"], {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                found[parameter] = torch.zeros_like(local(parameter), dtype=self.dtype)
+                continue
+            state, gradient = self.state[parameter], local(parameter.grad)
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffer = local(state["momentum_buffer"])
+            buffer.lerp_(gradient, 1 - momentum)
+            ahead = gradient.lerp(buffer, momentum) if self.config.nesterov else buffer.clone()
+            found[parameter] = ahead.to(self.dtype)
+        return found
+
+    def _orthogonalize(self, matrices: Tensor) -> Tensor:
+        return self.iterate(matrices, self.config.ns_steps)
+
+
+def _for_any_shape(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """A compiled function of matrices, each of whose shapes is compiled."""
+
+    def call(matrices: Tensor, steps: int) -> Tensor:
+        with any_number_of_shapes():
+            return function(matrices, steps)
+
+    return call
+
+
+def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+    """Each of `matrices` (number, rows, columns) made about orthogonal: its singular values near 1.
+
+    x becomes a x + b (x x^T) x + c (x x^T)^2 x, which does the same to each singular value.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
+    # No singular value is larger than the norm.
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        squares = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
