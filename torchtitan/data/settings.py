@@ -47,11 +47,24 @@ DATASETS: dict[str, Dataset] = {
     "scenes_validation": Dataset(
         "scenes", "others like them, held out", split="validation", content="images"
     ),
+    "image_folder": Dataset(
+        "image_folder",
+        "photographs under data.dataset_path; subfolders are classes",
+        content="images",
+    ),
+    "image_shards": Dataset(
+        "image_shards", "tar files under data.dataset_path, as WebDataset's", content="images"
+    ),
+    "rasters": Dataset(
+        "rasters",
+        "npy and GeoTIFF files under data.dataset_path, of any number of bands",
+        content="images",
+    ),
 }
 
 DRAWN = ("synthetic", "scenes")
 """Kinds that read no files."""
-NEEDS_PATH = ("local", "text", "jsonl", "parquet")
+NEEDS_PATH = ("local", "text", "jsonl", "parquet", "image_folder", "image_shards", "rasters")
 
 
 class DataConfig(Config):

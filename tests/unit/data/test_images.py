@@ -10,10 +10,11 @@ from torch import Tensor
 
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig
+from torchtitan.data.images.decoding import CorruptImage
 from torchtitan.data.images.opening import open_images, open_view
 from torchtitan.data.images.scenes import Scenes
 from torchtitan.data.images.settings import ImagesConfig
-from torchtitan.data.images.source import CorruptImage, ImageView, ShuffledImages
+from torchtitan.data.images.source import ImageView, ShuffledImages
 from torchtitan.data.images.views import view
 from torchtitan.data.order import Document, Position
 

@@ -5,8 +5,11 @@
 
 from collections.abc import Callable
 
-from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.data.images.decoding import PHOTOGRAPHS, RASTERS
+from torchtitan.data.images.folders import ImageFolder
 from torchtitan.data.images.scenes import Scenes
+from torchtitan.data.images.shards import TarShards
 from torchtitan.data.images.source import Images, ImageView, ShuffledImages
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 
@@ -22,7 +25,21 @@ def _open_scenes(dataset: Dataset, config: DataConfig, size: int, bands: int) ->
     return Scenes(seed=seed, size=size, channels=bands)
 
 
-IMAGES: dict[str, OpenImages] = {"scenes": _open_scenes}
+def _open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
+    suffixes = RASTERS if dataset.kind == "rasters" else PHOTOGRAPHS
+    return ImageFolder(local_path(str(config.dataset_path)), suffixes, config.images, bands)
+
+
+def _open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
+    return TarShards(local_path(str(config.dataset_path)), config.images, bands)
+
+
+IMAGES: dict[str, OpenImages] = {
+    "scenes": _open_scenes,
+    "image_folder": _open_folder,
+    "image_shards": _open_shards,
+    "rasters": _open_folder,
+}
 
 
 def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:

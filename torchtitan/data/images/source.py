@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from torchtitan.config import ConfigError
+from torchtitan.data.images.decoding import CorruptImage
 from torchtitan.data.images.settings import ImagesConfig
 from torchtitan.data.images.views import view
 from torchtitan.data.sources import ShuffledDocuments
@@ -21,10 +22,6 @@ from torchtitan.logging import logger
 
 VIEWS = 2
 """Tells the draws of views from others of the same seed."""
-
-
-class CorruptImage(ConfigError):
-    """An image cannot be decoded; the message names it and the reason."""
 
 
 class Images(Protocol):
