@@ -59,8 +59,8 @@ class ValidationConfig(Config):
     def data(self, training: DataConfig) -> dict[str, DataConfig]:
         """The data section for each data set: the training one, reading other documents."""
         images = training.images.model_copy(update={"augment": False})
-        update = {"dataset_path": self.dataset_path, "num_workers": 0, "lanes": -1}
-        update |= {"images": images}
+        update: dict[str, Any] = {"dataset_path": self.dataset_path, "images": images}
+        update |= {"num_workers": 0, "lanes": -1}
         return {
             name: training.model_copy(update=update | {"dataset": name}) for name in self.datasets
         }
