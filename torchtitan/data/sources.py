@@ -48,10 +48,10 @@ class ShuffledDocuments:
         return position.round
 
     def advice(self, lanes: int) -> str | None:
-        if len(self._documents) >= lanes:
+        if (count := len(self._documents)) >= lanes:
             return None
         return (
-            f"{len(self._documents)} documents for {lanes} lanes: lanes read the same documents "
+            f"{count} document{'s' * (count > 1)} for {lanes} lanes: lanes read the same documents "
             "side by side; use more documents (a smaller data.document_bytes splits text files "
             "further) or a smaller batch"
         )
