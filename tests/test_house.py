@@ -130,6 +130,12 @@ def test_a_part_says_what_is_wrong_with_its_own_section_alone(path: Path) -> Non
             assert not named, f"{function.name} names {named and named[0]}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "checks").glob("*.py")), ids=lambda p: p.name)
+def test_rules_ask_for_a_model_that_may_not_be(path: Path) -> None:
+    """Another rule says that there is no such flavor; `model_of` is then None."""
+    assert path.name == "model.py" or "model_args(" not in path.read_text()
+
+
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     verbs = ", ".join(f"torchtitan.tools.{module}" for module in modules_of_verbs())
     assert not imported_by(f"import {verbs}") & {*HEAVY, *SLOW_TORCH}

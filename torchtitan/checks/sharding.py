@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.parallel import FSDP2
@@ -151,7 +152,8 @@ def never_whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         if is_on:
             message = f'{key} {why}; use "fsdp2", or leave that out'
             yield Problem("sharding.name", message, (key,))
-    if getattr(job.model_args(), "tied", False) and not job.loss.vocabulary_chunk:
+    model = model_of(job)
+    if model and getattr(model.args, "tied", False) and not job.loss.vocabulary_chunk:
         message = (
             f"with {name} no rank has the whole table of a tied model, so its loss is made of "
             "parts of it; use a number above 0, as 8192"
