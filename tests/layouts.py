@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
+from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
 from torchtitan.convert import (
     MXFP8,
     ConverterConfig,
@@ -33,6 +34,7 @@ class Case:
     tp: int = 1
     sections: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     convert: tuple[ConverterConfig, ...] = ()
+    auxiliary: tuple[AuxiliaryLossConfig, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -74,6 +76,7 @@ def case(
     documents: bool = False,
     chunk: int = 0,
     convert: tuple[ConverterConfig, ...] = (),
+    auxiliary: tuple[AuxiliaryLossConfig, ...] = (),
     sharding: dict[str, Any] | None = None,
     communication: dict[str, Any] | None = None,
     **parallelism: Any,
@@ -93,7 +96,7 @@ def case(
         "communication": communication or {},
     }
     sections = {name: section for name, section in sections.items() if section}
-    return Case(pp, replicate, shard, cp, tp, sections, convert)
+    return Case(pp, replicate, shard, cp, tp, sections, convert, auxiliary)
 
 
 def schedule(name: str, pp: int = 2, **rest: Any) -> Case:
@@ -130,6 +133,8 @@ MICROSCALED = (MXFP8(emulate=True),)
 BY_TOKEN = (LowPrecisionAttention(rotation="qkv"),)
 BY_HEAD = (LowPrecisionAttention(scale="head", rotation="qk"),)
 BY_TENSOR = (LowPrecisionAttention(scale="tensor", dtype="int8", rotation="v"),)
+BESIDE = (ZLoss(weight=0.01), NextLatent(warmup_steps=4))
+ALL_LOSSES = (*BESIDE, MultiToken(depth=2, final_weight=0.1, final_step=4))
 
 LAYOUTS: dict[str, Case] = {
     # Data parallelism.
@@ -229,6 +234,23 @@ LAYOUTS: dict[str, Case] = {
     "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
     "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
     "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
+    # Auxiliary losses: the reference has the same.
+    "TP 2 x PP 2, auxiliary losses": case(2, tp=2, auxiliary=BESIDE),
+    "PP 2, ZBVZeroBubble, z-loss in chunks": schedule(
+        "ZBVZeroBubble", chunk=100, auxiliary=BESIDE[:1]
+    ),
+    "FSDP 2, accumulating 4, all auxiliary losses": case(
+        shard=2, batch=1, chunk=100, auxiliary=ALL_LOSSES
+    ),
+    "CP 2 x TP 2, documents, all auxiliary losses": case(
+        cp=2, tp=2, chunk=64, documents=True, auxiliary=ALL_LOSSES
+    ),
+    "rotated 2, auxiliary losses": case(
+        shard=2, chunk=100, auxiliary=ALL_LOSSES[1:], sharding=ROTATED
+    ),
+    "SimpleFSDP 2, all auxiliary losses": case(
+        shard=2, chunk=100, auxiliary=ALL_LOSSES, sharding=SIMPLE
+    ),
     # SimpleFSDP.
     "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
     "SimpleFSDP, copies 2, added up afterwards": case(
@@ -281,7 +303,8 @@ DAILY = (
     *("one rank, loss in chunks", "PP 2, loss in chunks"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
     *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
-    "TP 2, attention in Float8, full recomputation",
+    *("TP 2, attention in Float8, full recomputation", "TP 2 x PP 2, auxiliary losses"),
+    "FSDP 2, accumulating 4, all auxiliary losses",
 )
 """What `./scripts/test` compares with one rank: each technique, and each pair that interacts, some
 of them within a layout of three."""
@@ -302,7 +325,8 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     optimizers = {"name": optimizer, **OPTIMIZERS[optimizer]}
     folder = sections.pop("job", {}).get("dump_folder", "unused")
     recipe = tiny.job(folder, **layout.recipe(optimizer=optimizers, training=training, **sections))
-    return recipe.model_copy(update={"convert": layout.convert})
+    added = {"convert": layout.convert, "auxiliary_losses": layout.auxiliary}
+    return recipe.model_copy(update=added)
 
 
 def alone(layout: Case) -> Case:
@@ -313,4 +337,11 @@ def alone(layout: Case) -> Case:
     """
     batch = layout.sections["training"]["local_batch_size"] if layout.converts_linears else 8
     documents = "attn_mask_type" in layout.sections.get("model", {})
-    return case(batch=batch, documents=documents, convert=layout.convert)
+    chunk = 301 if layout.sections.get("loss") and layout.auxiliary else 0
+    return case(
+        batch=batch,
+        documents=documents,
+        chunk=chunk,
+        convert=layout.convert,
+        auxiliary=layout.auxiliary,
+    )

@@ -35,7 +35,7 @@ LAYERS = [
     ["flight_recorder", "step"],
     ["parallel"],
     ["tasks", "convert"],
-    ["models", "data", "optim", "comm", "losses", "timeline"],
+    ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],
     ["config", "device", "torch_private", "local_ranks"],
     ["logging"],
 ]

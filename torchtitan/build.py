@@ -45,6 +45,7 @@ from torchtitan.validate import Validator
 # What the replica groups of a run have in common.
 SAME_RECIPE = (
     *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
+    "auxiliary_losses",
 )
 
 AfterStep = Callable[[TrainState], object]
@@ -119,6 +120,9 @@ def around_step(parts: Parts) -> Run:
     tasks: list[AfterStep] = []
     session: list[AbstractContextManager[object]] = [parts.meter, parts.profiler, parts.stop]
 
+    if job.auxiliary_losses:
+        weigh = parts.model.auxiliary.begin
+        model = ProbedModel(model, before=lambda batch: weigh(state.step + 1))
     if job.fault_tolerance.enable:
         group = open_replica_group(parts)
         batches = GroupBatches(batches, group, state, parts.meter, timeline)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
+from torchtitan.auxiliary import AUXILIARY_LOSSES, AuxiliaryLossConfig
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config, ListOf, OneOf, PlannedWorld, Problem, flat, local_path
@@ -154,6 +155,7 @@ class JobConfig(Config):
     training: TrainingSection = TrainingSection()
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
     loss: LossConfig = LossConfig()
+    auxiliary_losses: Annotated[tuple[AuxiliaryLossConfig, ...], ListOf(AUXILIARY_LOSSES)] = ()
     lr_scheduler: ScheduleConfig = ScheduleConfig()
     spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
@@ -170,8 +172,12 @@ class JobConfig(Config):
     debug: DebugSection = DebugSection()
 
     def model_args(self) -> Any:
-        """The arguments of the model: its flavor's, with the sizes that the recipe says."""
-        return MODELS[self.model.name].args(self.model)
+        """The arguments of the model: its flavor's, with the sizes that the recipe says, and what
+        auxiliary losses need."""
+        args = MODELS[self.model.name].args(self.model)
+        for config in self.auxiliary_losses:
+            args = config.over(args)
+        return args
 
     def degrees(self, world_size: int | None) -> Degrees:
         """Sizes of the mesh axes for `world_size` ranks; None: for as few as there can be."""
@@ -208,6 +214,7 @@ class JobConfig(Config):
             seq_len=self.training.seq_len,
             local_batch_size=self.training.local_batch_size,
             convert=self.convert,
+            auxiliary_losses=self.auxiliary_losses,
             sharding=self.sharding,
             communication=self.communication,
         )

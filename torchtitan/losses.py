@@ -71,10 +71,34 @@ def vocabulary_parallel_cross_entropy(
     x = at_least_float32(logits)
     is_mine, place = _find(targets - _first(group, vocabulary), x.shape[-1])
     of_target = torch.where(is_mine, x.gather(-1, place[..., None])[..., 0], 0.0)
-    return summed(x.logsumexp(-1), of_target, targets, group)
+    return summed(*merged(x.logsumexp(-1), of_target, group), targets)
 
 
-def linear_cross_entropy(
+def squared_normalizer(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The sum of (log-sum-exp of the logits)^2 over every target that counts: the z-loss.
+
+    Args:
+        logits: (batch, sequence, vocabulary), or this rank's part of the vocabulary.
+        targets: (batch, sequence) int64, as for `cross_entropy`.
+        group: the ranks that have the other parts, if there are any.
+    """
+    lse = at_least_float32(logits).logsumexp(-1)
+    return summed_squares(lse if group is None else merged_normalizer(lse, group), targets)
+
+
+def summed_squares(lse: Tensor, targets: Tensor) -> Tensor:
+    """The same from the log-sum-exp of whole rows (batch, sequence)."""
+    return torch.where(targets == IGNORED, 0.0, lse.square()).sum()
+
+
+def linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    """`cross_entropy` of `F.linear(hidden, weight)`: see `linear_losses`."""
+    return linear_losses(*args, **kwargs)[0]
+
+
+def linear_losses(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -82,7 +106,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None,
     vocabulary: int,
     backend: str = "",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `F.linear(hidden, weight)`, of which `chunk` columns exist at a time.
 
     Args:
@@ -92,11 +116,16 @@ def linear_cross_entropy(
         group: the ranks that have the other rows, if there are any.
         vocabulary: size of the whole vocabulary.
         backend: of torch.compile, for what is done with each chunk of logits; "": not compiled.
+
+    Returns:
+        The sum of the loss, and the log-sum-exp of the whole logits of each token.
     """
     local = targets - (0 if group is None else _first(group, vocabulary))
     parts = chunked_statistics(hidden.flatten(0, 1), weight, local.flatten(), chunk, backend)
     lse, of_target = (part.view_as(targets) for part in parts)
-    return summed(lse, of_target, targets, group)
+    if group is not None:
+        lse, of_target = merged(lse, of_target, group)
+    return summed(lse, of_target, targets), lse
 
 
 def _first(group: dist.ProcessGroup, vocabulary: int) -> int:
@@ -110,15 +139,20 @@ def _find(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return is_mine, torch.where(is_mine, local, 0)
 
 
-def summed(
-    lse: Tensor, of_target: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """The sum of the losses, from what each rank found in its part of the vocabulary."""
-    if group is not None:
-        largest = lse.detach().clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        lse = largest + _sum_over_ranks((lse - largest).exp(), group).log()
-        of_target = _sum_over_ranks(of_target, group)
+def merged(lse: Tensor, of_target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Both of the whole vocabulary, from what each rank found in its part."""
+    return merged_normalizer(lse, group), sum_over_ranks(of_target, group)
+
+
+def merged_normalizer(lse: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The log-sum-exp over the whole vocabulary."""
+    largest = lse.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest + sum_over_ranks((lse - largest).exp(), group).log()
+
+
+def summed(lse: Tensor, of_target: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses."""
     return torch.where(targets == IGNORED, 0.0, lse - of_target).sum()
 
 
@@ -135,7 +169,8 @@ class _InPlaceOf(torch.autograd.Function):
         return gradient, None
 
 
-def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x` of all ranks added up; each finds its own share of the gradient."""
     # Not within the function above: torch 2.11 would compile it to one without a gradient.
     total = x.detach().clone()
     dist.all_reduce(total, group=group)

@@ -170,7 +170,7 @@ def pipeline(case: Case, mesh: Any) -> tuple[Pipeline, Sharding]:
         ),
         loss=cross_entropy,
         device=torch.device("cpu"),
-        auxiliary=AuxiliaryLosses([], parts),
+        auxiliary=AuxiliaryLosses([]),
     )
     return run, sharding
 

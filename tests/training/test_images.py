@@ -96,7 +96,7 @@ def test_a_run_that_is_resumed_is_the_run_never_stopped(layout: str) -> None:
         (["--parallelism.tensor_parallel_degree=2"], "does not say how its matrices are split"),
         (
             [*LAYOUTS["PP 2"], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-            "and auxiliary losses are part of the first only",
+            "and auxiliary losses of modules are part of the first only",
         ),
         (["--parallelism.context_parallel_degree=2"], "cannot be split over a sequence"),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchtitan import legacy_recipes
 from torchtitan.checks import (
+    auxiliary,
     compiling,
     converting,
     files,
@@ -71,6 +72,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     converting.converters,
     converting.attention,
     converting.loss,
+    auxiliary.losses,
     optimizing.updates_in_backward,
     optimizing.copies_after_backward,
     optimizing.states_in_host_memory,

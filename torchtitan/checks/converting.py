@@ -146,6 +146,12 @@ def attention(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             )
             yield Problem(f"{key}.name", message, SECTIONS)
         seen |= dict.fromkeys(wanted, key)
+        if converter.scale == "tensor" and job.sharding.name == "rotated":
+            message = (
+                'with sharding.name = "rotated" a rank attends with the heads of one part after '
+                'the other, so none has the whole tensor; use "head" or "token"'
+            )
+            yield Problem(f"{key}.scale", message, ("sharding",))
         size = model.args.dim // model.args.n_heads if names else 1
         if converter.rotation != "none" and not is_power_of_two(size):
             message = (

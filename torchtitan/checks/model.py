@@ -91,10 +91,13 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
 
 
 def auxiliary(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What the auxiliary losses of a model cannot work with."""
+    """What the auxiliary losses of a model's own blocks cannot work with."""
     model, tp = model_of(job), job.parallelism.tensor_parallel_degree > 1
     compiled = job.compile.compiles("model")
-    if model is None or not (tp or compiled) or not auxiliary_losses(model.empty()):
+    if model is None or not (tp or compiled):
+        return
+    blocks = model.spec.blocks(model.empty()).values()
+    if not any(auxiliary_losses(block) for block in blocks):
         return
     message = f"the auxiliary losses of {job.model.name} are not supported with it; use "
     if tp:

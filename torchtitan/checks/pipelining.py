@@ -197,7 +197,7 @@ class Planned:
                 "selective_ac_option"
             )
         if self.has_auxiliary:
-            yield "and auxiliary losses are part of the first only; use Interleaved1F1B"
+            yield "and auxiliary losses of modules are part of the first only; use Interleaved1F1B"
         if self.functions and not keeps_nodes_of_functions():
             yield (
                 f"and this version of torch does not keep what {' and '.join(self.functions)} left "

@@ -6,14 +6,18 @@ made of, and only what lays it out how it is computed, and what it is divided by
 
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class LinearLoss(nn.Module):
     """The loss of `F.linear(x, weight)`, summed over targets, once `core` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_main: bool = True) -> None:
+        """`is_main` says that it is what the model is trained on first of all."""
         super().__init__()
+        self.is_main = is_main
         self.core: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -47,6 +51,46 @@ class AuxiliaryLoss(nn.Module):
             total: 0-d, the sum of the loss over the units (tokens, images) of the microbatch.
         """
         return x if self.core is None else self.core(self, x, total)
+
+
+class NextLatent(nn.Module):
+    """From each hidden state, the direction of the next one, which gets no gradient from it.
+
+    The loss of a position is 1 - cos(prediction, next hidden state).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.predict = nn.Linear(dim, dim, bias=False)
+        self.loss = AuxiliaryLoss("next_latent", 1.0)
+        self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = _whole
+
+    def forward(self, x: Tensor, ahead_targets: Tensor) -> Tensor:
+        """`x` (B, S, D), through which the loss gets its gradient.
+
+        Args:
+            ahead_targets: (B, S, A) int64; where the first does not count, nothing follows.
+        """
+        total = self.core(self.predict(x), x.detach(), ahead_targets[..., 0] >= 0)
+        joined: Tensor = self.loss(x, total)
+        return joined
+
+
+def _whole(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
+    """The sum of the losses, of a whole sequence."""
+    return latent_loss(predicted, latents.roll(-1, 1), counts)
+
+
+def latent_loss(predicted: Tensor, following: Tensor, counts: Tensor) -> Tensor:
+    """The sum over positions that count, in float32 at least.
+
+    Args:
+        predicted, following: (B, S, D).
+        counts: (B, S) bool.
+    """
+    wide = torch.promote_types(predicted.dtype, torch.float32)
+    off = 1.0 - F.cosine_similarity(predicted.to(wide), following.to(wide), dim=-1)
+    return torch.where(counts, off, 0.0).sum()
 
 
 def auxiliary_losses(model: nn.Module) -> list[AuxiliaryLoss]:

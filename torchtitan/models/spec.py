@@ -113,6 +113,9 @@ class ModelSpec(Generic[Args]):
     """Modules with parameters that work before the blocks, in order: a pipeline's first stage."""
     after_blocks: tuple[str, ...]
     """Modules with parameters that work after the blocks, in order: a pipeline's last stage."""
+    auxiliary: str | None = None
+    """A module beside those after the blocks, with what auxiliary losses take; a network has it
+    only where its arguments ask for one, and other formats do not know it."""
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
     task counts: a token, an image."""

@@ -63,6 +63,7 @@ class ParallelModel:
     """From whole sequences to this rank's part of them."""
     techniques: Sequence[Technique]
     """Those that are on, in the order in which they do what they do around a pass."""
+    auxiliary: AuxiliaryLosses
 
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
         """Forward and backward of the microbatches of one step; gradients accumulate.
@@ -140,7 +141,8 @@ def parallelize(
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
     order = list(spec.blocks(model))
-    names = sorted({each.name for each in auxiliary_losses(model)})
+    names = [each.name for each in auxiliary_losses(model)]
+    auxiliary = AuxiliaryLosses(names, [each for each in layout.auxiliary_losses if each.reported])
     sharding = layout.open_sharding(world, spec, args, order[-1])
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
@@ -162,16 +164,24 @@ def parallelize(
                 tensor_mesh,
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 compile_config=layout.compile,
+                auxiliary=auxiliary,
             )
+        loss.apply_latent(
+            part,
+            world.groups["cp"] if degrees.cp > 1 else None,
+            chosen.context_parallel_load_balancer,
+            world.groups["tp"] if degrees.tp > 1 and not chosen.disable_sequence_parallel else None,
+        )
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
         in_one = layout.compile.granularity == "model"
         compile.apply([part] if in_one else blocks.values(), layout.compile, options)
         if shards:
             sharding.apply(part, blocks)
+    auxiliary.attach(parts)
     return ParallelModel(
         parts,
-        _executor(parts, plan, names, spec, args, layout, world, sharding, timeline),
+        _executor(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline),
         partial(
             context.shard,
             rank=dist.get_rank(world.groups["cp"]),
@@ -179,6 +189,7 @@ def parallelize(
             balancing=chosen.context_parallel_load_balancer,
         ),
         list(_techniques(parts, plan, spec, layout, world, sharding)),
+        auxiliary,
     )
 
 
@@ -211,7 +222,7 @@ def _techniques(
 def _executor(
     parts: list[nn.Module],
     plan: stages.Stages,
-    auxiliary: list[str],
+    auxiliary: AuxiliaryLosses,
     spec: ModelSpec[Args],
     args: Args,
     layout: Layout,
@@ -219,10 +230,9 @@ def _executor(
     sharding: Sharding,
     timeline: Timeline,
 ) -> Executor:
-    loss_of_outputs = layout.loss_of_outputs(world, spec, args)
-    losses = AuxiliaryLosses(auxiliary, parts)
+    loss_of_outputs = layout.loss_of_outputs(world, spec, args, auxiliary)
     if world.degrees.pp == 1:
-        return SingleStage(parts[0], loss_of_outputs, sharding, losses, timeline)
+        return SingleStage(parts[0], loss_of_outputs, sharding, auxiliary, timeline)
     return Pipeline(
         parts,
         plan,
@@ -232,6 +242,6 @@ def _executor(
         shapes=layout.shapes(world, spec, args),
         loss=loss_of_outputs,
         device=world.device.torch_device,
-        auxiliary=losses,
+        auxiliary=auxiliary,
         timeline=timeline,
     )

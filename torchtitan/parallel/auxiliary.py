@@ -1,17 +1,20 @@
-"""Losses that blocks of a model add to the main one (`torchtitan.models.output.AuxiliaryLoss`).
+"""Losses beside the main one: those of blocks (`torchtitan.models.output.AuxiliaryLoss`), and those
+that a recipe adds (`torchtitan.auxiliary`).
 
 A block may be on a stage of a pipeline that knows no loss. So its own joins the gradient where it
 is: what the block hands on passes unchanged, and in the backward the loss gets the gradient that it
-has in the total, weight / (units of the global batch).
+has in the total, weight / (units of the global batch). So does one that is made of the outputs: it
+joins that of the main loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan.auxiliary import AuxiliaryLossConfig
 from torchtitan.models.output import AuxiliaryLoss, auxiliary_losses
 from torchtitan.torch_private.autograd import is_in_backward
 
@@ -32,13 +35,28 @@ class _WithGradient(torch.autograd.Function):
 class AuxiliaryLosses:
     """Those of this rank's parts of a model, summed up over the microbatches of a step."""
 
-    def __init__(self, names: Sequence[str], parts: Sequence[nn.Module]) -> None:
-        """`names` are those of the whole model, so that all ranks report the same."""
-        self.names = names
+    def __init__(self, names: Sequence[str], configs: Iterable[AuxiliaryLossConfig] = ()) -> None:
+        """
+        Args:
+            names: those of the whole model, so that all ranks report the same.
+            configs: what a recipe adds, some of which is in the model.
+        """
+        self.configs = list(configs)
         self.sums: dict[str, Tensor] | None = None
         self.count = self.weighted = torch.ones(())
+        self.weights: dict[str, float] = {}
+        self.begin(1)
+        self.names = sorted({*names, *self.weights})
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Have the modules of these parts report here."""
         for module in (module for part in parts for module in auxiliary_losses(part)):
             module.core = self._add
+
+    def begin(self, step: int) -> None:
+        """The weights of this step."""
+        for config in self.configs:
+            self.weights |= config.weights(step)
 
     @contextmanager
     def recording(self, count: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -58,13 +76,28 @@ class AuxiliaryLosses:
         finally:
             self.sums = None
 
+    def add(self, name: str, loss: Tensor, total: Callable[[], Tensor]) -> Tensor:
+        """The main loss, with the gradient of another beside it.
+
+        Args:
+            loss: of a microbatch (0-d).
+            total: gives the sum of the other over the same units (0-d).
+        """
+        weight = self.weights[name]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):
+            return loss if self.sums is None else self._join(name, weight, loss, total())
+
     def _add(self, loss: AuxiliaryLoss, x: Tensor, total: Tensor) -> Tensor:
         if self.sums is None:  # nothing is trained
             return x
+        return self._join(loss.name, self.weights.get(loss.name, loss.weight), x, total)
+
+    def _join(self, name: str, weight: float, x: Tensor, total: Tensor) -> Tensor:
+        assert self.sums is not None
         if not is_in_backward():  # else it is computed again, and is counted already
-            self.sums[loss.name] += total.detach()
-            self.weighted += loss.weight * total.detach() if loss.weight else 0.0
-        if not loss.weight:
+            self.sums[name] += total.detach()
+            self.weighted += weight * total.detach() if weight else 0.0
+        if not weight:
             return x
-        trained: Tensor = _WithGradient.apply(x, total, loss.weight / self.count)  # type: ignore[no-untyped-call]
+        trained: Tensor = _WithGradient.apply(x, total, weight / self.count)  # type: ignore[no-untyped-call]
         return trained

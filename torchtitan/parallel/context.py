@@ -28,7 +28,7 @@ from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
 from torchtitan.tasks import Batch
 from torchtitan.torch_private.attention import attention_backward, attention_forward
-from torchtitan.torch_private.collectives import process_group
+from torchtitan.torch_private.collectives import all_gather, process_group
 
 
 def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: Balancing) -> int:
@@ -50,6 +50,27 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
 def shard(batch: Batch, rank: int, size: int, balancing: Balancing) -> Batch:
     """One rank's part of the sequences."""
     return batch if size == 1 else batch.shard(partial(Cut(size, balancing).part, rank=rank))
+
+
+def following(x: Tensor, group: ProcessGroup, balancing: Balancing) -> Tensor:
+    """Of each position what stands at the next one of the whole sequence; zeros after the last.
+
+    Args:
+        x: (B, S, D), this rank's part, without a gradient.
+    """
+    cut = Cut(group.size(), balancing)
+    pieces = x.chunk(len(cut.owned(group.rank())), dim=1)
+    firsts = all_gather(torch.stack([piece[:, 0] for piece in pieces]), group)
+    first = {
+        index: firsts[rank, place]
+        for rank in range(group.size())
+        for place, index in enumerate(cut.owned(rank))
+    }
+    zeros = torch.zeros_like(x[:, 0])
+    parts: list[Tensor] = []
+    for piece, index in zip(pieces, cut.owned(group.rank()), strict=True):
+        parts += [piece[:, 1:], first.get(index + 1, zeros)[:, None]]
+    return torch.cat(parts, dim=1)
 
 
 class Tile(NamedTuple):
@@ -76,8 +97,11 @@ class Cut:
         """What `rank` has of `whole` (B, whole sequence): (B, S)."""
         assert whole.shape[1] % self.chunks == 0, f"{whole.shape[1]} not in {self.chunks} chunks"
         pieces = whole.chunk(self.chunks, dim=1)
-        mine = (rank,) if self.chunks == self.size else (rank, self.chunks - 1 - rank)
-        return torch.cat([pieces[index] for index in mine], dim=1)
+        return torch.cat([pieces[index] for index in self.owned(rank)], dim=1)
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """Which of the pieces a rank has, in order."""
+        return (rank,) if self.chunks == self.size else (rank, self.chunks - 1 - rank)
 
     def tile(self, rank: int, owner: int, length: int) -> Tile | None:
         """What the queries of `rank` see of the keys of `owner`, both `length` long, if anything.

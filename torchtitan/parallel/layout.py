@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan.auxiliary import AuxiliaryLossConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes
 from torchtitan.parallel import loss
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.pipeline import Shapes
 from torchtitan.parallel.replicas import Replicas, replicas
@@ -38,6 +40,7 @@ class Layout:
     seq_len: int
     local_batch_size: int
     convert: tuple[ConverterConfig, ...] = ()
+    auxiliary_losses: tuple[AuxiliaryLossConfig, ...] = ()
     sharding: ShardingConfig = field(default_factory=FSDP2)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
 
@@ -91,7 +94,7 @@ class Layout:
         return spec.shapes(args, self.seq_len)
 
     def loss_of_outputs(
-        self, world: World, spec: ModelSpec[Args], args: Args
+        self, world: World, spec: ModelSpec[Args], args: Args, auxiliary: AuxiliaryLosses
     ) -> LossFunction | None:
         """None: the model gives the loss."""
         if self.loss.vocabulary_chunk:
@@ -99,7 +102,7 @@ class Layout:
         is_split = world.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
         mesh = world.parameter_mesh["tp"] if is_split else None
         size = self.sample(spec, args).outputs[-1]
-        return loss.of_outputs(TASKS[spec.task], mesh, size, self.compile)
+        return loss.of_outputs(TASKS[spec.task], mesh, size, self.compile, auxiliary)
 
     def shapes(self, world: World, spec: ModelSpec[Args], args: Args) -> Shapes:
         """What this rank has of a pipeline's microbatch."""

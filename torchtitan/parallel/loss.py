@@ -4,23 +4,53 @@ FSDP gathers the weight of the output for the forward of the model, so a loss th
 logits has to be computed inside of it: there `apply` sets what the model's `LinearLoss` does.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.losses import LossConfig, linear_cross_entropy
-from torchtitan.models.output import LinearLoss
-from torchtitan.parallel import compile
+from torchtitan.losses import (
+    LossConfig,
+    linear_losses,
+    squared_normalizer,
+    sum_over_ranks,
+    summed_squares,
+)
+from torchtitan.models.output import LinearLoss, NextLatent, latent_loss
+from torchtitan.parallel import compile, context
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.settings import Balancing
 from torchtitan.tasks import Task
 from torchtitan.tasks.task import LossFunction
+from torchtitan.torch_private.collectives import all_gather
+
+Z_LOSS = "z_loss"
 
 
 def of_outputs(
-    task: type[Task], mesh: DeviceMesh | None, size: int, config: CompileConfig
+    task: type[Task],
+    mesh: DeviceMesh | None,
+    size: int,
+    config: CompileConfig,
+    auxiliary: AuxiliaryLosses,
 ) -> LossFunction:
-    """The task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of `size`."""
-    loss: LossFunction = task.loss if mesh is None else task.split_loss(mesh.get_group(), size)
-    return compile.compiled(loss, config) if config.compiles("loss") else loss
+    """The task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of `size`.
+
+    The z-loss joins it, if `auxiliary` has one.
+    """
+    group = None if mesh is None else mesh.get_group()
+    loss: LossFunction = task.loss if group is None else task.split_loss(group, size)
+    z_loss: LossFunction = partial(squared_normalizer, group=group)
+    if config.compiles("loss"):
+        loss, z_loss = compile.compiled(loss, config), compile.compiled(z_loss, config)
+    if Z_LOSS not in auxiliary.weights:
+        return loss
+    return lambda outputs, targets: auxiliary.add(
+        Z_LOSS, loss(outputs, targets), lambda: z_loss(outputs, targets)
+    )
 
 
 def apply(
@@ -31,6 +61,7 @@ def apply(
     *,
     sequence_parallel: bool,
     compile_config: CompileConfig,
+    auxiliary: AuxiliaryLosses,
 ) -> None:
     """Have `model` compute its loss where it is given targets.
 
@@ -41,14 +72,48 @@ def apply(
     group = None if mesh is None else mesh.get_group()
     backend = compile_config.backend if compile_config.compiles("loss") else ""
 
-    def core(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def core(x: Tensor, weight: Tensor, targets: Tensor, is_main: bool) -> Tensor:
         if mesh is not None:
             x, weight = _local(x, weight, mesh, sequence_parallel)
         chunk = config.vocabulary_chunk
-        return linear_cross_entropy(x, weight, targets, chunk, group, vocabulary, backend)
+        loss, lse = linear_losses(x, weight, targets, chunk, group, vocabulary, backend)
+        if not is_main or Z_LOSS not in auxiliary.weights:
+            return loss
+        return auxiliary.add(Z_LOSS, loss, lambda: summed_squares(lse, targets))
 
     for module in model.modules():
         if isinstance(module, LinearLoss):
+            module.core = partial(core, is_main=module.is_main)
+
+
+def apply_latent(
+    model: nn.Module,
+    sequence: ProcessGroup | None,
+    balancing: Balancing,
+    tensor: ProcessGroup | None,
+) -> None:
+    """Have what predicts the next hidden state see it where another rank has it.
+
+    Args:
+        sequence: ranks with other parts of the sequence (cp), if there are any.
+        tensor: ranks with other parts of this one's part (tp), if there are any.
+    """
+
+    def core(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
+        if tensor is not None:
+            latents = torch.cat(all_gather(latents, tensor).unbind(), 1)
+        if sequence is None:
+            later = latents.roll(-1, 1)
+        else:
+            later = context.following(latents, sequence, balancing)
+        if tensor is None:
+            return latent_loss(predicted, later, counts)
+        own, size = tensor.rank(), tensor.size()
+        later, counts = later.chunk(size, 1)[own], counts.chunk(size, 1)[own]
+        return sum_over_ranks(latent_loss(predicted, later, counts), tensor)
+
+    for module in model.modules():
+        if isinstance(module, NextLatent):
             module.core = core
 
 

@@ -39,7 +39,10 @@ class Stages:
 def units(spec: ModelSpec[Args], model: nn.Module) -> list[Unit]:
     """What a cut may not break, in order."""
     blocks: list[Unit] = [(name,) for name in spec.blocks(model)]
-    return [unit for unit in (spec.before_blocks, *blocks, spec.after_blocks) if unit]
+    extra = spec.auxiliary
+    has_extra = extra is not None and getattr(model, extra, None) is not None
+    after = (*spec.after_blocks, extra) if extra and has_extra else spec.after_blocks
+    return [unit for unit in (spec.before_blocks, *blocks, after) if unit]
 
 
 def costs(

@@ -37,6 +37,8 @@ from torchtitan.losses import IGNORED, cross_entropy, vocabulary_parallel_cross_
 from torchtitan.models.settings import ModelConfig, TextConfig
 from torchtitan.tasks.task import LossFunction, Task
 
+AHEAD = ("ahead_tokens", "ahead_targets")
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenBatch(Batch):
@@ -50,6 +52,10 @@ class TokenBatch(Batch):
     documents: Tensor | None = None
     """Which document of its sequence each token belongs to: 0, 1, ...; None: attention does not
     ask."""
+    ahead_tokens: Tensor | None = None
+    """(B, S, A): the tokens that follow each, as far as auxiliary losses ask; 0 beyond the end."""
+    ahead_targets: Tensor | None = None
+    """(B, S, A): the target of each of those; -100 beyond the end, or in another document."""
 
     @property
     def inputs(self) -> Tensor:
@@ -57,7 +63,8 @@ class TokenBatch(Batch):
 
     def context(self) -> dict[str, Tensor]:
         known = {"positions": self.positions}
-        return known if self.documents is None else known | {"documents": self.documents}
+        more = {name: getattr(self, name) for name in ("documents", *AHEAD)}
+        return known | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def count(self) -> Tensor:
         """Targets."""
@@ -65,7 +72,9 @@ class TokenBatch(Batch):
 
     def shard(self, part: Callable[[Tensor], Tensor]) -> Self:
         """`documents` stays whole, so that any mask can be made."""
-        own = {name: part(getattr(self, name)) for name in ("tokens", "targets", "positions")}
+        ahead = AHEAD if self.ahead_tokens is not None else ()
+        names = ("tokens", "targets", "positions", *ahead)
+        own = {name: part(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **own)
 
     def uneven(self) -> Self:
@@ -85,6 +94,8 @@ class PackedTokens:
     add_eos: bool
     has_documents: bool
     """Whether a batch tells which document a token is of."""
+    ahead: int = 0
+    """How many tokens after the next a batch tells of each."""
 
     @property
     def identity(self) -> Identity:
@@ -104,12 +115,30 @@ class PackedTokens:
         """A batch of the samples."""
         tokens = _stacked([sample.tokens for sample in samples])
         documents = _stacked([sample.documents for sample in samples])
-        return TokenBatch(
+        batch = TokenBatch(
             tokens=tokens[:, :-1].contiguous(),
             targets=tokens[:, 1:].masked_fill(documents[:, 1:] == ENDED, IGNORED),
             positions=torch.arange(self.seq_len).repeat(len(samples), 1),
             documents=documents[:, :-1].contiguous() if self.has_documents else None,
         )
+        return look_ahead(batch, self.ahead) if self.ahead else batch
+
+
+def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
+    """The batch, of whole sequences, with what follows each token."""
+    tokens = [_later(batch.tokens, k, 0) for k in range(1, depth + 1)]
+    targets = [_later(batch.targets, k, IGNORED) for k in range(1, depth + 1)]
+    if batch.documents is not None:
+        for k, target in enumerate(targets, 1):
+            target[_later(batch.documents, k, -1) != batch.documents] = IGNORED
+    ahead = {"ahead_tokens": torch.stack(tokens, -1), "ahead_targets": torch.stack(targets, -1)}
+    return dataclasses.replace(batch, **ahead)
+
+
+def _later(rows: Tensor, positions: int, beyond: int) -> Tensor:
+    """What stands so many positions later (B, S)."""
+    filled = torch.nn.functional.pad(rows, (0, positions), value=beyond)
+    return filled[:, positions:].contiguous()
 
 
 def _stacked(rows: Sequence[Any]) -> Tensor:
@@ -121,13 +150,14 @@ class NextToken(Task):
 
     unit, rate, key = "tokens", "tps", "model.tokenizer_path"
     outputs = "tokens"
-    splits_sequences = hides_ended = True
+    splits_sequences = hides_ended = has_logits = True
 
     def __init__(self, model: ModelConfig, args: Any) -> None:
         assert isinstance(model, TextConfig), "the settings of a text model are a TextConfig"
         self.tokenizer = load_tokenizer(model.tokenizer_path)
         check_vocabulary(self.tokenizer, args.vocab_size)
         self.has_documents = model.attn_mask_type == "block_causal"
+        self.ahead: int = getattr(args, "ahead", 0)
         self._bytes: Tensor | None = None
 
     def units(self, seq_len: int) -> int:
@@ -137,7 +167,9 @@ class NextToken(Task):
         if config.add_bos and self.tokenizer.lost_bos:
             raise ConfigError(self.tokenizer.lost_bos)
         return PackedTokens(
-            self.tokenizer, seq_len, config.add_bos, config.add_eos, self.has_documents
+            *(self.tokenizer, seq_len, config.add_bos, config.add_eos),
+            has_documents=self.has_documents,
+            ahead=self.ahead,
         )
 
     def open_source(self, config: DataConfig, seed: int) -> Source:

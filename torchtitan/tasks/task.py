@@ -33,6 +33,8 @@ class Task:
     """What documents have to hold: see `torchtitan.data.Dataset.content`."""
     outputs: ClassVar[str] = "outputs"
     """What the last dim of what a model gives counts: tokens of a vocabulary, say."""
+    has_logits: ClassVar[bool] = False
+    """Whether those are logits, of a vocabulary."""
     key: ClassVar[str] = "model"
     """The setting that is wrong where the task cannot be opened."""
     splits_sequences: ClassVar[bool] = False

@@ -108,11 +108,15 @@ class Translated:
 
 
 def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
-    """Dtype and shape of the parameters of `network` by name, known to be in `source`."""
+    """Dtype and shape of the parameters of `network` by name, known to be in `source`.
+
+    What auxiliary losses took in training is left out.
+    """
+    left_out = f"model.{network.spec.auxiliary}."
     found: dict[str, Kind | str] = {
         name.removeprefix("model."): kind
         for name, kind in source.shapes().items()
-        if name.startswith("model.")
+        if name.startswith("model.") and not name.startswith(left_out)
     }
     return fitting("the checkpoint", network, found, network.parameters())
 

@@ -11,13 +11,15 @@ F feed-forward dim, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.output import LinearLoss
+from torchtitan.models.llama3.auxiliary import AheadModule
+from torchtitan.models.output import LinearLoss, NextLatent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,17 @@ class Llama3Args:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
+    multi_token: int = 0  # how many tokens after the next are predicted in training
+    next_latent: bool = False  # whether the next hidden state is
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens after the next a batch has to tell of each."""
+        return max(self.multi_token, int(self.next_latent))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -183,6 +192,19 @@ class Llama3(nn.Module):
             TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.loss = LinearLoss()
+        self.auxiliary = self._auxiliary(args)
+
+    def _auxiliary(self, args: Llama3Args) -> nn.ModuleDict | None:
+        """What auxiliary losses take, by name; the depths of multi-token prediction are "1" on."""
+        made: dict[str, nn.Module] = {}
+        for depth in range(1, args.multi_token + 1):
+            block = Block(args, self.rope)
+            made[str(depth)] = AheadModule(depth, args.dim, args.norm_eps, block)
+        if made:
+            made["ahead_loss"] = LinearLoss(is_main=False)
+        if args.next_latent:
+            made["next_latent"] = NextLatent(args.dim)
+        return nn.ModuleDict(made) if made else None
 
     def init_buffers(self) -> None:
         """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
@@ -194,6 +216,8 @@ class Llama3(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
+        ahead_tokens: Tensor | None = None,
+        ahead_targets: Tensor | None = None,
     ) -> Tensor:
         """Token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
 
@@ -203,6 +227,8 @@ class Llama3(nn.Module):
             documents: which document each token belongs to, for a mask that keeps them apart;
                 (B, S) int64.
             targets: (B, S) int64; a stage that is not the last leaves them alone.
+            ahead_tokens: (B, S, A) int64, the tokens that follow each; for auxiliary losses.
+            ahead_targets: (B, S, A) int64, the target of each of those.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -211,15 +237,29 @@ class Llama3(nn.Module):
             x = block(x, positions, documents)
         if self.norm is None:
             return x
-        x = self.norm(x)
+        hidden, x = x, self.norm(x)
+        extra = self.auxiliary if torch.is_grad_enabled() else None
+        if extra is not None and "next_latent" in extra:
+            x = extra["next_latent"](x, ahead_targets)
         assert self.output is not None, "the output stands on the stage of the last norm"
-        ended: Tensor
-        if isinstance(self.output, TiedOutput):
+        of_logits, is_tied = self.output, isinstance(self.output, TiedOutput)
+        if is_tied:
             assert self.tok_embeddings is not None, "a tied output needs the embedding on its stage"
-            weight = self.tok_embeddings.weight
-            ended = self.output(x, weight) if targets is None else self.loss(x, weight, targets)
-        elif targets is None:
-            ended = self.output(x)
-        else:
-            ended = self.loss(x, self.output.weight, targets)
+            of_logits = self.tok_embeddings
+        ended: Tensor
+        if targets is None:
+            ended = self.output(x, of_logits.weight) if is_tied else self.output(x)
+            return ended
+        weight = cast(Tensor, of_logits.weight)
+        ended = self.loss(x, weight, targets)
+        if extra is not None and "1" in extra:
+            assert ahead_tokens is not None, "a batch tells what follows"
+            assert ahead_targets is not None, "a batch tells what follows"
+            assert self.tok_embeddings is not None, "the embedding is on the same stage"
+            follows = zip(ahead_tokens.unbind(-1), ahead_targets.unbind(-1), strict=True)
+            for depth, (later, of_later) in enumerate(follows, 1):
+                module = cast(AheadModule, extra[str(depth)])
+                hidden = module(hidden, self.tok_embeddings(later), positions, documents)
+                total = extra["ahead_loss"](module.norm(hidden), weight, of_later.contiguous())
+                ended = module.loss(ended, total)
         return ended

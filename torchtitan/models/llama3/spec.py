@@ -108,7 +108,9 @@ def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
     """
     counts = count_parameters(build_empty(Llama3, args, seq_len))
     multiplied = counts.total if args.tied else counts.total - counts.embedding
-    return 6 * multiplied + 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    multiplied += args.multi_token * args.vocab_size * args.dim  # each depth multiplies once more
+    blocks = args.n_layers + args.multi_token
+    return 6 * multiplied + 12 * blocks * args.n_heads * args.head_dim * seq_len
 
 
 def kept_by_block(args: Llama3Args, itemsize: int) -> float:
@@ -140,21 +142,30 @@ def shrink(args: Llama3Args, needed: MinShape) -> Llama3Args:
     )
 
 
+BLOCK_PLAN: dict[str, TensorRole] = {
+    "attention_norm": "norm",
+    "attention": "input_gather",
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "ffn_norm": "norm",
+    "feed_forward": "input_gather",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
 TENSOR_PLAN: dict[str, TensorRole] = {
     "tok_embeddings": "embedding",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "input_gather",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "norm",
-    "layers.*.feed_forward": "input_gather",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
+    **{f"layers.*.{name}": role for name, role in BLOCK_PLAN.items()},
     "norm": "norm",
     "output": "logits",
+    **{f"auxiliary.*.block.{name}": role for name, role in BLOCK_PLAN.items()},
+    "auxiliary.*.hidden_norm": "norm",
+    "auxiliary.*.token_norm": "norm",
+    "auxiliary.*.project": "norm",
+    "auxiliary.*.norm": "norm",
+    "auxiliary.*.predict": "norm",
 }
 
 LLAMA3 = ModelSpec(
@@ -165,6 +176,7 @@ LLAMA3 = ModelSpec(
     init_std=init_std,
     before_blocks=("tok_embeddings",),
     after_blocks=("norm", "output"),
+    auxiliary="auxiliary",
     tensor_plan=TENSOR_PLAN,
     flops_per_unit=flops_per_unit,
     kept_by_block=kept_by_block,

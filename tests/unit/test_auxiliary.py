@@ -1,0 +1,184 @@
+"""Auxiliary losses: their weights by step, their sums by hand, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import layouts, tiny
+from tests.layouts import ALL_LOSSES, BESIDE, Case, case
+from tests.ranks import run_ranks
+from tests.runs import rows, trace, train
+from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
+from torchtitan.job import JobConfig
+from torchtitan.losses import squared_normalizer
+from torchtitan.models.output import NextLatent as NextLatentModule
+from torchtitan.tasks.next_token import TokenBatch, look_ahead
+
+pytestmark = [  # of the compiler's own doings
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+]
+CHUNKED = ALONE = case(batch=8, chunk=301)
+SPLIT, TENSOR = case(shard=2, chunk=100), case(tp=2, chunk=64)
+
+
+def recipe(
+    *losses: AuxiliaryLossConfig, layout: Case = CHUNKED, folder: object = "unused", **keys: Any
+) -> JobConfig:
+    job = layouts.job(layout, "SGD", job={"dump_folder": str(folder)}, **keys)
+    return job.model_copy(update={"auxiliary_losses": losses})
+
+
+def test_weights_by_step() -> None:
+    loss = ZLoss(weight=1.0, warmup_steps=4, final_weight=0.5, final_step=10, decay_steps=2)
+    assert [loss.weight_at(step) for step in (1, 2, 4, 8, 9, 10, 99)] == [
+        *(0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5)
+    ]
+    assert ZLoss(weight=2.0).weight_at(1) == 2.0
+    at_once = MultiToken(weight=0.3, depth=2, final_weight=0.1, final_step=3)
+    assert at_once.weights(2) == {"multi_token_1": 0.15, "multi_token_2": 0.15}
+    assert at_once.weights(3) == {"multi_token_1": 0.05, "multi_token_2": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("loss", "key"),
+    [
+        (ZLoss(final_weight=0.1), "final_step"),
+        (ZLoss(final_step=5), "final_weight"),
+        (ZLoss(decay_steps=5), "decay_steps"),
+        (ZLoss(final_weight=0.1, final_step=5, warmup_steps=3, decay_steps=3), "final_step"),
+    ],
+)
+def test_weights_that_cannot_be(loss: AuxiliaryLossConfig, key: str) -> None:
+    (problem,) = tiny.problems(recipe(loss))
+    assert problem.path == f"auxiliary_losses.0.{key}"
+
+
+def test_what_follows_each_token() -> None:
+    """By hand: four tokens, of which the last two are another document."""
+    batch = TokenBatch(
+        tokens=torch.tensor([[5, 6, 7, 8]]),
+        targets=torch.tensor([[6, 7, 8, -100]]),
+        positions=torch.arange(4)[None],
+    )
+    found = look_ahead(batch, 2)
+    assert found.ahead_tokens.tolist() == [[[6, 7], [7, 8], [8, 0], [0, 0]]]
+    assert found.ahead_targets.tolist() == [[[7, 8], [8, -100], [-100, -100], [-100, -100]]]
+    found = look_ahead(
+        TokenBatch(
+            tokens=torch.tensor([[5, 6, 7, 8]]),
+            targets=torch.tensor([[6, 7, 8, 9]]),
+            positions=torch.arange(4)[None],
+            documents=torch.tensor([[0, 0, 1, 1]]),
+        ),
+        1,
+    )
+    assert found.ahead_targets.flatten().tolist() == [7, -100, 9, -100]
+
+
+def test_sums_by_hand() -> None:
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[1, -100, 2], [3, 4, -100]])
+    squares = logits.exp().sum(-1).log()[targets != -100] ** 2
+    torch.testing.assert_close(squared_normalizer(logits, targets), squares.sum())
+    module = NextLatentModule(4)
+    seen: list[torch.Tensor] = []
+    module.loss.core = lambda loss, x, total: seen.append(total) or x
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    module(x, torch.tensor([[[1], [2], [-100]]]))
+    expected = 2 - F.cosine_similarity(module.predict(x)[:, :2], x[:, 1:], dim=-1).sum()
+    torch.testing.assert_close(seen[0], expected)
+    own = torch.autograd.grad(seen[0], x)[0]
+    assert torch.equal(own[:, 2], torch.zeros(1, 4)), "the next state gets no gradient"
+
+
+def test_what_is_trained_on_is_their_sum(tmp_path: Any) -> None:
+    """All are in the metrics, and `loss` is the main one plus each times its weight."""
+    main, both = tmp_path / "main", tmp_path / "both"
+    train_here(recipe(folder=main, training={"steps": 4}))
+    train_here(recipe(*ALL_LOSSES, folder=both, training={"steps": 4}))
+    (first, *_), (added, *_, last) = steps(main), steps(both)
+    weights = [loss.weights(1) for loss in ALL_LOSSES]
+    named = {name: weight for each in weights for name, weight in each.items()}
+    assert named.keys() == {"z_loss", "next_latent", "multi_token_1", "multi_token_2"}
+    total = sum(weight * added[f"loss/{name}"] for name, weight in named.items())
+    assert added["loss"] == pytest.approx(first["loss"] + total, rel=1e-6)
+    assert last["loss/multi_token_1"] < added["loss/multi_token_1"]
+
+
+def train_here(job: JobConfig) -> None:
+    run_ranks(train, 1, job)
+
+
+def steps(folder: Any) -> list[dict[str, Any]]:
+    return [row for row in rows(folder) if "loss" in row]
+
+
+def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
+    none = [loss.model_copy(update={"weight": 0.0, "final_weight": None}) for loss in ALL_LOSSES]
+    off = [loss.model_copy(update={"final_step": 0}) for loss in none]
+    (plain,), (found,) = (run_ranks(trace, 1, recipe(*losses)) for losses in ((), off))
+    assert plain.losses == found.losses
+    assert plain.weights[-1].keys() == found.weights[-1].keys()
+    for name, weight in plain.weights[-1].items():
+        assert torch.equal(weight.local, found.weights[-1][name].local)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    job = recipe(
+        *(MultiToken(depth=8), NextLatent(), ZLoss(), ZLoss()),
+        layout=case(2, batch=4),
+        training={"seq_len": 8},
+        compile={"enable": True, "granularity": "model", "backend": "aot_eager"},
+    )
+    found = [(problem.path, problem.message) for problem in tiny.problems(job)]
+    paths = [path for path, _ in found if path.startswith("auxiliary_losses")]
+    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 0, 0, 1, 3)]
+    said = " ".join(message for _, message in found)
+    for words in (
+        "use loss.vocabulary_chunk above 0",
+        "use parallelism.pipeline_parallel_degree = 1",
+        "no token of a sequence of 8 is followed by 8 more",
+        'use compile.granularity = "block"',
+        "auxiliary_losses.2 is the same",
+    ):
+        assert words in said
+
+
+def test_a_loss_without_weight_that_is_left_out_is_told() -> None:
+    notes = tiny.problems(recipe(MultiToken(weight=0), ZLoss(weight=0)), severity="note")
+    assert [note.path for note in notes] == ["auxiliary_losses.0.weight"]
+
+
+@pytest.mark.gate
+def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
+    """Weights of auxiliary losses by step, and what they train."""
+    saves = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": {"total_steps": 4}}
+    for folder, parts in {"whole": [(ALONE, 4)], "halves": [(SPLIT, 2), (TENSOR, 4)]}.items():
+        for layout, last in parts:
+            job = recipe(
+                *ALL_LOSSES,
+                layout=layout,
+                folder=tmp_path / folder,
+                training={"steps": last},
+                **saves,
+            )
+            run_ranks(train, layout.ranks, job)
+    whole, halves = (steps(tmp_path / folder) for folder in ("whole", "halves"))
+    assert [row["step"] for row in halves] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    for expected, found in zip(whole, halves, strict=True):
+        for name in ("loss", "loss/z_loss", "loss/next_latent", "loss/multi_token_2"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("losses", [BESIDE, ALL_LOSSES], ids=["beside", "all"])
+def test_compiled_blocks_train_the_same(losses: Any) -> None:
+    chunked = CHUNKED if losses is ALL_LOSSES else case(batch=8)
+    compiled = {"enable": True, "backend": "aot_eager"}
+    (eager,) = run_ranks(trace, 1, recipe(*losses, layout=chunked))
+    (found,) = run_ranks(trace, 1, recipe(*losses, layout=chunked, compile=compiled))
+    assert found.losses == pytest.approx(eager.losses, rel=1e-5)

@@ -1,0 +1,158 @@
+"""Losses that a recipe adds to that of the task: `[[auxiliary_losses]]`, each with a weight.
+
+What is trained on is the loss of the task plus each of these times its weight; all are means over
+the units of the global batch, so they are the same on every layout. A weight may rise at the begin
+of a run and change later, as a pure function of the step, which a run that resumes has again.
+
+    z_loss       the square of the log-sum-exp of the logits, which keeps that near 0 (PaLM:
+                 Chowdhery et al., 2022, arXiv:2204.02311, section 5)
+    multi_token  the tokens after the next, by a block for each that follows the one before it, with
+                 the embedding and the output of the model (DeepSeek-V3, 2024, arXiv:2412.19437,
+                 section 2.2)
+    next_latent  the next hidden state, whose gradient is stopped. Inspired by representations that
+                 are trained to predict the next one in reinforcement learning (arXiv:2310.04241),
+                 and no more than that: there is no environment, and no result of theirs is shown.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from torchtitan.config import Config, PlannedWorld, Problem
+
+
+class AuxiliaryLossConfig(Config):
+    """An auxiliary loss and its weight; `name` picks the subclass."""
+
+    name: str = Field(description="Which loss: a key of torchtitan.auxiliary.AUXILIARY_LOSSES.")
+    weight: float = Field(ge=0, description="What it is multiplied with in what is trained on.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the weight rises linearly from 0."
+    )
+    final_weight: float | None = Field(
+        None, ge=0, description="The weight from `final_step` on; absent: it does not change."
+    )
+    final_step: int = Field(0, ge=0, description="The first step with the final weight.")
+    decay_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps before `final_step` over which the weight changes linearly; 0: at once.",
+    )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if (self.final_weight is None) != (self.final_step == 0):
+            key = "final_weight" if self.final_weight is None else "final_step"
+            message = "self.final_weight and self.final_step go together: which weight, and when"
+            yield Problem(key, message, ("final_weight", "final_step"))
+        elif self.final_step and self.warmup_steps + self.decay_steps > self.final_step:
+            message = (
+                f"the weight rises for {self.warmup_steps} steps and changes for "
+                f"{self.decay_steps}, which is more than self.final_step"
+            )
+            yield Problem("final_step", message, ("warmup_steps", "decay_steps"))
+        elif self.final_weight is None and self.decay_steps:
+            message = "there is no self.final_weight that it could change to"
+            yield Problem("decay_steps", message, ("final_weight",))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a step that trains on it."""
+        return self.weight > 0 or bool(self.final_weight)
+
+    @property
+    def reported(self) -> bool:
+        """Whether it is computed at all."""
+        return True
+
+    def weight_at(self, step: int) -> float:
+        """The weight in a step, from 1 on."""
+        if step < self.warmup_steps:
+            return self.weight * step / self.warmup_steps
+        if self.final_weight is None:
+            return self.weight
+        left = self.final_step - step
+        if left <= 0:
+            return self.final_weight
+        part = min(left / self.decay_steps, 1.0) if self.decay_steps else 1.0
+        return self.final_weight + (self.weight - self.final_weight) * part
+
+    def described(self) -> str:
+        """Which, and its weight, in a few words."""
+        parts = [f"{self.name}: weight {self.weight:g}"]
+        if self.warmup_steps:
+            parts.append(f"from 0 over {self.warmup_steps:,} steps")
+        if self.final_weight is not None:
+            parts.append(f"{self.final_weight:g} from step {self.final_step:,} on")
+        return ", ".join(parts)
+
+    def weights(self, step: int) -> dict[str, float]:
+        """The weight in a step of each loss it stands for, by name."""
+        return {self.name: self.weight_at(step)}
+
+    def over(self, args: Any) -> Any:
+        """The arguments of a model, with what it must have for this."""
+        return args
+
+
+class ZLoss(AuxiliaryLossConfig):
+    """The square of the log-sum-exp of the logits (arXiv:2204.02311)."""
+
+    name: Literal["z_loss"] = Field("z_loss", description="Which loss.")
+    weight: float = Field(
+        1e-4, ge=0, description="What it is multiplied with; 0: it is reported alone."
+    )
+
+
+class ModelLossConfig(AuxiliaryLossConfig):
+    """One that needs parameters of its own; without a weight it is left out of the model."""
+
+    @property
+    def reported(self) -> bool:
+        return self.is_on
+
+    def over(self, args: Any) -> Any:
+        needed = self.needed()
+        has_them = needed.keys() <= {field.name for field in dataclasses.fields(args)}
+        return dataclasses.replace(args, **needed) if self.is_on and has_them else args
+
+    def needed(self) -> dict[str, Any]:
+        """Arguments of the model, by name."""
+        raise NotImplementedError
+
+
+class MultiToken(ModelLossConfig):
+    """The tokens after the next one, by blocks that share the trunk (arXiv:2412.19437)."""
+
+    name: Literal["multi_token"] = Field("multi_token", description="Which loss.")
+    weight: float = Field(
+        0.3, ge=0, description="What their mean is multiplied with; 0: they are left out."
+    )
+    depth: int = Field(1, ge=1, le=8, description="How many tokens after the next are predicted.")
+
+    def weights(self, step: int) -> dict[str, float]:
+        each = self.weight_at(step) / self.depth
+        return {f"{self.name}_{number}": each for number in range(1, self.depth + 1)}
+
+    def needed(self) -> dict[str, Any]:
+        return {"multi_token": self.depth}
+
+
+class NextLatent(ModelLossConfig):
+    """The hidden state after each, whose gradient is stopped; inspired by arXiv:2310.04241."""
+
+    name: Literal["next_latent"] = Field("next_latent", description="Which loss.")
+    weight: float = Field(
+        0.1, ge=0, description="What it is multiplied with; 0: it is left out of the model."
+    )
+
+    def needed(self) -> dict[str, Any]:
+        return {"next_latent": True}
+
+
+AUXILIARY_LOSSES: dict[str, type[AuxiliaryLossConfig]] = {
+    "z_loss": ZLoss,
+    "multi_token": MultiToken,
+    "next_latent": NextLatent,
+}

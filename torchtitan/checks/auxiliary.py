@@ -1,0 +1,76 @@
+"""What the auxiliary losses of a recipe cannot work with."""
+
+from collections.abc import Iterator
+
+from torchtitan.auxiliary import ModelLossConfig, MultiToken, ZLoss
+from torchtitan.checks.model import Model, model_of
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.job import JobConfig
+from torchtitan.tasks import TASKS
+
+SECTIONS = ("auxiliary_losses", "model", "loss", "compile", "sharding", "parallelism")
+
+
+def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Each is there once, and can be made of this model on this layout."""
+    model, seen = model_of(job), dict[str, int]()
+    for number, config in enumerate(job.auxiliary_losses):
+        key = f"auxiliary_losses.{number}"
+        if config.name in seen:
+            message = f"auxiliary_losses.{seen[config.name]} is the same; leave one of the two out"
+            yield Problem(f"{key}.name", message)
+        seen.setdefault(config.name, number)
+        if model is None:
+            continue
+        for reason in against(config, job, model) if config.reported else ():
+            yield Problem(f"{key}.name", reason, SECTIONS)
+        if isinstance(config, ModelLossConfig) and not config.is_on:
+            message = "it is left out of the model, and not reported"
+            yield Problem(f"{key}.weight", message, SECTIONS, "note")
+
+
+def against(config: object, job: JobConfig, model: Model) -> Iterator[str]:
+    """Why a loss cannot be, each with what to do."""
+    task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
+    in_one = job.compile.compiles("model") and job.compile.granularity == "model"
+    if isinstance(config, ZLoss):
+        if not task.has_logits:
+            yield f"the outputs of the task {model.spec.task} are no logits; leave it out"
+        if chunk and in_one:
+            yield (
+                "with loss.vocabulary_chunk the model gives the loss, and what is added up beside "
+                'it is no part of its one graph; use compile.granularity = "block", or '
+                "loss.vocabulary_chunk = 0"
+            )
+        if chunk and job.sharding.name == "rotated":
+            yield (
+                'with sharding.name = "rotated" no rank has whole rows of logits where chunks of '
+                'them are made; use sharding.name = "fsdp2", or loss.vocabulary_chunk = 0'
+            )
+        return
+    assert isinstance(config, ModelLossConfig)
+    if any(getattr(model.args, name, None) != value for name, value in config.needed().items()):
+        yield f"{job.model.name} does not have what it takes; leave it out"
+        return
+    if in_one:
+        yield (
+            "what is added up beside the loss is no part of a model that is one graph; use "
+            'compile.granularity = "block"'
+        )
+    if isinstance(config, MultiToken):
+        yield from _against_depths(config, job)
+
+
+def _against_depths(config: MultiToken, job: JobConfig) -> Iterator[str]:
+    if not job.loss.vocabulary_chunk:
+        yield (
+            "each depth would hold logits of its own, as many as the model; use "
+            "loss.vocabulary_chunk above 0, as 8192"
+        )
+    if job.parallelism.pipeline_parallel_degree > 1:
+        yield (
+            "its modules share the embedding, which stands on the first stage of a pipeline, and "
+            "the output, on the last; use parallelism.pipeline_parallel_degree = 1"
+        )
+    if config.depth >= job.training.seq_len:
+        yield f"no token of a sequence of {job.training.seq_len} is followed by {config.depth} more"
