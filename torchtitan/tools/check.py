@@ -112,8 +112,8 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
         f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations a token"
     )
-    for config in job.auxiliary_losses:
-        yield f"auxiliary loss {config.described()}"
+    for auxiliary in job.auxiliary_losses:
+        yield f"auxiliary loss {auxiliary.described()}"
     yield from describe_rules(job.optimizer, name_parameters([network], spec.role))
     if needs := of_rank(job, ranks):
         least = f"{needs.least().total / GIB:.1f} GiB"
