@@ -33,7 +33,7 @@ from torchtitan.optim.group import local
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
-from torchtitan.tasks.next_token import TokenBatch
+from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.timeline import Timeline
 
 HERE = Path(__file__).parent
@@ -66,6 +66,8 @@ def step(job: JobConfig, ranks: int, rank: int, kind: str = "cpu") -> dict[str, 
         shape = job.training.local_batch_size, job.training.seq_len
         texts = (torch.zeros(shape, dtype=torch.int64, device=kind) for _ in range(4))
         batch = TokenBatch(*texts)
+        if ahead := getattr(job.model_args(), "ahead", 0):
+            batch = look_ahead(batch, ahead)
         count = torch.tensor(1.0, device=kind)
         loss = model.forward_backward([batch, batch], count)["loss"]
         gradients = sum(p.grad is not None for p in optimizers.names)

@@ -24,6 +24,7 @@ from torch import nn
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
+from torchtitan.convert.hadamard import hadamard
 from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
@@ -94,6 +95,7 @@ ROWS = {
 }
 BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
 TRANSFORMERS = "transformers, compiled"
+HADAMARD = "Hadamard transform"
 
 
 def names(rehearsed: bool) -> list[str]:
@@ -104,7 +106,7 @@ def names(rehearsed: bool) -> list[str]:
     if importlib.util.find_spec("transformers"):
         rows.append(TRANSFORMERS)
     rows += [*ROWS][5:]
-    cases = ["matrix product"]
+    cases = ["matrix product", HADAMARD]
     for model in models:
         cases += [f"{model}: {row}" for row in [*rows, "compiled, again"]]
     return cases
@@ -113,6 +115,8 @@ def names(rehearsed: bool) -> list[str]:
 def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     if name == "matrix product":
         return {"TFLOP/s": matrix_product(device) / 1e12}
+    if name == HADAMARD:
+        return hadamard_transform(device, backend)
     flavor, row = name.split(": ")
     model = MODELS_HERE.get(flavor, TOY)
     torch._dynamo.reset()
@@ -304,9 +308,35 @@ def matrix_product(device: Device) -> float:
     """FLOP/s of a bf16 product of two random matrices, the median of 20."""
     size = 8192 if device.type == "cuda" else 512
     a, b = torch.randn(2, size, size, device=device.torch_device, dtype=torch.bfloat16)
+    return 2 * size**3 / timed(lambda: a @ b, device)
+
+
+def hadamard_transform(device: Device, backend: str) -> dict[str, Any]:
+    """Milliseconds to rotate rows of 128, and of a dense product and a copy of as much."""
+    rows, size = (2**20, 128) if device.type == "cuda" else (2**10, 128)
+    x = torch.randn(rows, size, device=device.torch_device, dtype=torch.bfloat16)
+    matrix = hadamard(torch.eye(size, device=device.torch_device))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return hadamard(x).to(x.dtype)
+
+    compiled, out = torch.compile(rotated, backend=backend), torch.empty_like(x)
+    dense = matrix.to(x.dtype)
+    torch.testing.assert_close(compiled(x).float(), x.float() @ matrix, rtol=2**-7, atol=2**-7)
+    ways: dict[str, Callable[[], object]] = {
+        "transform": lambda: rotated(x),
+        "transform, compiled": lambda: compiled(x),
+        "dense product": lambda: x @ dense,
+        "copy": lambda: out.copy_(x),
+    }
+    return {f"{name}, ms": 1000 * timed(way, device) for name, way in ways.items()}
+
+
+def timed(act: Callable[[], object], device: Device) -> float:
+    """Seconds, the median of 20."""
     seconds = []
     for _ in range(25):
         begin = device.stamp()
-        a @ b
+        act()
         seconds.append(device.seconds(begin, device.stamp()))
-    return 2 * size**3 / statistics.median(seconds[5:])
+    return statistics.median(seconds[5:])

@@ -102,6 +102,9 @@ def fast(rows: Rows) -> str:
     parts = ["## Speed"]
     if product:
         parts.append(f"A product of 8192 x 8192 bf16 matrices: {product:.0f} TFLOP/s.")
+    if rotated := rows.get("Hadamard transform", {}).get("figures"):
+        times = "; ".join(f"{name} {ms:.3g}" for name, ms in rotated.items())
+        parts.append(f"A Hadamard transform of rows of 128 in bf16: {times}.")
     models: dict[str, Rows] = {}
     for case, row in rows.items():
         if ": " in case and "tokens/s" in row["figures"]:
@@ -131,7 +134,7 @@ def fast(rows: Rows) -> str:
             table([*heads, "launches a step", "idle", "warm-up, s"], cells),
             traces(found),
         ]
-    return "\n\n".join(filter(None, parts)) if models else ""
+    return "\n\n".join(filter(None, parts)) if parts[1:] else ""
 
 
 def traces(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
+from torchtitan.parallel.auxiliary import AuxiliaryLosses
 
 TOKENS, VOCABULARY, DIM = 24, 101, 16
 
@@ -108,6 +109,7 @@ def test_a_model_gives_its_loss(flavor: str) -> None:
         None,
         sequence_parallel=False,
         compile_config=CompileConfig(),
+        auxiliary=AuxiliaryLosses([]),
     )
     expected = cross_entropy(model(tokens), targets)
     found = model(tokens, targets=targets)

@@ -129,8 +129,8 @@ def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
     tokens = [_later(batch.tokens, k, 0) for k in range(1, depth + 1)]
     targets = [_later(batch.targets, k, IGNORED) for k in range(1, depth + 1)]
     if batch.documents is not None:
-        for k, target in enumerate(targets, 1):
-            target[_later(batch.documents, k, -1) != batch.documents] = IGNORED
+        others = [_later(batch.documents, k, -1) != batch.documents for k in range(1, depth + 1)]
+        targets = [t.masked_fill(other, IGNORED) for t, other in zip(targets, others, strict=True)]
     ahead = {"ahead_tokens": torch.stack(tokens, -1), "ahead_targets": torch.stack(targets, -1)}
     return dataclasses.replace(batch, **ahead)
 
