@@ -195,7 +195,7 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     )
     if world.degrees.pp > 1:
         microbatches = job.parallelism.microbatches(job.training.local_batch_size)
-        logger.info("%s", stages.describe(job.parallelism, args.n_layers, microbatches))
+        logger.info("%s", stages.describe(job.parallelism, len(spec.blocks(network)), microbatches))
     return parallelize(network, spec, args, layout, world, timeline)
 
 

@@ -182,7 +182,7 @@ def no_recipe() -> str:
 def problems_of_task(job: JobConfig) -> Iterator[Problem]:
     """What only reading a task's files tells: the tokenizer, say."""
     try:
-        open_task(job).packing(job.data, job.training.seq_len)
+        open_task(job).packing(job.data, job.training.seq_len, job.debug.seed)
     except ConfigError as error:
         yield Problem(TASKS[MODELS[job.model.name].task].key, str(error))
 

@@ -48,7 +48,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(dtype: torch.dtype) -> None:
         result = block(x, torch.arange(seq_len).repeat(2, 1), None)
     per_token = sum(storage.nbytes() for storage in saved.values()) / (2 * seq_len)
     assert result.shape == x.shape
-    assert per_token == pytest.approx(kept_by_block(args, dtype.itemsize), rel=0.02)
+    assert per_token == pytest.approx(kept_by_block(args, dtype.itemsize, "layers.0"), rel=0.02)
 
 
 def test_parameters_gradients_and_states_are_those_of_the_model() -> None:
@@ -150,6 +150,6 @@ def test_samples_that_no_machine_holds_are_refused_anywhere() -> None:
 def test_a_model_that_tells_nothing_of_its_blocks_still_has_a_least() -> None:
     plan = of_rank(load_job(None, [], 1, "cpu").config, 1)
     assert plan is not None
-    silent = dataclasses.replace(LLAMA3, kept_by_block=lambda args, itemsize: 0.0)
+    silent = dataclasses.replace(LLAMA3, kept_by_block=lambda args, itemsize, name: 0.0)
     assert dataclasses.replace(plan, spec=silent).estimate().total > plan.least().total
     assert isinstance(plan.spec.build(plan.args, 16), nn.Module)

@@ -18,6 +18,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
+from torchtitan.tasks import TASKS
 
 SECTIONS = ("convert", "model", "training", "parallelism")
 
@@ -64,7 +65,14 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     sequences = (
         p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
     )
-    tokens = sequences * job.training.seq_len // p.context_parallel_degree
+    shapes = model.spec.shapes(model.args, job.training.seq_len)
+    positions = {shape[0] for shape in (shapes.hidden, *shapes.others.values())}
+    what = (
+        "tokens at a time (sequences of a microbatch x training.seq_len / context_parallel_degree)"
+        if TASKS[model.spec.task].splits_sequences
+        else "positions at a time (samples of a microbatch x positions of each in the blocks)"
+    )
+    products = sorted(sequences * count // p.context_parallel_degree for count in positions)
     network, seen = model.empty(), dict[str, int]()
     for number, converter in linear_converters(job):
         key = f"convert.{number}"
@@ -87,11 +95,10 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         seen |= dict.fromkeys(wanted, number)
         tp, plan = p.tensor_parallel_degree, model.spec.tensor_plan
         yield from _uneven_parts(key, converter, tp, wanted, plan)
-        if tokens % converter.multiple:
+        if uneven := [str(count) for count in products if count % converter.multiple]:
             message = (
-                f"a rank multiplies {tokens} tokens at a time (sequences of a microbatch x "
-                "training.seq_len / context_parallel_degree), which the gradients of the weights "
-                f"need in multiples of {converter.multiple}"
+                f"a rank multiplies {' and '.join(uneven)} {what}, which the gradients of the "
+                f"weights need in multiples of {converter.multiple}"
             )
             yield Problem(f"{key}.name", message, SECTIONS)
 

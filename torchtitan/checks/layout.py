@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.tasks import TASKS
 
 DEGREES = tuple(
     f"parallelism.{kind}_degree"
@@ -55,6 +57,8 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """The ranks that share a sequence have equal parts of it."""
     p = job.parallelism
+    if not TASKS[MODELS[job.model.name].task].splits_sequences:
+        return  # the rules for the model refuse it
     factors = {}
     if p.tensor_parallel_degree > 1 and not p.disable_sequence_parallel:
         factors["tensor_parallel_degree"] = p.tensor_parallel_degree

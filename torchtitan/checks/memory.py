@@ -51,7 +51,9 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     ranks, model = world.ranks or job.parallelism.least_ranks, model_of(job)
     if model is None or min(job.degrees(ranks)) < 1:
         return
-    of_samples = plan(job, model, memory.Sizes(0, 0, 0.0), ranks).least()
+    # Without making the network: it has as many blocks at the least.
+    blocks = dict.fromkeys(map(str, range(model.args.n_layers)), 0)
+    of_samples = plan(job, model, memory.Sizes(0, blocks, 0.0), ranks).least()
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
             "training.seq_len",

@@ -50,7 +50,7 @@ def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Heads, vocabulary and matrices come out even on the tensor ranks."""
-    model, tp = model_of(job), job.parallelism.tensor_parallel_degree
+    model, p, tp = model_of(job), job.parallelism, job.parallelism.tensor_parallel_degree
     if model is None or tp == 1:
         return
     args = model.args
@@ -58,7 +58,14 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
         yield Problem(TENSOR, message, ("model",))
         return
-    for count, what in ((args.n_heads, "heads"), (args.n_kv_heads, "key/value heads")):
+    if not TASKS[model.spec.task].splits_sequences and not p.disable_sequence_parallel:
+        message = (
+            f"between matrices, tensor ranks would share a sequence, and samples of the task "
+            f"{model.spec.task} cannot be split over one; use true"
+        )
+        yield Problem("parallelism.disable_sequence_parallel", message, ("model", TENSOR))
+    heads, dims = model.spec.tensor_splits(args)
+    for what, count in heads.items():
         if count % tp:
             use = f"use {divisors(count)}"
             message = f"it does not divide the {count} {what} of {model.title}; {use}"
@@ -68,13 +75,14 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         what = f"the {outputs} {TASKS[model.spec.task].outputs} of {model.title}"
         yield Problem(TENSOR, f"{what} leave a rank without any; use fewer", ("model",))
     fsdp = job.degrees(world.ranks).fsdp
-    if fsdp > 0 and args.dim % fsdp:
-        message = (
-            f"with tensor_parallel_degree {tp}, columns of matrices are split over the "
-            f"{fsdp} ranks of data_parallel_shard_degree x context_parallel_degree, which "
-            f"do not divide the dim {args.dim} of {model.title}; use {divisors(args.dim)}"
-        )
-        yield Problem(SHARD, message, ("model", *DEGREES))
+    for what, dim in dims.items() if fsdp > 0 else ():
+        if dim % fsdp:
+            message = (
+                f"with tensor_parallel_degree {tp}, columns of matrices are split over the "
+                f"{fsdp} ranks of data_parallel_shard_degree x context_parallel_degree, which "
+                f"do not divide the {what} {dim} of {model.title}; use {divisors(dim)}"
+            )
+            yield Problem(SHARD, message, ("model", *DEGREES))
 
 
 def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

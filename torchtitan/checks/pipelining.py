@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from torch import nn
 
 from torchtitan.checks.layout import DEGREES, divisors
 from torchtitan.checks.model import model_of
@@ -46,7 +49,6 @@ def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         job.activation_checkpoint,
         job.compile,
         [key for key, value in python.items() if value],
-        bool(auxiliary_losses(model.empty())),
     )
     for problem in planned.problems():
         yield problem._replace(also=("model", "training.local_batch_size", "parallelism"))
@@ -65,8 +67,16 @@ class Planned:
     compile: CompileConfig
     functions: Sequence[str]
     """Keys that have the model compute by autograd functions written in Python."""
-    has_auxiliary: bool = False
-    """Whether the model has auxiliary losses."""
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The whole model, without memory."""
+        return build_empty(self.spec.build, self.args, 1)
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the model."""
+        return len(self.spec.blocks(self.network))
 
     def problems(self) -> Iterator[Problem]:
         """All that cannot work."""
@@ -82,7 +92,7 @@ class Planned:
         elif self.config.pipeline_parallel_schedule_csv:
             yield from self.of_file()
         else:
-            stages = number_of_stages(self.config, self.args.n_layers)
+            stages = number_of_stages(self.config, self.layers)
             yield from self.of_stages(stages)
             yield from self.of_cut(stages)
             yield from self.of_microbatches(stages)
@@ -115,7 +125,7 @@ class Planned:
             yield from self.of_split_backward(CSV)
 
     def of_stages(self, stages: int) -> Iterator[Problem]:
-        config, layers = self.config, self.args.n_layers
+        config, layers = self.config, self.layers
         pp, name = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
         schedule = SCHEDULES[name]
         by_hand = config.module_fqns_per_model_part
@@ -140,17 +150,17 @@ class Planned:
         yield Problem(LAYERS, f"it cuts {layers} layers into {stages} stages; {message}; {hint}")
 
     def of_cut(self, stages: int) -> Iterator[Problem]:
-        config, spec, args = self.config, self.spec, self.args
+        config, spec = self.config, self.spec
         if config.module_fqns_per_model_part:
-            known = units(spec, build_empty(spec.build, args, 1))
+            known = units(spec, self.network)
             for fault in part_faults(config.module_fqns_per_model_part, known):
                 yield Problem(PARTS, fault)
             return
-        most = args.n_layers + bool(spec.before_blocks) + bool(spec.after_blocks)
+        most = self.layers + bool(spec.before_blocks) + bool(spec.after_blocks)
         if stages > most:
             key = CSV if config.pipeline_parallel_schedule_csv else DEGREE
             message = (
-                f"it makes {stages} stages, but {args.n_layers} layers, with what stands before "
+                f"it makes {stages} stages, but {self.layers} layers, with what stands before "
                 f"and after them, can be cut into {most} at most; use fewer"
             )
             yield Problem(key, message)
@@ -196,7 +206,7 @@ class Planned:
                 'Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
                 "selective_ac_option"
             )
-        if self.has_auxiliary:
+        if auxiliary_losses(self.network):
             yield "and auxiliary losses of modules are part of the first only; use Interleaved1F1B"
         if self.functions and not keeps_nodes_of_functions():
             yield (

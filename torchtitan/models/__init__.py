@@ -6,9 +6,11 @@ from typing import Any
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import ModelSpec
+from torchtitan.models.vit_mae.spec import VIT_MAE
 
 MODELS: dict[str, ModelSpec[Any]] = {
     "llama3": LLAMA3,
+    "vit_mae": VIT_MAE,
 }
 
 

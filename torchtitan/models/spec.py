@@ -8,6 +8,7 @@ so a new model is two files and one line in `torchtitan.models.MODELS`.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -19,11 +20,12 @@ from torchtitan.models.settings import ModelConfig, TextConfig
 InitialWeight = float | Literal["ones", "zeros"]
 """How a parameter starts: normal with this standard deviation, or all ones, or zeros."""
 
-TensorRole = Literal["embedding", "norm", "input_gather", "colwise", "rowwise", "logits"]
+TensorRole = Literal["embedding", "norm", "whole", "input_gather", "colwise", "rowwise", "logits"]
 """What a module is to tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
 
     embedding     a table split on the vocabulary
     norm          works on each token alone, so on any part of the sequence
+    whole         every rank has all of it, and computes the same
     input_gather  a module whose input is made whole once, for the "colwise" inside it
     colwise       a linear split by its outputs
     rowwise       a linear split by its inputs, whose results add up over ranks
@@ -34,7 +36,7 @@ TensorRole = Literal["embedding", "norm", "input_gather", "colwise", "rowwise", 
 class ModelArgs(Protocol):
     """What every model's arguments have.
 
-    With a `tensor_plan` they also have `n_heads` and `n_kv_heads`, and of text `vocab_size`.
+    Of text they also have `vocab_size`, and with a `tensor_plan` what `tensor_splits` asks for.
     """
 
     @property
@@ -51,11 +53,32 @@ class SampleShapes(NamedTuple):
     """Between two blocks."""
     outputs: tuple[int, ...]
     input_dtype: torch.dtype = torch.int64
+    others: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """What blocks hand on, by patterns of their names, where it is not `hidden`."""
+
+    def after(self, module: str) -> tuple[int, ...]:
+        """The hidden states that a block, or what is before all blocks, hands on."""
+        found = (shape for pattern, shape in self.others.items() if fnmatchcase(module, pattern))
+        return next(found, self.hidden)
 
 
 def shapes_of_tokens(args: Any, seq_len: int) -> SampleShapes:
     """Of a network that maps token ids to logits."""
     return SampleShapes((seq_len,), (seq_len, args.dim), (seq_len, args.vocab_size))
+
+
+class TensorSplits(NamedTuple):
+    """What tensor ranks have to divide, by what it is called."""
+
+    heads: Mapping[str, int]
+    dims: Mapping[str, int]
+    """Of the matrices whose inputs are split; FSDP divides what is left."""
+
+
+def splits_of_queries_and_keys(args: Any) -> TensorSplits:
+    """Of a network with grouped queries."""
+    heads = {"heads": args.n_heads, "key/value heads": args.n_kv_heads}
+    return TensorSplits(heads, {"dim": args.dim})
 
 
 class MinShape(NamedTuple):
@@ -119,11 +142,16 @@ class ModelSpec(Generic[Args]):
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
     task counts: a token, an image."""
-    kept_by_block: Callable[[Args, int], float] = lambda args, itemsize: 0.0
-    """(arguments, bytes of a computed element) to the bytes of each position of a sample that a
-    block keeps for its backward, its input among them; 0 where that is not known."""
+    flops_of: Callable[[Args, int, str], float] | None = None
+    """(arguments, sequence length, name of a module) to its part in `flops_per_unit`; None: a
+    parameter costs 6, and blocks share what else there is in equal parts."""
+    kept_by_block: Callable[[Args, int, str], float] = lambda args, itemsize, name: 0.0
+    """(arguments, bytes of a computed element, name of a block) to the bytes of each position of
+    a sample that the block keeps for its backward, its input among them; 0: that is not known."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
+    tensor_splits: Callable[[Args], TensorSplits] = splits_of_queries_and_keys
+    """What has to come out even where there is a `tensor_plan`."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Parameter names, with `*` as above, to what they are to an optimizer, where `role` errs."""
     shrink: Callable[[Args, MinShape], Args] = lambda args, _: args

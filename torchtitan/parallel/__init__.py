@@ -239,7 +239,7 @@ def _executor(
         world.groups["pp"],
         layout.parallelism,
         microbatches=layout.parallelism.microbatches(layout.local_batch_size),
-        shapes=layout.shapes(world, spec, args),
+        shapes=layout.shapes(world, spec, args, plan),
         loss=loss_of_outputs,
         device=world.device.torch_device,
         auxiliary=auxiliary,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torchtitan.parallel.pipeline import Shapes
 from torchtitan.parallel.replicas import Replicas, replicas
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import Degrees, World
 from torchtitan.tasks import TASKS
 from torchtitan.tasks.task import LossFunction
@@ -78,7 +78,7 @@ class Layout:
             cpu_offload=self.cpu_offload,
             device_type=world.device.type,
             tensor_plan=spec.tensor_plan,
-            heads=_divisor_of_heads(args) if has_heads else 1,
+            heads=math.gcd(*spec.tensor_splits(args).heads.values()) if has_heads else 1,
             vocabulary_chunk=self.loss.vocabulary_chunk,
         )
         return self.sharding.open(target)
@@ -104,7 +104,7 @@ class Layout:
         size = self.sample(spec, args).outputs[-1]
         return loss.of_outputs(TASKS[spec.task], mesh, size, self.compile, auxiliary)
 
-    def shapes(self, world: World, spec: ModelSpec[Args], args: Args) -> Shapes:
+    def shapes(self, world: World, spec: ModelSpec[Args], args: Args, stages: Stages) -> Shapes:
         """What this rank has of a pipeline's microbatch."""
         chosen, tp, cp = self.parallelism, world.degrees.tp, world.degrees.cp
         size, sample = chosen.pipeline_parallel_microbatch_size, self.sample(spec, args)
@@ -117,14 +117,10 @@ class Layout:
         return Shapes(
             inputs=(size, *_part(sample.inputs, cp)),
             input_dtype=sample.input_dtype,
-            hidden=(size, *_part(sample.hidden, stream)),
+            hidden=tuple((size, *_part(sample.after(unit[-1]), stream)) for unit in stages.units),
             outputs=None if self.loss.vocabulary_chunk else (size, *_part((*outputs, last), cp)),
             dtype=self.precision.compute,
         )
-
-
-def _divisor_of_heads(args: Any) -> int:
-    return math.gcd(args.n_heads, args.n_kv_heads)
 
 
 def _part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -10,8 +10,12 @@ refused; `Plan.estimate` is what an eager run comes to, without fragments and th
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from torchtitan.device import GIB
 from torchtitan.models.spec import ModelSpec
@@ -53,17 +57,28 @@ class Sizes(NamedTuple):
     """Numbers of parameters."""
 
     total: int
-    in_blocks: int
+    blocks: Mapping[str, int]
+    """Of each block, by its name."""
     states: float
     """Bytes of the states of all."""
 
+    @property
+    def in_blocks(self) -> int:
+        """Of all blocks."""
+        return sum(self.blocks.values())
 
-def sizes(spec: ModelSpec[Any], network: Any, optimizer: OptimizerConfig, itemsize: int) -> Sizes:
+
+def sizes(
+    spec: ModelSpec[Any], network: nn.Module, optimizer: OptimizerConfig, itemsize: int
+) -> Sizes:
     """Of a whole network, which may be on the meta device, with parameters of `itemsize` bytes."""
-    blocks = spec.blocks(network).values()
+
+    def count(module: nn.Module) -> int:
+        return sum(weight.numel() for weight in module.parameters())
+
     return Sizes(
-        sum(weight.numel() for weight in network.parameters()),
-        sum(weight.numel() for block in blocks for weight in block.parameters()),
+        count(network),
+        {name: count(block) for name, block in spec.blocks(network).items()},
         state_bytes(optimizer, name_parameters([network], spec.role), itemsize),
     )
 
@@ -85,7 +100,7 @@ class Plan:
 
     def least(self) -> Memory:
         """What the average rank holds at the least."""
-        of_samples = _Activations(self.spec, self.args, self.layout, self.degrees)
+        of_samples = _Activations(self)
         share = self.sizes.total / (self.degrees.pp * self.degrees.fsdp * self.degrees.tp)
         is_by_block = self.layout.compile.granularity != "model"
         keeps_inputs = is_by_block and self.layout.activation_checkpoint.mode != "memory_budget"
@@ -98,15 +113,16 @@ class Plan:
     def estimate(self) -> Memory:
         """What the fullest rank comes to, about."""
         layout, ends = self.layout, min(self.degrees.pp, 2)
-        of_samples = _Activations(self.spec, self.args, layout, self.degrees)
+        of_samples = _Activations(self)
         outside = (self.sizes.total - self.sizes.in_blocks) / ends
         stage = self.sizes.in_blocks / self.degrees.pp + outside
+        block = max(self.sizes.blocks.values(), default=0)
         # Whole are a block and the next, or the embedding, which is no block.
-        whole = max(2 * self.sizes.in_blocks / self.args.n_layers, outside)
+        whole = max(2 * block, outside)
         if layout.reshard == "never":
             whole = stage
         if layout.sharding.never_whole:  # one part is computed with, and another arrives
-            whole = 2 * max(self.sizes.in_blocks / self.args.n_layers, outside) / self.degrees.fsdp
+            whole = 2 * max(block, outside) / self.degrees.fsdp
         bytes_each = layout.precision.compute.itemsize + layout.precision.reduce.itemsize
         is_gathered = layout.shards(self.degrees)
         held = self._held(stage / (self.degrees.fsdp * self.degrees.tp))
@@ -149,18 +165,22 @@ class Plan:
 class _Activations:
     """What the samples of a rank leave in memory, in bytes."""
 
-    def __init__(self, spec: ModelSpec[Any], args: Any, layout: Layout, degrees: Degrees) -> None:
-        self.layout, self.degrees = layout, degrees
-        chosen, shapes = layout.parallelism, layout.sample(spec, args)
-        itemsize, positions = layout.precision.compute.itemsize, shapes.hidden[0]
+    def __init__(self, plan: Plan) -> None:
+        self.layout, self.degrees = layout, degrees = plan.layout, plan.degrees
+        chosen, shapes = layout.parallelism, layout.sample(plan.spec, plan.args)
+        itemsize, blocks = layout.precision.compute.itemsize, list(plan.sizes.blocks)
         self.size = layout.local_batch_size
         if degrees.pp > 1:
             self.size = chosen.pipeline_parallel_microbatch_size
-        self.layers: float = args.n_layers / degrees.pp
+        self.layers: float = len(blocks) / degrees.pp
         whole = 1 if chosen.disable_sequence_parallel else degrees.tp
-        self.input = self.size * math.prod(shapes.hidden) * itemsize / (degrees.cp * whole)
-        """Of a block, as all its ranks but those of `tp` have a part of it."""
-        kept = self.size * positions * spec.kept_by_block(args, itemsize)
+        hidden = fmean(math.prod(shapes.after(before)) for before in ("", *blocks[:-1]))
+        self.input = self.size * hidden * itemsize / (degrees.cp * whole)
+        """Of a block in the mean, as all its ranks but those of `tp` have a part of it."""
+        kept = self.size * fmean(
+            shapes.after(name)[0] * plan.spec.kept_by_block(plan.args, itemsize, name)
+            for name in blocks
+        )
         self.block = max(kept / (degrees.cp * degrees.tp), self.input)
         """All that it keeps."""
         outputs = self.size * math.prod(shapes.outputs) / degrees.cp

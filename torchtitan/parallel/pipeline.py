@@ -28,7 +28,8 @@ class Shapes(NamedTuple):
 
     inputs: tuple[int, ...]
     input_dtype: torch.dtype
-    hidden: tuple[int, ...]
+    hidden: tuple[tuple[int, ...], ...]
+    """What each stage but the last hands on."""
     outputs: tuple[int, ...] | None
     """None: the last stage gives the loss, one number."""
     dtype: torch.dtype
@@ -84,15 +85,15 @@ class Pipeline:
         inputs = torch.empty(shapes.inputs, dtype=shapes.input_dtype, device="meta")
         wide = torch.promote_types(dtype, torch.float32)
         last = ((), wide) if shapes.outputs is None else (shapes.outputs, dtype)
-        hidden, end = (
+        *hidden, end = (
             torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
-            for shape, kind in ((shapes.hidden, dtype), last)
+            for shape, kind in (*((shape, dtype) for shape in shapes.hidden[:-1]), last)
         )
         stages = []
         for stage, part in self.parts.items():
             # Given the shapes, torch need not find them by running the model before the first step.
-            given = hidden if stage else inputs
-            left = end if stage == self.last else hidden
+            given = hidden[stage - 1] if stage else inputs
+            left = end if stage == self.last else hidden[stage]
             stages.append(
                 PipelineStage(
                     part,
@@ -186,7 +187,8 @@ class Pipeline:
                     else:
                         messages.append(self._message(dist.isend, x, after))
                 elif after == self.rank:
-                    x = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)
+                    shape, dtype = self.shapes.hidden[stage], self.shapes.dtype
+                    x = torch.empty(shape, dtype=dtype, device=self.device)
                     arrived[stage + 1, number] = x
                     messages.append(self._message(dist.irecv, x, rank))
             _exchange(messages)

@@ -48,17 +48,20 @@ def units(spec: ModelSpec[Args], model: nn.Module) -> list[Unit]:
 def costs(
     config: ParallelismConfig, spec: ModelSpec[Args], args: Args, model: nn.Module, seq_len: int
 ) -> list[float]:
-    """What each unit costs, by what `config` balances: parameters, or operations for a token.
+    """What each unit costs, by what `config` balances: parameters, or operations for a unit.
 
-    A parameter that is multiplied with costs 6 operations. What the whole model needs beyond those
-    is attention, in equal parts.
+    Where the spec has no costs of parts, a parameter that is multiplied with costs 6 operations.
+    What the whole model needs beyond those is attention, in equal parts.
     """
     parts = [[model.get_submodule(name) for name in unit] for unit in units(spec, model)]
     counts = [[count_parameters(module) for module in part] for part in parts]
     first = 1 if spec.before_blocks else 0
     blocks = range(first, first + len(spec.blocks(model)))
+    by_name = spec.flops_of
     if config.pipeline_parallel_balance == "parameters":
         found = [float(sum(count.total for count in part)) for part in counts]
+    elif by_name is not None:
+        found = [sum(by_name(args, seq_len, name) for name in unit) for unit in units(spec, model)]
     else:
         found = [6.0 * sum(count.total - count.embedding for count in part) for part in counts]
         attention = spec.flops_per_unit(args, seq_len) - sum(found)

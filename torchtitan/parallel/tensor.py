@@ -9,6 +9,7 @@ rank keeps a part of the sequence of it; without, every rank keeps all.
     role       weights     input                  output
     embedding  rows        tokens                 partial sums -> stream
     norm       whole       stream                 stream
+    whole      whole       stream                 stream
     gather     -           stream -> whole        -
     columns    rows (*)    whole                  a part of the features
     rows       columns     a part of the features partial sums -> stream
@@ -60,6 +61,7 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
     return {
         "embedding": Style(rows, given=whole, needed=whole, left=stream),
         "norm": Style(whole, given=stream, needed=stream, left=stream),
+        "whole": Style(whole, given=stream, needed=stream, left=stream),
         "input_gather": Style(None, given=stream, needed=whole, left=None),
         "colwise": Style(rows, given=whole, needed=whole, left=features),
         "rowwise": Style(columns, given=features, needed=features, left=stream),
@@ -106,12 +108,15 @@ def _wire(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | None) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert style.weight is not None, f"{name} stands in a module without weights of its own"
+        # A bias has no inputs to be split by.
+        splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
+        placement = Replicate() if splits_inputs else style.weight
         # No rank's values are sent: all are drawn later, by name.
-        placed = distribute_tensor(parameter, mesh, [style.weight], src_data_rank=None)
+        placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed))
 
     if isinstance(module, nn.Embedding):

@@ -16,11 +16,13 @@ from torch import nn
 
 from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.spec import Args, ModelSpec, TensorRole, tensor_roles
+from torchtitan.models.spec import Args, ModelSpec, SampleShapes, TensorRole, tensor_roles
 from torchtitan.parallel import Layout, stages
 from torchtitan.parallel import traffic_formulas as formulas
+from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.traffic_formulas import Traffic
 from torchtitan.parallel.world import Degrees
+from torchtitan.tasks import TASKS
 
 SPLIT_IN_ROWS = ("embedding", "colwise", "logits")
 """The roles whose weights tensor parallelism splits so."""
@@ -49,9 +51,9 @@ def of_step(
     if layout.convert:
         raise NotImplementedError("there are no formulas of what converters send")
     order = list(spec.blocks(model))
-    work = Work(layout, degrees, args, len(order), accumulation)
+    work = Work(layout, degrees, args, spec.task, layout.sample(spec, args), order, accumulation)
     plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
-    found = list(_of_borders(work, plan.ranks, stage_rank))
+    found = list(_of_borders(work, plan, stage_rank))
     for stage in plan.of(stage_rank):
         module = stages.build(model, plan, stage)
         blocks = list(spec.blocks(module))
@@ -80,8 +82,12 @@ class Work:
     layout: Layout
     degrees: Degrees
     args: Any
-    layers: int
-    """Blocks of the whole model."""
+    task: str
+    """Of the model: a key of `torchtitan.tasks.TASKS`."""
+    shapes: SampleShapes
+    """Of a whole sample."""
+    order: Sequence[str]
+    """The blocks of the whole model."""
     passes: int
     """Batches that are accumulated; with a pipeline, how often it is filled and drained."""
 
@@ -103,14 +109,23 @@ class Work:
         return self.passes * self.microbatches
 
     @property
-    def tokens(self) -> int:
-        """Of a microbatch, as far as this rank has its sequences."""
-        return self.sequences * self.layout.seq_len // self.degrees.cp
+    def layers(self) -> int:
+        """Blocks of the whole model."""
+        return len(self.order)
+
+    def tokens(self, module: str = "") -> int:
+        """Positions of a microbatch after a module, as far as this rank has its sequences."""
+        return self.sequences * self.shapes.after(module)[0] // self.degrees.cp
 
     @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states of those tokens."""
-        return self.tokens * int(self.args.dim) * self.layout.precision.compute.itemsize
+    def outputs(self) -> int:
+        """Positions of a microbatch for which the model makes an output, in the same way."""
+        return self.sequences * self.shapes.outputs[0] // self.degrees.cp
+
+    def hidden(self, module: str = "") -> int:
+        """Bytes of the hidden states of those."""
+        dim = self.shapes.after(module)[1]
+        return self.tokens(module) * dim * self.layout.precision.compute.itemsize
 
     @property
     def splits_stream(self) -> bool:
@@ -203,23 +218,28 @@ class Part:
     def of_activations(self) -> Iterator[Traffic]:
         """What tensor parallelism sends."""
         work, chosen = self.work, self.work.layout.parallelism
-        counts = Counter(self.roles.values())
-        again = Counter(role for name, role in self.roles.items() if self.is_again(name))
-        # Recomputation ends with what the backward needs, which is never a block's own output.
-        sums_again = again["rowwise"] - len(self.again)
-        if self.roles:
+        by_size: dict[int, list[str]] = {}
+        for name in self.roles:
+            by_size.setdefault(self._hidden(name), []).append(name)
+        for size, names in by_size.items():
+            counts = Counter(self.roles[name] for name in names)
+            again = Counter(self.roles[name] for name in names if self.is_again(name))
+            # Recomputation ends with what the backward needs, which is never a block's own output.
+            ends = sum(any(name.startswith(f"{block}.") for name in names) for block in self.again)
+            sums_again = again["rowwise"] - ends
             yield from formulas.of_stream(
-                work.hidden,
+                size,
                 gathers=(counts["input_gather"] + counts["logits"]) * work.times,
                 sums=(counts["rowwise"] + counts["embedding"]) * work.times,
                 more_gathers=again["input_gather"] * work.times,
                 more_sums=sums_again * work.times * (not (work.spares_sums and work.splits_stream)),
                 split=work.splits_stream,
             )
-        if counts["logits"]:
+        if "logits" in self.roles.values():
             yield from formulas.of_loss(
-                work.tokens,
-                work.args.vocab_size,
+                work.outputs,
+                work.shapes.outputs[-1],
+                summed=TASKS[work.task].split_sums(work.outputs),
                 ranks=work.degrees.tp,
                 compute=work.layout.precision.compute.itemsize,
                 times=work.times,
@@ -228,6 +248,13 @@ class Part:
             )
         if work.splits_stream:
             yield from self._of_norms()
+
+    def _hidden(self, name: str) -> int:
+        """Bytes of the hidden states that a module with a role is given, or makes."""
+        work = self.work
+        if self.roles[name] == "logits":
+            return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
+        return work.hidden(next((b for b in work.order if name.startswith(f"{b}.")), ""))
 
     def _of_norms(self) -> Iterator[Traffic]:
         work, precision = self.work, self.work.layout.precision
@@ -244,10 +271,10 @@ class Part:
         work, args, degrees = self.work, self.work.args, self.work.degrees
         modules = [name for name, m in self.module.named_modules() if isinstance(m, SelfAttention)]
         again = 0 if work.spares_sums else sum(map(self.is_again, modules))
-        heads = args.n_kv_heads // degrees.tp
         if degrees.cp > 1:
+            heads = args.n_kv_heads // degrees.tp
             yield from formulas.of_keys_and_values(
-                2 * work.tokens * heads * (args.dim // args.n_heads),
+                2 * work.tokens() * heads * (args.dim // args.n_heads),
                 ranks=degrees.cp,
                 compute=work.layout.precision.compute.itemsize,
                 fetches=(2 * len(modules) + again) * work.times,
@@ -260,14 +287,16 @@ class Part:
         return any(name.startswith(f"{block}.") for block in self.again)
 
 
-def _of_borders(work: Work, ranks: Sequence[int], mine: int) -> Iterator[Traffic]:
+def _of_borders(work: Work, plan: Stages, mine: int) -> Iterator[Traffic]:
     """What a pipeline sends; neighbouring stages on one rank send nothing."""
-    borders = [(one, other) for one, other in itertools.pairwise(ranks) if one != other]
-    yield from formulas.of_stages(
-        work.hidden // (work.degrees.tp if work.splits_stream else 1),
-        onwards=sum(one == mine for one, _ in borders) * work.times,
-        back=sum(other == mine for _, other in borders) * work.times,
-    )
+    for stage, (one, other) in enumerate(itertools.pairwise(plan.ranks)):
+        if one != other:
+            yield from formulas.of_stages(
+                work.hidden(plan.units[stage][-1])
+                // (work.degrees.tp if work.splits_stream else 1),
+                onwards=(one == mine) * work.times,
+                back=(other == mine) * work.times,
+            )
 
 
 def _recomputed(layout: Layout, order: Sequence[str]) -> set[str]:

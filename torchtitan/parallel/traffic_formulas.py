@@ -12,7 +12,7 @@ doi:10.1016/j.jpdc.2008.09.002),
     send            b
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchtitan.comm.unit import Operation
@@ -110,20 +110,30 @@ def of_norms(size: int, *, sums: int) -> Iterator[Traffic]:
 
 
 def of_loss(
-    tokens: int, vocabulary: int, *, ranks: int, compute: int, times: int, shared: bool
+    positions: int,
+    outputs: int,
+    *,
+    summed: Sequence[int],
+    ranks: int,
+    compute: int,
+    times: int,
+    shared: bool,
 ) -> Iterator[Traffic]:
-    """Tensor parallelism: the largest logit, the sum of exponentials and the target's logit of each
-    token (arXiv:1909.08053, section 3), or, without loss parallelism, all its logits.
+    """Tensor parallelism: what a split loss adds up over ranks, or, without loss parallelism, all
+    outputs of a position.
 
     Args:
-        tokens: of a microbatch.
+        positions: of a microbatch.
+        outputs: logits, say, of each.
+        summed: how many float32 numbers each sum over ranks has (`Task.split_sums`).
         times: microbatches in a step.
         shared: with loss parallelism.
     """
     if shared:
-        yield Traffic("tp", "loss", "all_reduce", tokens * FP32, 3 * times)
+        for numbers in summed:
+            yield Traffic("tp", "loss", "all_reduce", numbers * FP32, times)
     else:
-        logits = tokens * -(-vocabulary // ranks) * ranks * compute
+        logits = positions * -(-outputs // ranks) * ranks * compute
         yield Traffic("tp", "logits", "all_gather", logits, times)
 
 

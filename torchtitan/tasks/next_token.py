@@ -160,10 +160,11 @@ class NextToken(Task):
         self.ahead: int = getattr(args, "ahead", 0)
         self._bytes: Tensor | None = None
 
-    def units(self, seq_len: int) -> int:
+    @classmethod
+    def units(cls, seq_len: int) -> int:
         return seq_len
 
-    def packing(self, config: DataConfig, seq_len: int) -> PackedTokens:
+    def packing(self, config: DataConfig, seq_len: int, seed: int) -> PackedTokens:
         if config.add_bos and self.tokenizer.lost_bos:
             raise ConfigError(self.tokenizer.lost_bos)
         return PackedTokens(
@@ -196,6 +197,12 @@ class NextToken(Task):
     @classmethod
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
         return partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=size)
+
+    @classmethod
+    def split_sums(cls, positions: int) -> Sequence[int]:
+        """The largest logit, the sum of exponentials, and the logit of the target of each token
+        (arXiv:1909.08053, section 3)."""
+        return [positions] * 3
 
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:
         try:

@@ -49,11 +49,12 @@ class Task:
             ConfigError: where it is not there, or does not fit the model.
         """
 
-    def units(self, seq_len: int) -> int:
+    @classmethod
+    def units(cls, seq_len: int) -> int:
         """How many units a sample has at most."""
         return 1
 
-    def packing(self, config: DataConfig, seq_len: int) -> Packing:
+    def packing(self, config: DataConfig, seq_len: int, seed: int) -> Packing:
         """How documents become samples, and samples a batch.
 
         Raises:
@@ -73,7 +74,8 @@ class Task:
         Args:
             once: read each document once; the stream is as endless, but has no targets then.
         """
-        source, packing = self.open_source(config, seed), self.packing(config, seq_len)
+        source = self.open_source(config, seed)
+        packing = self.packing(config, seq_len, seed)
         if once:
             assert self.hides_ended, "the recipe was checked"
             source = Once(source)
@@ -103,6 +105,15 @@ class Task:
     @classmethod
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
         """`loss` of outputs whose last dim, of `size`, is split over tensor-parallel ranks."""
+        raise NotImplementedError
+
+    @classmethod
+    def split_sums(cls, positions: int) -> Sequence[int]:
+        """How many float32 numbers `split_loss` adds up over ranks, for each sum that it makes.
+
+        Args:
+            positions: of a microbatch, for which the model makes outputs.
+        """
         raise NotImplementedError
 
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:

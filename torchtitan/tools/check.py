@@ -20,6 +20,7 @@ from torchtitan.optim import describe_rules, name_parameters
 from torchtitan.parallel import stages
 from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
+from torchtitan.tasks import TASKS
 from torchtitan.tools.options import Choice, Count, Recipe, RecipeVerb, verb
 from torchtitan.train import problems_of_files, problems_of_task, split_recipe
 
@@ -100,17 +101,18 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
         f"{sequences:,} sequences in an optimizer step: {t.local_batch_size} at a time x "
         f"{job.accumulation(degrees)} accumulated x {job.data_ranks(degrees)} data-parallel"
     )
-    tokens = sequences * t.seq_len
-    yield f"{tokens:,} tokens in a step, {tokens * t.steps:,} in {t.steps:,} steps"
     spec = MODELS[job.model.name]
+    task = TASKS[spec.task]
+    count = sequences * task.units(t.seq_len)
+    yield f"{count:,} {task.unit} in a step, {count * t.steps:,} in {t.steps:,} steps"
     args = job.model_args()
+    network = build_empty(spec.build, args, t.seq_len)
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(t.local_batch_size)
-        yield stages.describe(job.parallelism, args.n_layers, microbatches)
-    network = build_empty(spec.build, args, t.seq_len)
+        yield stages.describe(job.parallelism, len(spec.blocks(network)), microbatches)
     yield (
         f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
-        f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations a token"
+        f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"
     )
     for auxiliary in job.auxiliary_losses:
         yield f"auxiliary loss {auxiliary.described()}"

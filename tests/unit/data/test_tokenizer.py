@@ -141,11 +141,11 @@ def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path: Path) -
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos, tokenizer.eos) == (None, 1)
     task = NextToken(TextConfig(tokenizer_path=path), tiny.ARGS)
-    task.packing(DataConfig(add_bos=False), 8)
+    task.packing(DataConfig(add_bos=False), 8, 0)
     with pytest.raises(
         ConfigError, match=r"bos_token is declared as '\[none\]', .*data.add_bos = false"
     ):
-        task.packing(DataConfig(), 8)
+        task.packing(DataConfig(), 8, 0)
     for add_bos in (True, False):
         job = tiny.job(model={"tokenizer_path": path}, data={"add_bos": add_bos})
         assert bool(list(problems_of_task(job))) == add_bos

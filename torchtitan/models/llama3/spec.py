@@ -113,7 +113,7 @@ def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
     return 6 * multiplied + 12 * blocks * args.n_heads * args.head_dim * seq_len
 
 
-def kept_by_block(args: Llama3Args, itemsize: int) -> float:
+def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
     """Bytes that the backward of a block needs of a token: exact for torch's own operators.
 
     A norm keeps its input and the normalised in float32, and so do sines and cosines. As computed

@@ -1,0 +1,133 @@
+"""ViT-MAE trains the same run on every layout, and resumes on another."""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.layouts import (
+    AFTERWARDS,
+    FULL,
+    NO_LOSS,
+    NO_SEQUENCE,
+    OPERATORS,
+    OPTIMIZERS,
+    REGATHER,
+    RESHARD,
+    ROTATED,
+    ROWWISE,
+    SIMPLE,
+    TENSORWISE,
+    WHOLE,
+    Case,
+    case,
+    schedule,
+)
+from tests.ranks import run_ranks
+from tests.runs import Trace, assert_complete, compare, losses, rows, trace, train
+from tests.tiers import tiers
+from torchtitan.job import JobConfig
+
+MODEL: dict[str, Any] = {
+    "name": "vit_mae",
+    "flavor": "debugmodel",
+    "dim": 32,
+    "n_layers": 3,
+    "ffn_dim": 64,
+    "image_size": 16,
+    "decoder_dim": 16,
+    "decoder_ffn_dim": 32,
+}
+EVEN = {**MODEL, "n_layers": 2, "decoder_dim": 32, "decoder_ffn_dim": 64}
+"""Matrices whose halves are in multiples of 16, as a converter needs them."""
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+BY_HAND = (
+    ("embeddings", "layers.0", "layers.1"),
+    ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
+)
+
+LAYOUTS: dict[str, Case] = {
+    "DDP 2": case(replicate=2),
+    "FSDP 2, accumulating 4": case(shard=2, batch=1),
+    "FSDP 2, always reshard": case(shard=2, **{RESHARD: "always"}),
+    "FSDP 2, never reshard": case(shard=2, **{RESHARD: "never"}),
+    "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
+    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
+    "FSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS),
+    "FSDP 4, regathered by 2": case(shard=4, sharding=REGATHER),
+    "FSDP 2, accumulating 4 whole": case(shard=2, batch=1, sharding=WHOLE),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "HSDP 2 x 2, added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
+    "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
+    "rotated 2": case(shard=2, sharding=ROTATED),
+    "TP 2": case(tp=2, **NO_SEQUENCE),
+    "TP 4": case(tp=4, **NO_SEQUENCE),
+    "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **NO_LOSS),
+    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS, **NO_SEQUENCE),
+    "FSDP 2 x TP 2": case(shard=2, tp=2, **NO_SEQUENCE),
+    "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE, **NO_SEQUENCE),
+    "PP 2, 1F1B": schedule("1F1B"),
+    "PP 2, GPipe": schedule("GPipe"),
+    "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble"),
+    "PP 2, Interleaved1F1B, full recomputation": schedule("Interleaved1F1B", recompute=FULL),
+    "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
+    "FSDP 2 x PP 2": case(2, shard=2),
+    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2, **NO_SEQUENCE),
+    "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=ROWWISE),
+    "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=TENSORWISE),
+    "TP 2, Float8 rowwise": case(tp=2, batch=16, convert=ROWWISE, **NO_SEQUENCE),
+}
+DAILY = ("HSDP 2 x 2", "TP 2", "PP 2, 1F1B")
+
+
+def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
+    """A tiny ViT-MAE in `layout`; clipping acts in every step, so its scale is compared too."""
+    training = {"max_norm": 0.3} | sections.pop("training", {})
+    if layout.convert:
+        training["global_batch_size"] = 32
+    folder = sections.pop("job", {}).get("dump_folder", "unused")
+    recipe = layout.recipe(
+        model=EVEN if layout.convert else MODEL,
+        data={"dataset": "scenes"},
+        optimizer={"name": optimizer, **OPTIMIZERS[optimizer]},
+        training=training,
+        **sections,
+    )
+    made = tiny.job(folder, **recipe).model_copy(update={"convert": layout.convert})
+    assert not tiny.problems(made)
+    return made
+
+
+def traces(jobs: list[JobConfig]) -> list[Trace]:
+    """A run of each job on this rank, one after the other."""
+    return [trace(job) for job in jobs]
+
+
+def reference(layout: Case) -> list[Trace]:
+    """A run of each optimizer on one rank."""
+    one = case(batch=16 if layout.convert else 8, convert=layout.convert)
+    jobs = [job(one, name) for name in OPTIMIZERS]
+    return _reference(*(each.model_dump_json() for each in jobs))
+
+
+@cache
+def _reference(*recipes: str) -> list[Trace]:
+    jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
+    (result,) = run_ranks(traces, 1, jobs)
+    return result
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY))
+def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+    layout = LAYOUTS[name]
+    jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
+    results = run_ranks(traces, layout.ranks, jobs)
+    for number, expected in enumerate(reference(layout)):
+        found = [ranks[number] for ranks in results]
+        assert_complete(found, expected)
+        for rank, trace_of_rank in enumerate(found):
+            where = f"{jobs[number].optimizer.name}, rank {rank}"
+            compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)

@@ -1,0 +1,339 @@
+"""ViT-MAE: a vision transformer that is trained to restore the patches hidden from it.
+
+The network of "Masked Autoencoders Are Scalable Vision Learners" (https://arxiv.org/abs/2111.06377)
+as one plain `nn.Module`. The encoder (https://arxiv.org/abs/2010.11929) sees the visible patches
+alone, behind a class token. The bridge puts a learned token in the place of each hidden patch and
+brings all into the order of the image; a narrower decoder works on that. A sample comes with its
+`order`: the patches of the image, visible ones first.
+
+Shapes: B batch, N patches, V visible and M masked patches (N = V + M), P numbers of a patch
+(channels x patch x patch), D encoder dim, W decoder dim, S positions, H heads, E head dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTMAEArgs:
+    """The shape of one flavor."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    ffn_dim: int
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    mask_ratio: float = 0.75
+    decoder_dim: int = 512
+    decoder_layers: int = 8
+    decoder_heads: int = 16
+    decoder_ffn_dim: int = 2048
+    norm_eps: float = 1e-6
+    pixel_mean: tuple[float, ...] = IMAGENET_MEAN
+    pixel_std: tuple[float, ...] = IMAGENET_STD
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.grid**2
+
+    @property
+    def visible(self) -> int:
+        """Patches that the encoder sees: rounded down, but for the rounding of floats."""
+        return int(self.patches * (1 - self.mask_ratio) + 1e-6)
+
+    @property
+    def masked(self) -> int:
+        return self.patches - self.visible
+
+    @property
+    def patch_numbers(self) -> int:
+        return self.channels * self.patch_size**2
+
+
+def patchify(images: Tensor, size: int) -> Tensor:
+    """(B, C, height, width) to (B, N, P): patches row by row, and each channel by channel."""
+    batch, channels, height, width = images.shape
+    rows, columns = height // size, width // size
+    cut = images.view(batch, channels, rows, size, columns, size)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * size**2)
+
+
+def unpatchify(patches: Tensor, size: int) -> Tensor:
+    """The square images (B, C, height, width) of which `patchify` made these."""
+    batch, count, _ = patches.shape
+    side = math.isqrt(count)
+    cut = patches.view(batch, side, side, -1, size, size)
+    return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, side * size, side * size)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The rows (B, I, ...) of `x` (B, S, D) that `index` (B, I) names in each sample."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def position_table(grid: int, dim: int) -> Tensor:
+    """Sines and cosines of each patch's column, then of its row: (N, dim) fp32 on the CPU."""
+    frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64, device="cpu") * 4 / dim)
+    place = torch.arange(grid, dtype=torch.float64, device="cpu")
+    angles = torch.outer(place, frequencies)
+    along = torch.cat((angles.sin(), angles.cos()), 1)  # (grid, dim / 2)
+    columns, rows = along.repeat(grid, 1), along.repeat_interleave(grid, 0)
+    return torch.cat((columns, rows), 1).float()
+
+
+class Positions(nn.Module):
+    """A fixed table of positions, which no checkpoint holds."""
+
+    table: Tensor  # (N, dim) fp32
+
+    def __init__(self, grid: int, dim: int) -> None:
+        super().__init__()
+        self.grid, self.dim = grid, dim
+        table = torch.empty(grid**2, dim, dtype=torch.float32)
+        self.register_buffer("table", table, persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fill the table, the same on every device."""
+        if not self.table.is_meta:
+            self.table = position_table(self.grid, self.dim).to(self.table.device)
+
+
+class PatchEmbedding(nn.Module):
+    """Each patch to a vector: a convolution whose stride is its kernel, as one matrix product."""
+
+    def __init__(self, args: ViTMAEArgs) -> None:
+        super().__init__()
+        kernel = (args.channels, args.patch_size, args.patch_size)
+        self.weight = nn.Parameter(torch.empty(args.dim, *kernel))
+        self.bias = nn.Parameter(torch.empty(args.dim))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(B, V, P) to (B, V, D)."""
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class Prepend(nn.Module):
+    """Puts a learned token before all others."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(1, 1, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.type_as(x).expand(len(x), -1, -1)
+        return torch.cat((token, x), 1)
+
+
+class Fill(nn.Module):
+    """Appends the same learned token, so that there are `length` positions in all."""
+
+    def __init__(self, dim: int, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.token = nn.Parameter(torch.empty(1, 1, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.token.type_as(x).expand(len(x), self.length - x.shape[1], -1)
+        return torch.cat((x, tokens), 1)
+
+
+class Embeddings(nn.Module):
+    """Visible patches, and where they are in the image, behind the class token."""
+
+    def __init__(self, args: ViTMAEArgs) -> None:
+        super().__init__()
+        self.patch = PatchEmbedding(args)
+        self.positions = Positions(args.grid, args.dim)
+        self.cls = Prepend(args.dim)
+
+    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
+        """(B, V, P) at `places` (B, V) to (B, V + 1, D)."""
+        x = self.patch(patches)
+        out: Tensor = self.cls(x + self.positions.table[places].type_as(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Self-attention of all positions to all."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.wq = nn.Linear(dim, dim)
+        self.wk = nn.Linear(dim, dim)
+        self.wv = nn.Linear(dim, dim)
+        self.wo = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The number of heads is inferred, since tensor parallelism leaves this rank some of them.
+        heads = (-1, self.head_dim)
+        q, k, v = (
+            project(x).unflatten(-1, heads).transpose(1, 2)  # (B, H, S, E)
+            for project in (self.wq, self.wk, self.wv)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two linears with a GELU between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.gelu(self.w1(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy and added to the residual stream."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, eps=eps)
+        self.attention = Attention(dim, heads)
+        self.ffn_norm = nn.LayerNorm(dim, eps=eps)
+        self.feed_forward = FeedForward(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
+
+
+class Bridge(nn.Module):
+    """From the encoder to the decoder: all patches, in the order of the image."""
+
+    def __init__(self, args: ViTMAEArgs) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.project = nn.Linear(args.dim, args.decoder_dim)
+        self.fill = Fill(args.decoder_dim, args.patches + 1)
+        self.positions = Positions(args.grid, args.decoder_dim)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        """(B, V + 1, D) and the order of the patches (B, N) to (B, N + 1, W)."""
+        x = self.fill(self.project(self.norm(x)))
+        restored = take(x[:, 1:], order.argsort(1)) + self.positions.table.type_as(x)
+        return torch.cat((x[:, :1], restored), 1)
+
+
+class ViTMAE(nn.Module):
+    """The whole network.
+
+    Build it under `torch.device("meta")`, then call `to_empty` and `init_buffers`, and draw the
+    weights. A pipeline stage is this module with parts taken away: without `embeddings` it takes
+    hidden states, without `output` it returns them.
+    """
+
+    def __init__(self, args: ViTMAEArgs, seq_len: int = 1) -> None:
+        """`seq_len` is of text, and not read."""
+        super().__init__()
+        self.args = args
+        self.embeddings: Embeddings | None = Embeddings(args)
+        encoder = (args.dim, args.n_heads, args.ffn_dim, args.norm_eps)
+        self.layers = nn.ModuleDict({str(i): Block(*encoder) for i in range(args.n_layers)})
+        self.bridge: Bridge | None = Bridge(args)
+        decoder = (args.decoder_dim, args.decoder_heads, args.decoder_ffn_dim, args.norm_eps)
+        self.decoder = nn.ModuleDict({str(i): Block(*decoder) for i in range(args.decoder_layers)})
+        self.decoder_norm: nn.LayerNorm | None = nn.LayerNorm(args.decoder_dim, eps=args.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(args.decoder_dim, args.patch_numbers)
+
+    def init_buffers(self) -> None:
+        """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
+        for part in (self.embeddings, self.bridge):
+            if part is not None:
+                part.positions.init_buffers()
+
+    def forward(self, patches: Tensor, order: Tensor) -> Tensor:
+        """What is predicted of the masked patches: (B, M, P), in the order of `order[:, V:]`.
+
+        Args:
+            patches: (B, V, P), those at `order[:, :V]`; or hidden states for a later stage of a
+                pipeline.
+            order: (B, N) int64, which patch of the image is which, visible ones first.
+        """
+        x = self._decode(self._encode(patches, order), order)
+        if self.output is None:
+            return x
+        return self._predict(take(x, order[:, self.args.visible :] + 1))
+
+    def _encode(self, x: Tensor, order: Tensor) -> Tensor:
+        if self.embeddings is not None:
+            x = self.embeddings(x, order[:, : x.shape[1]])
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+    def _decode(self, x: Tensor, order: Tensor) -> Tensor:
+        if self.bridge is not None:
+            x = self.bridge(x, order)
+        for block in self.decoder.values():
+            x = block(x)
+        return x
+
+    def _predict(self, x: Tensor) -> Tensor:
+        assert self.decoder_norm is not None, "it is on the stage of the output"
+        assert self.output is not None, "it was asked for"
+        predicted: Tensor = self.output(self.decoder_norm(x))
+        return predicted
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Features of whole images, nothing masked: the class token's, then those of the patches.
+
+        Args:
+            images: (B, C, height, width), as `normalize` makes them.
+
+        Returns:
+            (B, N + 1, D), normalised.
+        """
+        assert self.bridge is not None, "a whole network"
+        patches = patchify(images, self.args.patch_size)
+        order = torch.arange(self.args.patches, device=images.device).expand(len(images), -1)
+        features: Tensor = self.bridge.norm(self._encode(patches, order))
+        return features
+
+    def reconstruct(self, images: Tensor, order: Tensor) -> Tensor:
+        """What is predicted of every patch: (B, N, P), in the order of the image.
+
+        Each patch is predicted with its own mean taken away and divided by its deviation.
+
+        Args:
+            images: (B, C, height, width), as `normalize` makes them.
+            order: (B, N) int64; of its patches the first V are seen.
+        """
+        patches = patchify(images, self.args.patch_size)
+        seen = take(patches, order[:, : self.args.visible])
+        return self._predict(self._decode(self._encode(seen, order), order)[:, 1:])
+
+
+def normalize(images: Tensor, args: ViTMAEArgs) -> Tensor:
+    """Images of numbers from 0 to 1, (..., C, height, width), as the network takes them."""
+    mean, std = (
+        torch.tensor(numbers, dtype=images.dtype, device=images.device)[:, None, None]
+        for numbers in (args.pixel_mean, args.pixel_std)
+    )
+    return (images - mean) / std
