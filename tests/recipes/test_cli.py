@@ -62,7 +62,7 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
         "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
         "# 32 sequences in an optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
         "# 65,536 tokens in a step, 655,360 in 10 steps",
-        "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations a token",
+        "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
         "# memory of a rank: about 0.4 GiB (activations 0.2 + logits 0.1), at the least 0.1 GiB",
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
         "norm_eps 1e-05, rope_theta 500000.0, tied false, rope_scaling 1.0, "

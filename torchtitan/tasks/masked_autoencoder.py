@@ -92,7 +92,7 @@ class MaskedPatches:
         patches = patchify(normalize(images, args), args.patch_size)
         order = torch.stack(
             [
-                mask_order(self.seed, sample.content.epoch, sample.content.index, args.patches)
+                mask_order(self.seed, sample.content.epoch, sample.content.number, args.patches)
                 for sample in samples
             ]
         )
