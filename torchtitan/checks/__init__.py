@@ -55,6 +55,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     model.context_parallelism,
     model.auxiliary,
     model.content,
+    model.lengths,
     pipelining.pipeline,
     compiling.async_tensor_parallelism,
     compiling.recomputation,

@@ -114,6 +114,21 @@ def auxiliary(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("compile.enable", f"{message}false", ("model", "compile"))
 
 
+def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """What is no sequence has no length."""
+    for section, config in (("training", job.training), ("validation", job.validation)):
+        if _sizes_samples(job) and "seq_len" in config.model_fields_set:
+            message = (
+                f"samples of {job.model.name} are images of model.image_size pixels a side; leave "
+                "it out"
+            )
+            yield Problem(f"{section}.seq_len", message, ("model",))
+
+
+def _sizes_samples(job: JobConfig) -> bool:
+    return "image_size" in job.model.sizes()
+
+
 def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """The data set holds what the model is trained on."""
     reads = TASKS[MODELS[job.model.name].task].content

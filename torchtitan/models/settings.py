@@ -44,8 +44,9 @@ class ModelConfig(Config):
 
     @classmethod
     def sizes_of(cls, args: Any) -> dict[str, Any]:
-        """The sizes of a network with these arguments, by key."""
-        return {key: getattr(args, key) for key in cls.sizes()}
+        """The sizes of a network with these arguments, by key, as a file can hold them."""
+        found = {key: getattr(args, key) for key in cls.sizes()}
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in found.items()}
 
     def over(self, args: Args) -> Args:
         """A flavor's arguments, with the sizes that the recipe says in the place of its own."""

@@ -112,6 +112,10 @@ class WeightFormat(Generic[Args]):
     the parameter they repeat."""
     must_repeat: bool = False
     """Whether those have to stand there."""
+    constants: Callable[[Args], Mapping[str, Tensor]] = lambda args: {}
+    """Tensors there that are no parameters of ours: written, and where they stand, compared."""
+    has_tokens: bool = True
+    """Whether its config file names the tokens that begin and end a text."""
     computed: str = "(?!)"
     """Pattern of tensors there that follow from the config, and are not read."""
 

@@ -41,12 +41,27 @@ class ForeignWeights(ABC):
         """
         self.network, self.format = network, network.format(kind)
         self._names = {f"model.{ours}": self.format.name(ours) for ours in network.parameters()}
-        known = {n: k for n, k in found.items() if not re.fullmatch(self.format.computed, n)}
+        constants = self.format.constants(network.args)
+        known = {
+            n: k
+            for n, k in found.items()
+            if n not in constants and not re.fullmatch(self.format.computed, n)
+        }
         self._kinds = fitting(folder, network, known, *network.tensors(kind))
         for theirs, ours in self.format.repeated(network.args).items():
             original = self.format.name(ours)
             if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
                 raise ConfigError(f"{folder}: {theirs} must equal {original} in {network}")
+        for theirs, constant in constants.items():
+            if theirs in found and not self._holds(theirs, found[theirs], constant):
+                raise ConfigError(f"{folder}: {theirs} is not that of {network}, which is fixed")
+
+    def _holds(self, theirs: str, kind: Kind | str, constant: Tensor) -> bool:
+        """Whether a tensor there is this one, as far as its dtype can say it."""
+        if isinstance(kind, str) or kind[1] != tuple(constant.shape):
+            return False
+        block = self._block(theirs, (0,) * constant.ndim, kind[1])
+        return torch.allclose(block.double(), constant.to(block.dtype).double(), atol=1e-6)
 
     def shapes(self) -> dict[str, Kind]:
         """Dtype and shape by our name."""
@@ -93,14 +108,23 @@ class Translated:
         self._names = {self.format.name(ours): ours for ours in self._kinds}
         if self.format.must_repeat:
             self._names |= self.format.repeated(network.args)
+        self._constants = self.format.constants(network.args)
 
     def shapes(self) -> dict[str, Kind]:
         """Dtype and shape by the name there, in the order of the network."""
         kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
+        kinds |= {n: (self._dtype(c), tuple(c.shape)) for n, c in self._constants.items()}
         return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
+
+    def _dtype(self, constant: Tensor) -> torch.dtype:
+        """That of the parameters."""
+        return next((dtype for dtype, _ in self._kinds.values()), constant.dtype)
 
     def read(self, theirs: str) -> Tensor:
         """A whole tensor by its name there."""
+        if theirs in self._constants:
+            constant = self._constants[theirs]
+            return cast(theirs, constant, self.dtype or self._dtype(constant))
         ours = self._names[theirs]
         tensor = self.source.read(f"model.{ours}")
         rows = self.format.rows(self.network.args, ours)

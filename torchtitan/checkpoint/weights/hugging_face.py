@@ -155,10 +155,12 @@ def write_hugging_face(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     first = next(iter(kinds.values()))[0]
     # Without them, a reader would take the special tokens of Llama 2.
-    tokens = {"bos_token_id": extras.bos, "eos_token_id": extras.eos}
+    has_tokens = weights.format.has_tokens
+    tokens = {"bos_token_id": extras.bos, "eos_token_id": extras.eos} if has_tokens else {}
     about = {**tokens, "torch_dtype": str(first).removeprefix("torch.")}
     write_json(folder / CONFIG, weights.format.config(network.args, extras.seq_len) | about)
-    write_json(folder / GENERATION, extras.generation or tokens)
+    if has_tokens:
+        write_json(folder / GENERATION, extras.generation or tokens)
     extras.copy_tokenizer(folder)
 
 

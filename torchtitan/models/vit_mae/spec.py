@@ -21,6 +21,7 @@ from torchtitan.models.spec import (
     TensorRole,
     TensorSplits,
 )
+from torchtitan.models.vit_mae.hugging_face import HUGGING_FACE
 from torchtitan.models.vit_mae.model import ViTMAE, ViTMAEArgs
 from torchtitan.models.vit_mae.settings import ViTMAEConfig
 
@@ -207,4 +208,5 @@ VIT_MAE = ModelSpec(
     flops_of=flops_of,
     kept_by_block=kept_by_block,
     shrink=shrink,
+    formats={"hf": HUGGING_FACE},
 )
