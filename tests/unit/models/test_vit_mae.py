@@ -113,10 +113,10 @@ def test_the_loss_is_of_masked_patches_alone() -> None:
     assert torch.allclose(take(every, hidden), of_masked, atol=1e-5)
     loss = MaskedAutoencoder.loss(of_masked, found.targets)
     expected = (of_masked - normalized(found.targets)).square().mean((1, 2)).sum()
-    assert float(loss) == pytest.approx(float(expected))
+    assert loss.item() == pytest.approx(expected.item())
     # What is predicted of visible patches gets no gradient, whatever the last layer does there.
     every.retain_grad()
-    MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()
+    MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()  # type: ignore[no-untyped-call]
     assert every.grad is not None
     assert take(every.grad, found.order[:, : ARGS.visible]).abs().max() == 0.0
     mean, deviation = normalized(found.targets).mean(-1), normalized(found.targets).std(-1)
@@ -134,6 +134,7 @@ def test_features_see_the_whole_image() -> None:
     assert (model.encode(changed)[:, 0] - features[:, 0]).abs().max() > 1e-6
 
 
+@pytest.mark.gate
 def test_operations_are_those_that_are_made() -> None:
     model, found = network(), batch(4)
     with FlopCounterMode(display=False) as counter:
@@ -172,13 +173,13 @@ def test_what_a_block_keeps_is_what_autograd_saves(name: str) -> None:
     [
         ("model.image_size=30", r"model.image_size: got 30; patches of 4 .* use 32"),
         ("model.mask_ratio=0.99", "model.mask_ratio: got 0.99; .* leaves nothing to see"),
-        ("model.mask_ratio=0.001", "leaves nothing to restore"),
-        ("model.mask_ratio=1.0", "model.mask_ratio: got 1.0; wanted a number < 1"),
+        ("model.mask_ratio=1e-12", "leaves nothing to restore"),
+        ("model.mask_ratio=1.0", "model.mask_ratio: got 1.0; wanted a number > 0 and < 1"),
         ("model.channels=4", "pixel_mean has 3 numbers; wanted one for each of 4 channels"),
         ("model.n_heads=5", "the 5 heads do not divide the dim 64"),
         ("model.decoder_heads=5", "the 5 heads do not divide the decoder_dim 32"),
         ("model.decoder_dim=30 model.decoder_heads=2", "wanted a multiple of 4"),
-        ("model.pixel_std=[0.0,1.0,1.0]", "pixel_std: .* wanted numbers > 0"),
+        ("model.pixel_std=0.0,1.0,1.0", "pixel_std: .* wanted numbers > 0"),
         ("model.tokenizer_path=x", "unknown key of vit_mae"),
         ("data.dataset=python_stdlib", "it holds text, and vit_mae is trained on images"),
         ("parallelism.context_parallel_degree=2", "cannot be split over a sequence; use 1"),
@@ -210,6 +211,7 @@ class Weights:
         return self.model.get_parameter(name.removeprefix("model.")).detach()
 
 
+@pytest.mark.gate
 def test_transformers_computes_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = network()
