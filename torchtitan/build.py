@@ -259,12 +259,16 @@ def open_validator(parts: Parts) -> Validator:
 def validation(parts: Parts) -> AfterStep:
     """Validates when due."""
     validator, job = open_validator(parts), parts.job
+    draws = job.validation.picture and parts.task.has_picture and job.parallelism.has_outputs
 
     def validate(state: TrainState) -> None:
         if validator.is_due(state.step, job.training.steps) and not parts.stop.is_agreed:
             with parts.timeline.pause("validation"):
                 found = validator.run()
+                picture = validator.picture() if draws else None
             parts.meter.log(state.step, **found)
+            if picture is not None and not parts.world.rank:
+                parts.meter.picture(state.step, picture)
 
     return validate
 

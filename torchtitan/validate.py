@@ -65,6 +65,12 @@ class ValidationConfig(Config):
             name: training.model_copy(update=update | {"dataset": name}) for name in self.datasets
         }
 
+    picture: bool = Field(
+        True,
+        description="Of a task of images: write a picture of the first held-out images, what the "
+        "model sees of them and what it makes of it to pictures/ in job.dump_folder.",
+    )
+
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         if not self.enable:
             return
@@ -153,11 +159,25 @@ class Validator:
                 row |= {f"{key}/{name}": value for key, value in each.values(self.task).items()}
         return row
 
-    def _measure(self, name: str) -> Sums:
+    def picture(self) -> Tensor | None:
+        """The task's picture of the first held-out batch; None where no rank has all outputs.
+
+        All ranks call it together; each sees its own samples.
+        """
+        stream = self._rewound(next(iter(self.open_streams)))
+        batch = next(stream).to(self.world.device.torch_device)
+        outputs = self.model.outputs(batch)
+        return None if outputs is None else self.task.picture(batch, outputs)
+
+    def _rewound(self, name: str) -> DataStream:
+        """A data set, before its first batch."""
         if name not in self.streams:
             self.streams[name] = self.open_streams[name]()
-        stream = self.streams[name]
-        stream.rewind()
+        self.streams[name].rewind()
+        return self.streams[name]
+
+    def _measure(self, name: str) -> Sums:
+        stream = self._rewound(name)
         device = self.world.device.torch_device
         total = torch.zeros((), dtype=torch.float64, device=device)
         counts: list[Tensor] = []

@@ -88,6 +88,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.shapes,
     validating.whole,
     validating.held_out,
+    validating.picture,
     memory.fits,
 )
 

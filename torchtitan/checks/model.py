@@ -132,8 +132,18 @@ def _sizes_samples(job: JobConfig) -> bool:
 def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """The data set holds what the model is trained on."""
     reads = TASKS[MODELS[job.model.name].task].content
-    dataset = DATASETS.get(job.data.dataset)
-    holds = dataset.content if dataset else "text"
-    if holds != reads:
-        message = f"it holds {holds}, and {job.model.name} is trained on {reads}"
-        yield Problem("data.dataset", message, ("model",))
+    held_out = job.validation.datasets if job.validation.enable else ()
+    for key, names in {"data.dataset": (job.data.dataset,), "validation.dataset": held_out}.items():
+        for name in names:
+            dataset = DATASETS.get(name)
+            holds = dataset.content if dataset else "text"
+            if holds != reads:
+                which = f'"{name}"' if len(names) > 1 else "it"
+                message = f"{which} holds {holds}, and {job.model.name} is trained on {reads}"
+                hint = f"; name what the files are, as in {_names(reads)}" if not dataset else ""
+                yield Problem(key, message + hint, ("model",))
+
+
+def _names(content: str) -> str:
+    """The data sets that hold what a model reads."""
+    return ", ".join(name for name, each in DATASETS.items() if each.content == content)

@@ -49,6 +49,18 @@ def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             yield Problem("validation.steps", message, ("validation.dataset",))
 
 
+def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """A rank has all of what is drawn."""
+    v, p = job.validation, job.parallelism
+    draws = v.enable and v.picture and TASKS[MODELS[job.model.name].task].has_picture
+    if draws and not p.has_outputs:
+        message = (
+            "nothing is drawn, as no rank has all that the model makes of an image: with stages "
+            "of a pipeline none, with tensor ranks by parallelism.disable_loss_parallel = true"
+        )
+        yield Problem("validation.picture", message, ("parallelism",), "note")
+
+
 def held_out(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """What nobody chose to validate on is of the kind that is trained on."""
     validation, trained = job.validation, job.data.dataset

@@ -190,6 +190,12 @@ class Meter:
             self._best_validation = min(self._best_validation, validation)
         self._write(step, row)
 
+    def picture(self, step: int, picture: Tensor) -> None:
+        """Hand a picture (3, H, W) in 0..1 to the sinks that show pictures."""
+        for sink in self.sinks:
+            if hasattr(sink, "picture"):
+                self._ask(sink, "picture", step, picture.cpu())
+
     def event(self, step: int, kind: str, **details: Value) -> None:
         """Write what was decided, as a row of its own; the log says it in words."""
         self._write(step, {"event": kind, **details})

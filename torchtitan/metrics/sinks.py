@@ -16,6 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from torchtitan.data.images.picture import write_png
 from torchtitan.logging import logger, on_terminal
 
 Value = float | int | str | None
@@ -62,6 +65,8 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Metrics, /) -> None:
         """Take the values of one step."""
+
+    # One with a method `picture(step, picture)` is also given pictures: (3, H, W) in 0..1.
 
     def close(self, summary: Metrics, /) -> None:
         """End; `summary` is the run as a whole, see `Meter.summary`."""
@@ -156,6 +161,14 @@ class Jsonl:
         except OSError as error:
             logger.error("%s: %s; rows that are not written are kept", self.path, error.strerror)
 
+    def picture(self, step: int, picture: Tensor) -> None:
+        """Beside it, in `pictures/`."""
+        path = self.path.parent / "pictures" / f"step-{step:06}.png"
+        try:
+            write_png(path, picture)
+        except OSError as error:
+            logger.error("%s: %s; the picture is lost", path, error.strerror)
+
     def close(self, _summary: Metrics) -> None:
         if self.file is not None:
             with self.file:
@@ -231,6 +244,9 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def picture(self, step: int, picture: Tensor) -> None:
+        self.writer.add_image("validation", picture, step)
+
     def close(self, _summary: Metrics) -> None:
         if self.writer is not None:
             self.writer.close()
@@ -282,6 +298,12 @@ class WandB:
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.run.log({"step": step, **_numbers(metrics)})
+
+    def picture(self, step: int, picture: Tensor) -> None:
+        import wandb
+
+        pixels = picture.permute(1, 2, 0).numpy()
+        self.run.log({"step": step, "validation": wandb.Image(pixels)})
 
     def close(self, summary: Metrics) -> None:
         if self.run is not None:

@@ -97,6 +97,19 @@ class ParallelModel:
             technique.after_evaluate()
         return total
 
+    @torch.no_grad()
+    def outputs(self, batch: Batch) -> Tensor | None:
+        """What the model makes of a batch, for people; all ranks call it together.
+
+        None: no rank has the whole of it, as in a pipeline.
+        """
+        for technique in self.techniques:
+            technique.before_pass()
+        outputs = self.executor.outputs(self.shard_batch(batch))
+        for technique in self.techniques:
+            technique.after_evaluate()
+        return outputs
+
     def state(self) -> dict[str, Tensor]:
         """What of the techniques a checkpoint has to keep, by name; it is this rank's alone."""
         return {name: t for technique in self.techniques for name, t in technique.state().items()}

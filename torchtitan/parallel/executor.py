@@ -24,6 +24,7 @@ class Executor(Protocol):
 
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses: ...
     def evaluate(self, batches: Sequence[Batch]) -> Tensor: ...
+    def outputs(self, batch: Batch) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class SingleStage:
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         return torch.stack([self._loss(batch) for batch in batches]).sum()
+
+    def outputs(self, batch: Batch) -> Tensor | None:
+        """What the model makes of a batch."""
+        return cast(Tensor, self.model(batch.inputs, **batch.context()))
 
     def _loss(self, batch: Batch) -> Tensor:
         known = batch.context()

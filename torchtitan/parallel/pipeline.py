@@ -194,6 +194,10 @@ class Pipeline:
             _exchange(messages)
         return total
 
+    def outputs(self, batch: Batch) -> Tensor | None:
+        """Those of the last stage stay there."""
+        return None
+
     def _message(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
 

@@ -119,6 +119,12 @@ class ParallelismConfig(Config):
         one *= self.tensor_parallel_degree * self.data_parallel_replicate_degree
         return one * max(self.data_parallel_shard_degree, 1)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether a rank has all that the model makes of its samples."""
+        whole = self.tensor_parallel_degree == 1 or self.disable_loss_parallel
+        return whole and self.pipeline_parallel_degree == 1
+
     def microbatches(self, local_batch_size: int) -> int:
         """How many pass through a pipeline between its filling and its draining."""
         return local_batch_size // self.pipeline_parallel_microbatch_size

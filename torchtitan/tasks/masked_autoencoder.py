@@ -18,14 +18,24 @@ from torch import Tensor
 
 from torchtitan.data import DataConfig
 from torchtitan.data.batch import Batch
-from torchtitan.data.images.opening import open_images
+from torchtitan.data.images.opening import check_images, open_images
+from torchtitan.data.images.picture import rows_of, visible
 from torchtitan.data.lanes import Record, WholeLane, WholeSample
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
-from torchtitan.models.vit_mae.model import ViTMAEArgs, normalize, patchify, take, unpatchify
+from torchtitan.models.vit_mae.model import (
+    ViTMAEArgs,
+    normalize,
+    patchify,
+    restore,
+    take,
+    unpatchify,
+)
 from torchtitan.tasks.task import LossFunction, Task
 
+PICTURED = 8
+"""Images in a picture."""
 EPSILON = 1e-6
 """Added to the variance of a patch."""
 MASKS = 1
@@ -106,6 +116,7 @@ class MaskedAutoencoder(Task):
 
     unit, rate, content = "images", "images_per_second", "images"
     outputs = "numbers of a patch"
+    has_picture = True
 
     def __init__(self, model: ModelConfig, args: Any) -> None:
         assert isinstance(args, ViTMAEArgs), "the arguments of a masked autoencoder"
@@ -117,11 +128,31 @@ class MaskedAutoencoder(Task):
     def open_source(self, config: DataConfig, seed: int) -> Source:
         return open_images(config, size=self.args.image_size, bands=self.args.channels, seed=seed)
 
+    @classmethod
+    def check_files(cls, config: DataConfig) -> None:
+        check_images(config)
+
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, MaskedImages)
         visible, patches = batch.visible.shape[1], batch.order.shape[1]
         size = " x ".join(map(str, batch.images(self.args.patch_size).shape[1:]))
         return f"an image of {size}, {visible} of its {patches} patches visible"
+
+    def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """Some images, below them what the network sees of each, and below that each restored.
+
+        Hidden patches have the mean color; a restored one is given the mean and the deviation of
+        the patch that is hidden, which the network does not predict.
+        """
+        assert isinstance(batch, MaskedImages)
+        batch, outputs = batch.split(PICTURED)[0], outputs[:PICTURED].float()
+        variance, mean = torch.var_mean(batch.targets.float(), -1, keepdim=True)
+        restored = outputs * (variance + EPSILON).sqrt() + mean
+        rows = (batch.targets, torch.zeros_like(batch.targets), restored)
+        whole = [
+            dataclasses.replace(batch, targets=row).images(self.args.patch_size) for row in rows
+        ]
+        return rows_of([visible(restore(images, self.args)) for images in whole])
 
     @classmethod
     def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:

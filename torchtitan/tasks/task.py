@@ -39,6 +39,8 @@ class Task:
     """The setting that is wrong where the task cannot be opened."""
     splits_sequences: ClassVar[bool] = False
     """Whether its batches can be split over the ranks of context parallelism."""
+    has_picture: ClassVar[bool] = False
+    """Whether a validation can be looked at."""
     hides_ended: ClassVar[bool] = False
     """Whether its batches hide what a lane without further documents is filled up with."""
 
@@ -122,6 +124,17 @@ class Task:
     def measure(self, batch: Batch) -> Tensor:
         """Further counts of a batch of held-out data, for `derived`: (n,) int64."""
         return torch.zeros(0, dtype=torch.int64, device=batch.targets.device)
+
+    def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """What a person looks at after a validation, where the task `has_picture`.
+
+        Args:
+            outputs: what the model made of the batch.
+
+        Returns:
+            (3, height, width) in 0..1.
+        """
+        raise NotImplementedError
 
     def derived(self, loss: float, count: int, measured: Sequence[int]) -> dict[str, float | None]:
         """What else a validation tells, from sums over all of a data set: loss, units, measures."""

@@ -59,6 +59,17 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     return ImageView(images, config.images, size=size, bands=bands)
 
 
+def check_images(config: DataConfig) -> None:
+    """Look at the files that a section names, if it names any, without decoding them.
+
+    Raises:
+        ConfigError: they are no images, and why.
+    """
+    dataset = DATASETS.get(config.dataset)
+    if dataset and dataset.kind in IMAGES and not any(config.problems(None, PlannedWorld())):
+        IMAGES[dataset.kind](dataset, config, 1, 3)
+
+
 def open_images(config: DataConfig, *, size: int, bands: int, seed: int) -> ShuffledImages:
     """The images that a section names, as documents; each holds an `ImageSample`.
 

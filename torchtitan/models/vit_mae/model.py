@@ -332,8 +332,20 @@ class ViTMAE(nn.Module):
 
 def normalize(images: Tensor, args: ViTMAEArgs) -> Tensor:
     """Images of numbers from 0 to 1, (..., C, height, width), as the network takes them."""
+    mean, std = _pixels(images, args)
+    return (images - mean) / std
+
+
+def restore(images: Tensor, args: ViTMAEArgs) -> Tensor:
+    """What `normalize` was given."""
+    mean, std = _pixels(images, args)
+    return images * std + mean
+
+
+def _pixels(images: Tensor, args: ViTMAEArgs) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, (C, 1, 1), where the images are."""
     mean, std = (
         torch.tensor(numbers, dtype=images.dtype, device=images.device)[:, None, None]
         for numbers in (args.pixel_mean, args.pixel_std)
     )
-    return (images - mean) / std
+    return mean, std

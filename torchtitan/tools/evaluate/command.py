@@ -1,9 +1,10 @@
-"""Score a model on tasks of the lm-evaluation-harness, which has to be installed."""
+"""Score a model on tasks of the lm-evaluation-harness, or probe an encoder of images."""
 
 import json
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from torchtitan.config import ConfigError
@@ -17,6 +18,7 @@ from torchtitan.tools.evaluate.options import (
     TensorParallel,
     Tokenizer,
 )
+from torchtitan.tools.evaluate.probe import PROBE, as_lines, run_probe
 from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, verb
 
@@ -26,8 +28,8 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def evaluate(
     source: Source,
-    tasks: Annotated[str, Text("A,B", "names of tasks")],
-    limit: Annotated[int | None, Count("documents of a task; absent: all")] = None,
+    tasks: Annotated[str, Text("A,B", f"names of tasks, or {PROBE}")],
+    limit: Annotated[int | None, Count("documents of a task, or images; absent: all")] = None,
     num_fewshot: Annotated[
         int | None, Text("N", "examples before each; absent: as a task says")
     ] = None,
@@ -42,10 +44,22 @@ def evaluate(
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
+    dataset: Annotated[
+        str | None, Text("NAME", "images of a probe; absent: as in training")
+    ] = None,
+    dataset_path: Annotated[str | None, Text("PATH", "where they are")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
-    found_tasks = find_tasks(names, include_path)
     place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    if PROBE in names:
+        if len(names) > 1:
+            raise ConfigError(f"--tasks: got {tasks}; {PROBE} is run by itself")
+        kind = getattr(torch, dtype or "float32")
+        probed = run_probe(place, (dataset, dataset_path), limit, batch_size, kind)
+        result = {PROBE: probed._asdict()}
+        print(json.dumps(result) if as_json else "\n".join(as_lines(probed)))
+        return
+    found_tasks = find_tasks(names, include_path)
     subject = open_subject(place)
     length = length or subject.seq_len
     if length is None:

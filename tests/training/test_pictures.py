@@ -1,0 +1,91 @@
+"""A picture of input, mask and reconstruction at each validation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from torchtitan.data import DataConfig
+from torchtitan.job import JobConfig
+from torchtitan.models.settings import ModelConfig
+from torchtitan.tasks.masked_autoencoder import MaskedAutoencoder, MaskedImages, normalized
+
+MODEL: dict[str, Any] = {
+    "name": "vit_mae",
+    "flavor": "debugmodel",
+    "dim": 32,
+    "n_layers": 2,
+    "ffn_dim": 64,
+    "image_size": 16,
+    "decoder_dim": 16,
+    "decoder_ffn_dim": 32,
+}
+
+
+def job(folder: Path, picture: bool = True, **parallelism: Any) -> JobConfig:
+    return tiny.job(
+        folder,
+        model=MODEL,
+        data={"dataset": "scenes"},
+        training={"steps": 2, "local_batch_size": 4, "global_batch_size": 8},
+        validation={
+            "enable": True,
+            "dataset": "scenes_validation",
+            "freq": 1,
+            "steps": 1,
+            "picture": picture,
+        },
+        metrics={"enable_tensorboard": True},
+        parallelism=parallelism,
+    )
+
+
+def drawn(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.png"))
+
+
+def test_what_is_restored_perfectly_is_the_input() -> None:
+    args = job(Path("unused")).model_args()
+    task = MaskedAutoencoder(ModelConfig(), args)
+    data = DataConfig(dataset="scenes", num_workers=0)
+    stream = task.open_stream(
+        data, seed=0, seq_len=1, local_batch_size=3, accumulation=1, rank=0, ranks=1
+    )
+    batch = next(stream)
+    assert isinstance(batch, MaskedImages)
+    picture = task.picture(batch, normalized(batch.targets))
+    assert picture.shape == (3, 3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
+    whole, seen, restored = (picture[:, 18 * row : 18 * row + 16] for row in range(3))
+    assert torch.allclose(restored, whole, atol=1e-4)
+    is_gray = (seen[:, :, :16] - 0.5).abs().amax(0) < 1e-6
+    assert is_gray.float().mean() == pytest.approx(0.75), "three patches of four are hidden"
+    assert torch.allclose(seen[:, :, :16][:, ~is_gray], whole[:, :, :16][:, ~is_gray], atol=1e-6)
+
+
+def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(train, 1, job(one))
+    run_ranks(train, 2, job(two, data_parallel_shard_degree=2))
+    assert drawn(one) == drawn(two) == ["step-000001.png", "step-000002.png"]
+    of_one, of_two = (np.asarray(Image.open(f / "pictures/step-000002.png")) for f in (one, two))
+    assert of_one.shape == of_two.shape == (52, 4 * 18 - 2, 3)
+    difference = np.abs(of_one.astype(int) - of_two.astype(int))
+    assert difference.max() <= 1, "rank 0 has the first images of all, whatever the layout"
+    shown = b"".join(path.read_bytes() for path in one.glob("tb/*"))
+    assert b"\x89PNG" in shown
+
+
+def test_a_picture_that_is_off_is_not_drawn(tmp_path: Path) -> None:
+    run_ranks(train, 1, job(tmp_path, picture=False))
+    assert drawn(tmp_path) == []
+
+
+def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path: Path) -> None:
+    found = tiny.problems(job(tmp_path, pipeline_parallel_degree=2), severity="note", ranks=2)
+    assert "nothing is drawn" in next(p.message for p in found if p.path == "validation.picture")
