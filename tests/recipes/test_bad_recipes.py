@@ -27,6 +27,7 @@ ALLOWED = {
     "{DATASETS}": DATASETS,
     "{TRAINING}": type(DEFAULTS.training).model_fields,
     "{CHECKPOINT}": type(DEFAULTS.checkpoint).model_fields,
+    "{OPTIMIZERS}": OPTIMIZERS,
     "{ADAMW}": OPTIMIZERS["AdamW"].model_fields,
     "{SGD}": OPTIMIZERS["SGD"].model_fields,
     "{MODELS}": MODELS,

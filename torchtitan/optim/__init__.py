@@ -8,6 +8,7 @@ from torch import Tensor
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.adam import Adam, AdamW
+from torchtitan.optim.galore import GaLore
 from torchtitan.optim.group import Optimizers
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.in_backward import InBackward
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "Adam": Adam,
     "SGD": SGD,
     "Muon": Muon,
+    "GaLore": GaLore,
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Compiled",
+    "GaLore",
     "GroupConfig",
     "Muon",
     "NamedParameter",

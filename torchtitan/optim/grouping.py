@@ -1,7 +1,6 @@
 """Which parameter is updated by which rule, with which numbers; and torch optimizers of that."""
 
 import fnmatch
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan.config import Problem, allowed_names, shorten
 from torchtitan.device import Device
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, in_layers
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
 
 
@@ -111,13 +110,15 @@ def describe_rules(config: OptimizerConfig, parameters: Sequence[NamedParameter]
     for title, roles in found.items():
         counts = (f"{role} ({len(n)} tensors, {sum(n):,} parameters)" for role, n in roles.items())
         yield f"{title} updates {', '.join(counts)}"
+    yield from config.summary(parameters)
 
 
 def state_bytes(
     config: OptimizerConfig, parameters: Iterable[NamedParameter], itemsize: int
 ) -> float:
     """Bytes of the states of parameters with elements of `itemsize` bytes, at the least."""
-    return sum(p.tensor.numel() * config.rule_for(p).state_bytes(itemsize) for p in parameters)
+    assigned = assign(parameters, config)
+    return sum(one.rule.bytes_of(one.parameter.shape, itemsize) for one in assigned)
 
 
 def group_problems(
@@ -127,7 +128,7 @@ def group_problems(
     assignments = assign(parameters, config)
     roles = list(dict.fromkeys(parameter.role for parameter in parameters))
     names = [parameter.name for parameter in parameters]
-    patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    patterns = list(dict.fromkeys(map(in_layers, names)))
     for number, group in enumerate(config.groups):
         key, found = f"groups.{number}", [a for a in assignments if a.group == number]
         lost_roles = [role for role in group.roles if role not in roles]

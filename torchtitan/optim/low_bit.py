@@ -16,7 +16,7 @@ can load. Loaded into the blocks it came from, it is the same to the bit: see `f
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -56,17 +56,10 @@ class LowBitAdam(torch.optim.Optimizer):
         decoupled: bool,
     ) -> None:
         """`decoupled` says whether the weights decay by themselves, not by their gradients."""
-        with quiet_torchao():
-            from torchao.optim.adam import single_param_adam
         # Compiled code would take a rate that is a number for a constant.
         tensors = [group.options() | {"lr": torch.tensor(group.rule.lr)} for group in groups]
         super().__init__(tensors, {})
-        self.decoupled = decoupled
-        self.update: Callable[..., None] = torch.compile(
-            single_param_adam, fullgraph=True, dynamic=False
-        )
-        # What torch would like of torchao's tensors concerns nobody else.
-        warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
+        self.update = CompiledAdam(decoupled)
         for parameter in (parameter for group in groups for parameter in group.parameters):
             made = partial(_zeros, parameter, dtype)
             moments = {"exp_avg": made(signed=True), "exp_avg_sq": made(signed=False)}
@@ -85,9 +78,33 @@ class LowBitAdam(torch.optim.Optimizer):
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         state["step"] += 1
+        self.update(local(parameter).detach(), local(gradient), state, group)
+
+
+class CompiledAdam:
+    """torchao's update of one plain tensor."""
+
+    def __init__(self, decoupled: bool) -> None:
+        with quiet_torchao():
+            from torchao.optim.adam import single_param_adam
+        self.decoupled = decoupled
+        self.update: Callable[..., None] = torch.compile(
+            single_param_adam, fullgraph=True, dynamic=False
+        )
+        # What torch would like of torchao's tensors concerns nobody else.
+        warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
+
+    def __call__(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Update `weight` and its state; of `group` the rate is a tensor."""
         self.update(
-            local(parameter).detach(),
-            local(gradient),
+            weight,
+            gradient,
             state["step"],
             local(state["exp_avg"]),
             local(state["exp_avg_sq"]),
@@ -104,14 +121,20 @@ class LowBitAdam(torch.optim.Optimizer):
 def _zeros(parameter: NamedParameter, dtype: StateDtype, *, signed: bool) -> Tensor:
     """A moment of a parameter, laid out as it is."""
     part = local(parameter.tensor).detach()
-    is_small = part.numel() < SMALLEST
-    if dtype == "bfloat16":
-        made = torch.zeros_like(part, dtype=torch.bfloat16)
-    elif parameter.role == "embedding" or is_small or part.numel() % BLOCK[dtype]:
-        made = torch.zeros_like(part)
-    else:
-        made = _quantized_zeros(part, dtype, signed)
+    is_embedding = parameter.role == "embedding" and dtype != "bfloat16"
+    made = torch.zeros_like(part) if is_embedding else zeros(part, dtype, signed=signed)
     return laid_out_as(parameter.tensor, made)
+
+
+def zeros(part: Tensor, dtype: StateDtype, *, signed: bool) -> Tensor:
+    """A moment of the shape of `part`, which is plain; in codes, if that is worth it."""
+    if dtype == "parameter":
+        return torch.zeros_like(part)
+    if dtype == "bfloat16":
+        return torch.zeros_like(part, dtype=torch.bfloat16)
+    if part.numel() < SMALLEST or part.numel() % BLOCK[dtype]:
+        return torch.zeros_like(part)
+    return _quantized_zeros(part, dtype, signed)
 
 
 def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
@@ -138,7 +161,14 @@ def values(state: Tensor) -> Tensor:
     """What a state stands for: itself, or a copy of it in float32, in host memory."""
     if not is_quantized(state):
         return state
-    return laid_out_as(state, local(state).dequantize().cpu())
+    return laid_out_as(state, dequantized(local(state)).cpu())
+
+
+def dequantized(part: Tensor) -> Tensor:
+    """What a plain tensor stands for: itself, or what its codes do."""
+    own: Any = part
+    found: Tensor = own.dequantize() if is_quantized(part) else part
+    return found
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Parameters as an optimizer sees them: each with its name, its role, and how it lies on a mesh."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,6 +57,11 @@ def name_parameters(
         for name, tensor in part.named_parameters()
         if tensor.requires_grad
     ]
+
+
+def in_layers(name: str) -> str:
+    """A parameter's name as it is in all layers: * for the number of one."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def in_words(parameters: Iterable[NamedParameter]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Size, Tensor
 
 from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.optim.parameters import NamedParameter
@@ -68,6 +68,10 @@ class UpdateRule(Config):
     def state_bytes(self, parameter_bytes: int) -> float:
         """Of each parameter, at the least."""
         return 0.0
+
+    def bytes_of(self, shape: Size, parameter_bytes: int) -> float:
+        """Of a whole tensor of parameters, at the least."""
+        return shape.numel() * self.state_bytes(parameter_bytes)
 
     @property
     def title(self) -> str:
@@ -167,6 +171,10 @@ class OptimizerConfig(UpdateRule):
 
     def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         """What is wrong with the settings, given all parameters of the model."""
+        return iter(())
+
+    def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
+        """What it comes to for the parameters of a model, a line each, if that is not plain."""
         return iter(())
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:

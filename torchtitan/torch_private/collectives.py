@@ -52,6 +52,27 @@ def max_over(tensor: Tensor, group_name: str) -> Tensor:
     return largest
 
 
+def columns_to_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """From columns of a matrix, all rows of them, to all columns of some rows.
+
+    Args:
+        tensor: (rows, this rank's columns); all ranks have the same rows, and columns in order.
+
+    Returns:
+        (this rank's share of the rows, columns of all ranks)
+    """
+    columns = all_gather(tensor.new_tensor([tensor.shape[1]], dtype=torch.int64), group).flatten()
+    widths = [int(width) for width in columns.tolist()]
+    rows = [len(part) for part in tensor.tensor_split(len(widths))]
+    mine = rows[group.rank()]
+    got = tensor.new_empty(mine * sum(widths))
+    sent = [count * tensor.shape[1] for count in rows]
+    found = [mine * width for width in widths]
+    dist.all_to_all_single(got, tensor.contiguous().view(-1), found, sent, group=group)
+    pieces = zip(torch.split(got, found), widths, strict=True)
+    return torch.cat([piece.view(mine, width) for piece, width in pieces], dim=1)
+
+
 def all_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> None:
     """Fill `whole` with `part` of every rank. Torch 2.13 renames the collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

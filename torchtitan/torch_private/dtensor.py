@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -120,3 +120,33 @@ def laid_out_as(tensor: Tensor, part: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return part
     return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def placed(
+    part: Tensor, mesh: DeviceMesh, placements: "Sequence[Placement]", shape: Size
+) -> Tensor:
+    """`part` as this rank's part of a tensor of `shape` that lies so on a mesh."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def split_dim(placement: "Placement") -> int | None:
+    """The dim that a placement splits: torch says no for one within parts (`_StridedShard`)."""
+    return getattr(placement, "dim", None)
+
+
+def splits_within(placement: "Placement") -> int:
+    """How many parts that later mesh axes make a placement splits again; 1: it splits the whole."""
+    return getattr(placement, "split_factor", 1)
+
+
+def shard_rows(within: int) -> "Placement":
+    """Rows are split, each of `within` parts by itself that later mesh axes make of them."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(0, split_factor=within) if within > 1 else Shard(0)

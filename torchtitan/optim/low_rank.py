@@ -1,0 +1,308 @@
+"""Projections of gradients to a low rank, of matrices that lie over many ranks.
+
+A matrix is written here so that its rows are kept and its columns are projected: A is the gradient,
+(kept, size), or its transpose. With a basis Q, (size, rank), of orthonormal columns, A Q is what
+the moments are of, and N Qᵀ brings an update N of that shape back.
+
+Ranks that split the rows of A have each their rows of A Q. Ranks that split its columns have each
+a term of all of it: these are summed and scattered by rows, so that moments stay sharded as far as
+the matrix is, and updates are gathered before they go back. Of the basis a rank keeps the rows that
+belong to its columns of A.
+
+The basis is that of the leading right singular vectors of A, of which no rank ever holds more than
+its share: columns become rows by an all-to-all, and then only sums over rows are left, of AᵀA for
+the exact vectors, or of A's products with a few columns (Halko et al., 2011, arXiv:0909.4061). They
+are computed in float64, so that every layout finds the same; one rank finishes each matrix, fixes
+the signs, and sends it to all others, so that all have the same bits.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.torch_private.collectives import all_gather, columns_to_rows, reduce_scatter
+from torchtitan.torch_private.dtensor import (
+    is_dtensor,
+    local_extent,
+    placed,
+    shard_rows,
+    split_dim,
+    splits_within,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+NOISE = 1e-6
+"""Of the largest singular value: those below are rounding in float32, and so are their vectors."""
+
+
+class Method(NamedTuple):
+    """How the leading singular vectors are found."""
+
+    exact: bool = True
+    power_iterations: int = 1
+    oversampling: int = 8
+
+
+class Scatter(NamedTuple):
+    """One of the steps by which rows of A Q are shared among ranks that have terms of them."""
+
+    group: ProcessGroup
+    rows: int
+    """Before it."""
+    is_sum: bool
+    """All keep all rows instead, where they cannot be shared evenly."""
+
+    @property
+    def share(self) -> int:
+        """Rows of each rank but the last."""
+        return -(-self.rows // self.group.size())
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank, after it."""
+        if self.is_sum:
+            return self.rows
+        return max(min(self.share, self.rows - self.share * self.group.rank()), 0)
+
+    def apply(self, terms: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks."""
+        if self.is_sum:
+            dist.all_reduce(terms, group=self.group)
+            return terms
+        padded = terms.new_zeros(self.group.size() * self.share, *terms.shape[1:])
+        padded[: self.rows] = terms
+        parts = padded.view(self.group.size(), self.share, *terms.shape[1:])
+        return reduce_scatter(parts, self.group)[: self.own]
+
+    def undo(self, own: Tensor) -> Tensor:
+        """All rows, of the ranks'."""
+        if self.is_sum:
+            return own
+        padded = own.new_zeros(self.share, *own.shape[1:])
+        padded[: self.own] = own
+        return all_gather(padded, self.group).flatten(0, 1)[: self.rows]
+
+
+class Projection:
+    """How one matrix is projected, and what this rank has of that."""
+
+    def __init__(self, parameter: NamedParameter, rank: int, projected: int) -> None:
+        """`projected` is the dim that becomes `rank`: 1 for columns, 0 for rows."""
+        self.parameter, self.rank, self.projected = parameter, rank, projected
+        kept = 1 - projected
+        self.state_shape = Size((parameter.shape[kept], rank))
+        """Of each moment."""
+        self.basis_shape = Size((parameter.shape[projected], rank))
+        extent, offset = tuple(parameter.shape), (0, 0)
+        if is_dtensor(parameter.tensor):
+            extent, offset = local_extent(parameter.tensor)  # type: ignore[assignment]
+        self.columns = slice(offset[projected], offset[projected] + extent[projected])
+        """Of A, those of this rank."""
+        self.groups: list[ProcessGroup] = []
+        """Of each axis of the mesh."""
+        self.sharded: list[ProcessGroup] = []
+        """Of those that split the matrix."""
+        self.splitting: list[ProcessGroup] = []
+        """Of those that split columns of A, beginning with the one that splits the least."""
+        self.scatters: list[Scatter] = []
+        self.state_placements: list[Placement] = []
+        self.basis_placements: list[Placement] = []
+        self.rows = extent[kept]
+        """Of a moment, those of this rank."""
+        if parameter.mesh is not None:
+            self._place()
+
+    def _place(self) -> None:
+        """Go through the axes of the mesh: rows of A are split first, then those of A Q again."""
+        from torch.distributed.tensor import Replicate
+
+        mesh, strided = self.parameter.mesh, list[ProcessGroup]()
+        assert mesh is not None
+        for axis, placement in enumerate(self.parameter.placements):
+            group, within = mesh.get_group(axis), splits_within(placement)
+            self.groups.append(group)
+            state: Placement = Replicate()
+            basis: Placement = Replicate()
+            if split_dim(placement) is not None:
+                self.sharded.append(group)
+            if split_dim(placement) == 1 - self.projected:
+                state = shard_rows(within)
+            elif split_dim(placement) == self.projected:
+                (strided if within > 1 else self.splitting).insert(0, group)
+                basis = shard_rows(within)
+                later = enumerate(self.parameter.placements[axis + 1 :], axis + 1)
+                split = Size(mesh.size(n) for n, p in later if split_dim(p) == 1 - self.projected)
+                parts = split.numel()
+                is_uneven = bool(self.state_shape[0] % (parts * group.size()))
+                scatter = Scatter(group, self.rows, is_sum=parts > 1 and is_uneven)
+                self.scatters.append(scatter)
+                self.rows = scatter.own
+                if not scatter.is_sum:
+                    state = shard_rows(parts)
+            self.state_placements.append(state)
+            self.basis_placements.append(basis)
+        self.splitting = strided + self.splitting
+
+    def state(self, part: Tensor) -> Tensor:
+        """This rank's part (rows, rank) of a moment as a tensor that is laid out."""
+        mesh = self.parameter.mesh
+        if mesh is None:
+            return part
+        return placed(part, mesh, self.state_placements, self.state_shape)
+
+    def basis(self, part: Tensor) -> Tensor:
+        """This rank's rows of a basis as a tensor that is laid out."""
+        mesh = self.parameter.mesh
+        if mesh is None:
+            return part
+        return placed(part, mesh, self.basis_placements, self.basis_shape)
+
+    def oriented(self, part: Tensor) -> Tensor:
+        """This rank's part of A, of that of the gradient; and back."""
+        return part if self.projected == 1 else part.T
+
+    def down(self, gradient: Tensor, basis: Tensor) -> Tensor:
+        """A Q: (rows, rank), of this rank's part of the gradient and of the basis."""
+        low = self.oriented(gradient).to(basis.dtype) @ basis
+        for scatter in self.scatters:
+            low = scatter.apply(low)
+        return low
+
+    def up(self, low: Tensor, basis: Tensor) -> Tensor:
+        """N Qᵀ as this rank's part of the matrix: `low` is (rows, rank)."""
+        for scatter in reversed(self.scatters):
+            low = scatter.undo(low)
+        return self.oriented(low @ basis.T)
+
+    def turned(self, old: Tensor, new: Tensor) -> Tensor:
+        """From coordinates in one basis to those in another: (rank, rank), of their parts."""
+        turn = old.T @ new
+        for group in self.splitting:
+            dist.all_reduce(turn, group=group)
+        return turn
+
+
+def find_bases(
+    projections: Sequence[Projection], seeds: Sequence[str], method: Method
+) -> list[Tensor]:
+    """New bases for the gradients that parameters have now: this rank's rows of each, in float32.
+
+    Every matrix is finished by another rank in turn.
+
+    Args:
+        seeds: what the random columns of each depend on.
+    """
+    mine: dict[int, Reduced] = {}
+    for number, (projection, seed) in enumerate(zip(projections, seeds, strict=True)):
+        reduced = _reduced(projection, seed, method)
+        if _is_finished_here(projection, number):
+            mine[number] = reduced
+    finished = {number: mine[number].basis(projections[number].rank) for number in mine}
+    return [
+        _sent(projection, number, finished.get(number))[projection.columns].clone()
+        for number, projection in enumerate(projections)
+    ]
+
+
+class Reduced(NamedTuple):
+    """What is left of A when its rows are summed over."""
+
+    product: Tensor
+    """AᵀA, or AᵀY with Y = A Z: (size, size or columns of Z)."""
+    gram: Tensor | None = None
+    """YᵀY."""
+
+    def basis(self, rank: int) -> Tensor:
+        """The leading right singular vectors: (size, rank)."""
+        if self.gram is None:
+            squares, vectors = torch.linalg.eigh(self.product)
+            vectors, values = vectors.flip(1), squares.flip(0).clamp(min=0).sqrt()
+        else:
+            # With Y = Q T⁻¹, Q orthonormal, the singular vectors of QᵀA = (AᵀY T)ᵀ.
+            squares, axes = torch.linalg.eigh(self.gram)
+            is_seen = squares > squares.max() * NOISE**2
+            whitened = axes[:, is_seen] / squares[is_seen].sqrt()
+            vectors, values, _ = torch.linalg.svd(self.product @ whitened, full_matrices=False)
+        return complete(vectors[:, values > values[:1] * NOISE], rank)
+
+
+def complete(vectors: Tensor, rank: int) -> Tensor:
+    """The first `rank` of orthonormal columns, with the largest component of each positive.
+
+    Where there are fewer, random ones follow, the same wherever the others are.
+    """
+    size, found = vectors.shape
+    if found < rank:
+        generator = torch.Generator().manual_seed(0)
+        more = torch.randn(size, rank - found, generator=generator, dtype=vectors.dtype)
+        vectors = torch.linalg.qr(torch.cat([vectors, more.to(vectors.device)], dim=1)).Q
+    vectors = vectors[:, :rank]
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0)
+
+
+def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
+    gradient = projection.parameter.tensor.grad
+    assert gradient is not None
+    rows = projection.oriented(local(gradient)).double()
+    for group in projection.splitting:
+        rows = columns_to_rows(rows, group)
+    size, columns = projection.basis_shape[0], projection.rank + method.oversampling
+    if method.exact or columns >= size:
+        return Reduced(_summed(rows.T @ rows, projection))
+    start = torch.randn(size, columns, generator=_generator(seed), dtype=torch.float64)
+    some = start.to(rows.device)
+    for _ in range(method.power_iterations):
+        some = torch.linalg.qr(_summed(rows.T @ (rows @ some), projection)).Q
+    seen = rows @ some
+    return Reduced(_summed(rows.T @ seen, projection), _summed(seen.T @ seen, projection))
+
+
+def _generator(seed: str) -> torch.Generator:
+    key = blake2b(seed.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little"))
+
+
+def _summed(terms: Tensor, projection: Projection) -> Tensor:
+    for group in projection.sharded:
+        dist.all_reduce(terms, group=group)
+    return terms
+
+
+def _place_of(projection: Projection, number: int) -> list[int]:
+    """On each axis of the mesh, where the rank is that finishes a matrix."""
+    places = []
+    for group in reversed(projection.groups):
+        number, place = divmod(number, group.size())
+        places.append(place)
+    return places[::-1]
+
+
+def _is_finished_here(projection: Projection, number: int) -> bool:
+    places = _place_of(projection, number)
+    return all(g.rank() == place for g, place in zip(projection.groups, places, strict=True))
+
+
+def _sent(projection: Projection, number: int, basis: Tensor | None) -> Tensor:
+    """The whole basis, from the rank that has it, as all others have it."""
+    parameter = projection.parameter.tensor
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    device = local(parameter).device
+    if basis is None:
+        whole = torch.empty(projection.basis_shape, dtype=dtype, device=device)
+    else:
+        whole = basis.to(dtype).contiguous()
+    # What goes over an axis before the right rank has it is overwritten by what goes over the next.
+    places = _place_of(projection, number)
+    for group, place in zip(projection.groups, places, strict=True):
+        dist.broadcast(whole, group=group, group_src=place)
+    return whole
