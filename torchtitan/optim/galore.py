@@ -105,10 +105,12 @@ class GaLore(AdamWRule, OptimizerConfig):
         }
         return int(is_columns[self.project])
 
-    def bytes_of(self, shape: Size, parameter_bytes: int) -> float:
-        found = state_elements(shape, self.rank_of(shape), self.projected_dim(shape))
-        of_moments = found.moments / 2 * self.state_bytes(parameter_bytes)
-        return of_moments + found.projector * max(parameter_bytes, 4)
+    def bytes_of(self, shape: Size, parameter_bytes: int, rows: int = 1, columns: int = 1) -> float:
+        projected = self.projected_dim(shape)
+        found = state_elements(shape, self.rank_of(shape), projected)
+        of_moments = found.moments / 2 * self.state_bytes(parameter_bytes) / (rows * columns)
+        of_projector = found.projector * max(parameter_bytes, 4)
+        return of_moments + of_projector / (columns if projected else rows)
 
     def method(self) -> Method:
         """How bases are found."""

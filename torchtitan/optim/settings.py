@@ -69,9 +69,9 @@ class UpdateRule(Config):
         """Of each parameter, at the least."""
         return 0.0
 
-    def bytes_of(self, shape: Size, parameter_bytes: int) -> float:
-        """Of a whole tensor of parameters, at the least."""
-        return shape.numel() * self.state_bytes(parameter_bytes)
+    def bytes_of(self, shape: Size, parameter_bytes: int, rows: int = 1, columns: int = 1) -> float:
+        """Of a tensor whose rows and columns are split over so many ranks: of one, at the least."""
+        return shape.numel() * self.state_bytes(parameter_bytes) / (rows * columns)
 
     @property
     def title(self) -> str:

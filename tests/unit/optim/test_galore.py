@@ -1,5 +1,7 @@
 """GaLore on one rank: its parts against numpy, and what it keeps of each matrix."""
 
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,20 @@ import torch
 from torch import Tensor
 
 from torchtitan.config import PlannedWorld
+from torchtitan.device import GIB
 from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import Llama3Args
 from torchtitan.models.spec import build_empty
-from torchtitan.optim import AdamW, GaLore, Optimizers, name_parameters
+from torchtitan.optim import (
+    AdamW,
+    GaLore,
+    Muon,
+    OptimizerConfig,
+    Optimizers,
+    name_parameters,
+)
 from torchtitan.optim.galore import state_elements
+from torchtitan.optim.grouping import assign
 from torchtitan.optim.low_rank import Method, Projection, Reduced, complete, find_bases
 from torchtitan.optim.parameters import NamedParameter
 
@@ -139,6 +151,36 @@ def test_updates_are_those_of_numpy(project: Any, moments: Any) -> None:
             np.testing.assert_allclose(found, oracle.weight, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("project", "theirs"),
+    [("shorter", "std"), ("longer", "reverse_std"), ("rows", "left"), ("columns", "right")],
+)
+def test_a_period_is_that_of_pytorch_optimizer(project: Any, theirs: str) -> None:
+    """Without decay, which it applies after the update, and eps, which it adds to another root.
+
+    Beyond a period it differs: it does not fix signs, while it keeps the moments, and its second
+    period begins at step `refresh_period`, counted from 1.
+    """
+    from pytorch_optimizer import GaLore as Reference
+
+    for shape in ((12, 8), (8, 12)):
+        one, other = parameter(decaying(*shape)), parameter(decaying(*shape))
+        config = GaLore(
+            lr=0.1, beta2=0.99, eps=1e-12, weight_decay=0, rank=4, project=project, svd="exact"
+        )
+        optimizer = Optimizers([one], config)
+        group = {"rank": 4, "update_proj_gap": 200, "scale": 0.25, "projection_type": theirs}
+        reference = Reference(
+            [{"params": [other.tensor], **group}], lr=0.1, betas=(0.9, 0.99), eps=1e-12
+        )
+        for step in range(4):
+            for each in (one, other):
+                each.tensor.grad = decaying(*shape, seed=step)
+            optimizer.step()
+            reference.step()
+        torch.testing.assert_close(one.tensor, other.tensor, atol=2e-6, rtol=0)
+
+
 def test_a_full_rank_in_the_basis_of_the_weights_is_adamw() -> None:
     """Where the first gradient is diagonal, its singular vectors are those of the weights."""
     gradients = [torch.diag(torch.arange(6.0, 0, -1)), *(decaying(6, 6, seed) for seed in (1, 2))]
@@ -233,3 +275,55 @@ def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:
     config = GaLore(lr=0.1, rank=2, groups=(group,))  # type: ignore[arg-type]
     states = dict(Optimizers(parameters, config).states())
     assert [states[f"{name}.exp_avg"].shape for name in "ab"] == [(8, 2), (8, 3)]
+
+
+LLAMA_7B = Llama3Args(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008, vocab_size=32_000
+)
+OPTIMIZERS_OF_7B: dict[str, OptimizerConfig] = {
+    "AdamW": AdamW(),
+    "AdamW, 8bit": AdamW(state_dtype="8bit"),
+    "Muon": Muon(),
+    "GaLore, rank 1024": GaLore(rank=1024),
+    "GaLore, rank 1024, 8bit": GaLore(rank=1024, state_dtype="8bit"),
+    'GaLore, rank 1024, 8bit, `project = "rows"`': GaLore(
+        rank=1024, state_dtype="8bit", project="rows"
+    ),
+    'GaLore, rank 128, 8bit, `project = "rows"`': GaLore(
+        rank=128, state_dtype="8bit", project="rows"
+    ),
+}
+LAYOUTS_OF_7B = {"one rank, DDP": (1, 1), "FSDP 8, HSDP 8 x 8": (8, 1), "FSDP 8 x TP 8": (8, 8)}
+"""Ranks that share rows by FSDP, and ranks of tensor parallelism."""
+
+
+def bytes_of_rank(config: OptimizerConfig, parameters: list[NamedParameter], layout: str) -> float:
+    """Of the states of a whole model, those of one rank."""
+    (fsdp, tp), total = LAYOUTS_OF_7B[layout], 0.0
+    for one in assign(parameters, config):
+        role = tensor_role(one.parameter.name)
+        rows = fsdp * (tp if role in ("embedding", "colwise", "logits") else 1)
+        columns = tp if role == "rowwise" else 1
+        rule: Any = one.rule
+        if one.parameter.role == "embedding":  # its moments are never in few bits
+            rule = rule.model_copy(update={"state_dtype": "parameter"})
+        total += rule.bytes_of(one.parameter.shape, 4, rows, columns)
+    return total
+
+
+def tensor_role(name: str) -> str | None:
+    plan = MODELS["llama3"].tensor_plan
+    module = name.rpartition(".")[0]
+    return next((role for pattern, role in plan.items() if fnmatchcase(module, pattern)), None)
+
+
+def test_the_table_of_the_docs_is_the_formula() -> None:
+    spec = MODELS["llama3"]
+    parameters = name_parameters([build_empty(spec.build, LLAMA_7B, 8)], spec.role)
+    assert sum(one.shape.numel() for one in parameters) == 6_738_415_616
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
+    for name, config in OPTIMIZERS_OF_7B.items():
+        cells = [bytes_of_rank(config, parameters, layout) / GIB for layout in LAYOUTS_OF_7B]
+        line = f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+        assert line in page, line
+    assert f"| GiB of states on a rank | {' | '.join(LAYOUTS_OF_7B)} |" in page
