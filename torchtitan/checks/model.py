@@ -116,17 +116,12 @@ def auxiliary(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """What is no sequence has no length."""
+    if TASKS[MODELS[job.model.name].task].splits_sequences:
+        return
     for section, config in (("training", job.training), ("validation", job.validation)):
-        if _sizes_samples(job) and "seq_len" in config.model_fields_set:
-            message = (
-                f"samples of {job.model.name} are images of model.image_size pixels a side; leave "
-                "it out"
-            )
-            yield Problem(f"{section}.seq_len", message, ("model",))
-
-
-def _sizes_samples(job: JobConfig) -> bool:
-    return "image_size" in job.model.sizes()
+        if config.seq_len != type(config).model_fields["seq_len"].default:
+            message = f"samples of {job.model.name} are no sequences, so this does nothing"
+            yield Problem(f"{section}.seq_len", message, ("model",), "note")
 
 
 def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
