@@ -71,9 +71,9 @@ class Parts:
         self.job, self.world = job, world
         self.observer, self.stop = observer or Observer(), stop or StopSignal()
         self.task, self.timeline, self.state = open_task(job), Timeline(world.device), TrainState()
-        self.model = build_model(job, world, self.timeline)
+        self.model, spec = build_model(job, world, self.timeline), MODELS[job.model.name]
         self.optimizers = open_optimizers(
-            name_parameters(self.model.parts, MODELS[job.model.name].role),
+            name_parameters(self.model.parts, spec.role, partial(spec.heads, job.model_args())),
             job.optimizer,
             world.groups["pp"],
             world.device,

@@ -1,5 +1,6 @@
 """Muon on every layout is the run of one rank; resumed on another layout, the run never stopped."""
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 from tests import tiny
 from tests.layouts import AFTERWARDS, ONE, ROTATED, SIMPLE, Case, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, trace
+from tests.runs import Trace, assert_complete, compare, losses, trace, train
 from tests.tiers import tiers
+from torchtitan.checkpoint import saved_steps
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.job import JobConfig
 
 MUON: dict[str, Any] = {
@@ -39,21 +42,25 @@ LAYOUTS = {
     "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
     "rotated 2": case(shard=2, sharding=ROTATED),
 }
+VARIANTS: list[dict[str, Any]] = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 
 def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
+    # The first dim of some matrices is one that four ranks do not divide, and tensor ranks do.
+    flavor = {"flavor": "deep" if layout.pp > 1 else "flat"} | sections.pop("model", {})
     optimizer = MUON | sections.pop("optimizer", {})
     sections["training"] = {"max_norm": 0.3} | sections.get("training", {})
-    # The first dim of some matrices is one that four ranks do not divide, and tensor ranks do.
-    flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
     return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
 
 
+def traces(jobs: list[JobConfig]) -> list[Trace]:
+    return [trace(job, True) for job in jobs]
+
+
 @cache
-def reference(flavor: str) -> Trace:
-    made = job(case(2, batch=4) if flavor == "deep" else ONE)
-    one = job(ONE).model_copy(update={"model": made.model})
-    (found,) = run_ranks(trace, 1, one, True)
+def reference(flavor: str) -> list[Trace]:
+    one = [job(ONE, model={"flavor": flavor}, optimizer=variant) for variant in VARIANTS]
+    (found,) = run_ranks(traces, 1, one)
     return found
 
 
@@ -63,9 +70,62 @@ def reference(flavor: str) -> Trace:
 )
 def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
     layout = LAYOUTS[name]
-    made = job(layout)
-    expected = reference(made.model.flavor)
-    found = run_ranks(trace, layout.ranks, made, True)
-    assert_complete(found, expected)
-    for rank, own in enumerate(found):
-        compare(own, expected, f"rank {rank}")
+    jobs = [job(layout, optimizer=variant) for variant in VARIANTS]
+    results = run_ranks(traces, layout.ranks, jobs)
+    for number, expected in enumerate(reference(jobs[0].model.flavor)):
+        found = [ranks[number] for ranks in results]
+        assert_complete(found, expected)
+        for rank, own in enumerate(found):
+            compare(own, expected, f"{VARIANTS[number]}, rank {rank}")
+
+
+def test_what_the_comparison_would_find() -> None:
+    """Parts of matrices that are orthogonal by themselves, as heads here, give another run."""
+    (found,) = run_ranks(trace, 1, job(ONE, optimizer={"by_head": True}), True)
+    with pytest.raises(AssertionError, match="attention"):
+        compare(found, reference("flat")[0], "")
+
+
+def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
+    return job(
+        layout,
+        folder,
+        model={"flavor": "deep" if folder.parent.name.endswith("PP") else "flat"},
+        training={"steps": steps},
+        lr_scheduler={"total_steps": 4},
+        checkpoint={"enable": True, "interval": 2},
+    )
+
+
+@pytest.mark.parametrize("other", tiers(["TP 2", "PP 2", "HSDP 2 x 2"], ["TP 2"]))
+def test_muon_resumes_on_another_layout(other: str, tmp_path: Path) -> None:
+    first, folder = LAYOUTS["FSDP 2"], tmp_path / other[:2]
+    expected = run_ranks(train, 2, resumable(folder / "whole", first, 4))[0]
+    run_ranks(train, 2, resumable(folder / "halves", first, 2))
+    saved = SavedTensors(saved_steps(folder / "halves" / "checkpoint")[2]).shapes()
+    states = [name for name in saved if name.startswith("optimizer.layers.0.attention.wq")]
+    assert states == ["optimizer.layers.0.attention.wq.weight.momentum_buffer"]
+    shutil.copytree(folder / "halves", folder / "other")
+    for name, layout in (("halves", first), ("other", LAYOUTS[other])):
+        for found in run_ranks(train, layout.ranks, resumable(folder / name, layout, 4)):
+            for parameter, weight in found.items():
+                off = (weight - expected[parameter]).abs().max()
+                assert off == 0 if layout is first else off <= 1e-5, parameter
+    whole = losses(folder / "whole")
+    assert losses(folder / "halves") == whole
+    assert losses(folder / "other") == pytest.approx(whole, rel=1e-5)
+
+
+def test_in_bfloat16_a_layout_differs_by_its_rounding() -> None:
+    rounded = {"ns_dtype": "bfloat16"}
+    expected = reference("flat")[0]
+    for own in run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], optimizer=rounded), True):
+        assert own.losses == pytest.approx(expected.losses, rel=1e-3)
+        assert own.losses != expected.losses
+
+
+@pytest.mark.gate
+def test_compiled_it_is_the_same_run() -> None:
+    compiled = {"enable": True, "backend": "aot_eager"}
+    for rank, own in enumerate(run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], compile=compiled), True)):
+        compare(own, reference("flat")[0], f"rank {rank}")

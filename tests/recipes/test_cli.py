@@ -70,6 +70,16 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
+    assert said == [
+        "# AdamW updates embedding (1 tensors, 524,288 parameters), norm (13 tensors, 3,328 "
+        "parameters), head (1 tensors, 524,288 parameters)",
+        "# Muon updates matrix (42 tensors, 4,718,592 parameters)",
+    ]
+
+
 def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"

@@ -1,6 +1,7 @@
 """Whether the optimizer's updates and states go together with the rest of the recipe."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torchtitan.checks.layout import DEGREES
@@ -65,9 +66,12 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
     o, t = job.optimizer, job.training
     rests_on = ("training.enable_cpu_offload", "optimizer")
     if o.rounds_state and (t.enable_cpu_offload or o.offload_states):
-        key = "optimizer.state_dtype" if hasattr(o, "state_dtype") else "optimizer.name"
+        key = f"optimizer.{o.rounded_by}"
         message = 'in host memory, states take none of the device\'s; use "parameter"'
         yield Problem(key, message, rests_on)
+    if o.multiplies_matrices and t.enable_cpu_offload:
+        message = f"{o.name} multiplies matrices, for which the host is too slow; use false"
+        yield Problem("training.enable_cpu_offload", message, ("optimizer.name",))
     if o.offload_states and t.enable_cpu_offload:
         message = "training.enable_cpu_offload keeps states in host memory already; use one"
         yield Problem("optimizer.offload_states", message, rests_on)
@@ -85,7 +89,8 @@ def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     model = model_of(job) if o.groups or o.by_role else None
     if model is None:
         return
-    parameters = name_parameters([model.empty()], model.spec.role)
+    heads = partial(model.spec.heads, model.args)
+    parameters = name_parameters([model.empty()], model.spec.role, heads)
     for problem in (*o.misfits(parameters), *group_problems(o, parameters)):
         yield problem.within("optimizer")._replace(also=("optimizer", "model"))
 

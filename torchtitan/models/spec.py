@@ -158,6 +158,9 @@ class ModelSpec(Generic[Args]):
     """What has to come out even where there is a `tensor_plan`."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Parameter names, with `*` as above, to what they are to an optimizer, where `role` errs."""
+    heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
+    """(arguments, parameter name) to the dim along which its heads of attention lie, and how many
+    there are; None: it has none."""
     shrink: Callable[[Args, MinShape], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)

@@ -60,6 +60,7 @@ class Muon(OptimizerConfig):
     """Orthogonal updates of matrices; AdamW for the rest."""
 
     by_role: ClassVar[bool] = True
+    multiplies_matrices: ClassVar[bool] = True
 
     name: Literal["Muon"] = Field("Muon", description="Which optimizer.")
     roles: tuple[str, ...] = Field(
@@ -89,6 +90,11 @@ class Muon(OptimizerConfig):
         ge=0,
         description="MiB of matrices of one shape that a rank has whole to compute with together; "
         "a larger matrix is by itself, and so is each with 0. As much is on its way in, and out.",
+    )
+    by_head: bool = Field(
+        False,
+        description="Each head of an attention's projections is a matrix of its own: of queries, "
+        "keys and values by rows, of the output by columns.",
     )
     adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
     groups: tuple[MuonGroup, ...] = Field(
@@ -126,6 +132,10 @@ class Muon(OptimizerConfig):
         return self.adamw.rounds_state
 
     @property
+    def rounded_by(self) -> str:
+        return "adamw.state_dtype"
+
+    @property
     def is_compiled(self) -> bool:
         return self.adamw.is_compiled
 
@@ -141,6 +151,9 @@ class Muon(OptimizerConfig):
             if role not in known:
                 message = f"no parameter has the role {shorten(role)}; {allowed_names(role, known)}"
                 yield Problem("roles", message)
+        if self.by_head and not any(p.heads for p in parameters if p.role in self.roles):
+            message = f"no parameter of {show(list(self.roles))} has heads; use false"
+            yield Problem("by_head", message, ("roles",))
         flat = [p for p in parameters if p.role in self.roles and len(p.shape) != 2]
         if flat:
             other = [role for role in self.roles if role not in {p.role for p in flat}]
@@ -151,6 +164,16 @@ class Muon(OptimizerConfig):
                 + (f"; use {show(other)}" if other else "; use another self.name")
             )
             yield Problem("roles", message, ("name",))
+
+    def matrices(self, parameter: NamedParameter) -> list[Area]:
+        """What is orthogonal by itself of a parameter."""
+        rows, columns = map(range, parameter.shape)
+        if not self.by_head or parameter.heads is None:
+            return [Area(rows, columns)]
+        dim, count = parameter.heads
+        if dim == 0:
+            return [Area(part, columns) for part in _equal_parts(rows, count)]
+        return [Area(rows, part) for part in _equal_parts(columns, count)]
 
     def factor(self, rows: int, columns: int) -> float:
         """What the rate is multiplied by for a matrix."""
@@ -173,9 +196,6 @@ class Muon(OptimizerConfig):
                 "time, all ranks but one would wait in the middle of the backward; use false"
             )
             yield Problem("early_step_in_backward", message, ("name",))
-        if self.offload_states:
-            message = "Muon multiplies matrices, for which the host is too slow; use false"
-            yield Problem("offload_states", message, ("name",))
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -191,9 +211,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         self.config = config
         self.dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self.iterate: Callable[[Tensor, int], Tensor] = newton_schulz
+        self.factors = {p.tensor: config.factor(*config.matrices(p)[0].shape) for p in parameters}
         self.exchange = Exchange(
             parameters,
-            lambda p: [Area(*map(range, p.shape))],
+            config.matrices,
             config.cost,
             limit=config.whole_mib * MIB // self.dtype.itemsize,
         )
@@ -213,8 +234,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     weight = local(parameter)
                     weight.mul_(1 - lr * decay)
-                    factor = self.config.factor(*parameter.shape)
-                    weight.add_(updates[parameter], alpha=-lr * factor)
+                    weight.add_(updates[parameter], alpha=-lr * self.factors[parameter])
 
     def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
         """This rank's part of what is to be orthogonal; of what has no gradient, zeros."""
@@ -234,6 +254,11 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
         return self.iterate(matrices, self.config.ns_steps)
+
+
+def _equal_parts(whole: range, count: int) -> list[range]:
+    size = len(whole) // count
+    return [whole[begin : begin + size] for begin in whole[::size]]
 
 
 def _for_any_shape(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:

@@ -24,6 +24,8 @@ class NamedParameter:
     """The same on every layout."""
     role: str
     """embedding, matrix, norm, bias, head, or what else the model's spec calls it."""
+    heads: tuple[int, int] | None = None
+    """The dim along which its heads of attention lie, and how many there are, if it has any."""
 
     @property
     def shape(self) -> Size:
@@ -44,15 +46,18 @@ class NamedParameter:
 
 
 def name_parameters(
-    parts: Sequence[nn.Module], role: Callable[[str, int], str]
+    parts: Sequence[nn.Module],
+    role: Callable[[str, int], str],
+    heads: Callable[[str], tuple[int, int] | None] = lambda name: None,
 ) -> list[NamedParameter]:
     """All that is trained of a model's parts.
 
     Args:
         role: from a parameter's name and its number of dims to its role.
+        heads: from its name to the dim of its heads of attention, and their number.
     """
     return [
-        NamedParameter(tensor, name, role(name, tensor.ndim))
+        NamedParameter(tensor, name, role(name, tensor.ndim), heads(name))
         for part in parts
         for name, tensor in part.named_parameters()
         if tensor.requires_grad

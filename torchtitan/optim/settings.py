@@ -148,6 +148,8 @@ class OptimizerConfig(UpdateRule):
 
     by_role: ClassVar[bool] = False
     """Whether roles decide what updates a parameter."""
+    multiplies_matrices: ClassVar[bool] = False
+    """Whether its updates are products of matrices, which take a host long."""
 
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
@@ -164,6 +166,11 @@ class OptimizerConfig(UpdateRule):
     offload_states: bool = Field(
         False, description="Keep the states in host memory, and compute the updates there."
     )
+
+    @property
+    def rounded_by(self) -> str:
+        """The key that says in what states are stored, where one does."""
+        return "state_dtype" if "state_dtype" in type(self).model_fields else "name"
 
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """What updates a parameter: these settings, or those of a section within them."""
@@ -186,7 +193,10 @@ class OptimizerConfig(UpdateRule):
             )
             yield Problem("offload_states", message, ("early_step_in_backward",))
         on_cpu = world.is_here and world.device_type == "cpu"
-        if self.offload_states and on_cpu:
+        if self.offload_states and self.multiplies_matrices:
+            message = f"{self.name} multiplies matrices, for which the host is too slow; use false"
+            yield Problem("offload_states", message, ("name",))
+        elif self.offload_states and on_cpu:
             message = "on a CPU, states are in host memory already; use false"
             yield Problem("offload_states", message)
 

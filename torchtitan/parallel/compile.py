@@ -17,7 +17,12 @@ from torchtitan.config import Config, PlannedWorld, Problem, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.parallel.technique import Technique
-from torchtitan.torch_private.compiler import compilations, compiler_counts, keep_compiled_graphs
+from torchtitan.torch_private.compiler import (
+    compilations,
+    compiler_counts,
+    compiles_updates,
+    keep_compiled_graphs,
+)
 
 Component = Literal["model", "loss"]
 Granularity = Literal["block", "model"]
@@ -140,6 +145,7 @@ def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
     parts += ["the loss"] * (config.compiles("loss") and has_loss)
     if not parts:
         return
+    parts += ["the update"] * compiles_updates()
     counts, made = compiler_counts(), compilations().values()
     breaks, again = counts["graph_break"], [each.reason for each in made if each.reason]
     kept = sum(each.hits > 0 and not each.misses for each in made)

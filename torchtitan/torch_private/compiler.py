@@ -36,16 +36,27 @@ class Compilation(NamedTuple):
     """How many of its parts inductor found in its cache, and how many not."""
 
 
+UPDATES = ("single_param_adam", "newton_schulz")
+"""Functions of an optimizer that are compiled: torchao's Adam, and Muon's iteration."""
+
+
+def compiles_updates() -> bool:
+    """Whether this process has compiled any of those."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return any(metrics.co_name in UPDATES for metrics in get_compilation_metrics())
+
+
 def compilations() -> dict[str, Compilation]:
     """What this process has compiled, the latest at least, by the name that torch gives it.
 
-    But not torchao's Adam, which is compiled again for each shape: that is how it is meant.
+    But not updates, which are compiled again for each shape: that is how they are meant.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
     found: dict[str, Compilation] = {}
     for metrics in get_compilation_metrics():
-        if metrics.co_name == "single_param_adam":
+        if metrics.co_name in UPDATES:
             continue
         name = str(metrics.compile_id)
         reason, hits, misses = found.get(name, Compilation(None, 0, 0))

@@ -1,6 +1,8 @@
 """Muon on one rank, and what is refused of it."""
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,6 +110,22 @@ def test_state_by_formula_is_the_state_there_is() -> None:
     assert there == state_bytes(Muon(), named(model), 4) == 4 * 30 + 8 * (42 + 5)
 
 
+def test_compiled_it_is_the_same_for_any_number_of_shapes() -> None:
+    config, compiled = Muon(), partial(torch.compile, backend="eager", fullgraph=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in range(2, 12)))
+    results = []
+    for how in (None, compiled):
+        optimizers = Optimizers(named(copy.deepcopy(model)), config)
+        (optimizer,) = optimizers.rules
+        config.prepare(optimizer, how)
+        for parameter in optimizers.names:
+            parameter.grad = parameter.detach().clone()
+        optimizers.step()
+        results.append([parameter.detach() for parameter in optimizers.names])
+    assert all(map(torch.equal, *results))
+
+
 REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     (
         {"momentum": 0.0},
@@ -127,6 +145,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
             )
         ],
     ),
+    ({"roles": ["head"], "by_head": True}, [("optimizer.by_head", 'no parameter of ["head"] has')]),
     (
         {"early_step_in_backward": True, "offload_states": True, "nesterov": True, "momentum": 0.0},
         [
@@ -149,6 +168,13 @@ def test_what_is_refused(settings: dict[str, Any], expected: list[tuple[str, str
     found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=1)}
     for path, message in expected:
         assert message in found[path]
+
+
+def test_a_host_is_too_slow_for_the_products() -> None:
+    job = tiny.job(optimizer={"name": "Muon"}, training={"enable_cpu_offload": True})
+    (problem,) = tiny.problems(job, "cuda")
+    assert problem.path == "training.enable_cpu_offload"
+    assert "Muon multiplies matrices" in problem.message
 
 
 def test_the_scale_gives_the_update_the_size_of_adamws() -> None:

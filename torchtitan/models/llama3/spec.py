@@ -125,6 +125,17 @@ def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
     return 4 * in_float32 + itemsize * (4 * args.dim + 2 * keys + 4 * hidden)
 
 
+def heads(args: Llama3Args, name: str) -> tuple[int, int] | None:
+    """Where the heads of a parameter lie, and how many there are."""
+    found = {
+        "wq": (0, args.n_heads),
+        "wk": (0, args.n_kv_heads),
+        "wv": (0, args.n_kv_heads),
+        "wo": (1, args.n_heads),
+    }
+    return found.get(name.removesuffix(".weight").rpartition(".")[2])
+
+
 def shrink(args: Llama3Args, needed: MinShape) -> Llama3Args:
     """The same structure in heads of 8: grouped queries, the feed-forward's ratio, tied or not."""
     tp, head_dim = needed.tensor_ranks, 8
@@ -180,6 +191,7 @@ LLAMA3 = ModelSpec(
     tensor_plan=TENSOR_PLAN,
     flops_per_unit=flops_per_unit,
     kept_by_block=kept_by_block,
+    heads=heads,
     shrink=shrink,
     formats={"hf": HUGGING_FACE, "meta": META},
     open_vocabulary=("debugmodel",),

@@ -6,6 +6,7 @@ Whatever is changed for that is reported, key by key. What a flag of the command
 import itertools
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from torchtitan.config import ConfigError, Recipe, exists, show
@@ -59,10 +60,11 @@ class Draft:
 
     def set(self, key: str, value: Any, why: str) -> None:
         """Change a setting, unless a flag says it."""
-        section, name = key.split(".")
-        was = self.tree[section][name]
+        *sections, name = key.split(".")
+        section = reduce(lambda tree, part: tree[part], sections, self.tree)
+        was = section[name]
         if was != value and key not in self.said:
-            self.tree[section][name] = value
+            section[name] = value
             self.changes.append(f"{key} = {show(value)} (was {show(was)}): {why}")
 
     def lower(self, key: str, limit: float, why: str) -> None:
@@ -79,7 +81,7 @@ def as_checked(
     make_short(draft, steps, 5)
     if rounds_states(draft.job):
         why = "rounding hides errors, and layouts round differently"
-        draft.set("optimizer.state_dtype", "parameter", why)
+        draft.set(f"optimizer.{draft.job.optimizer.rounded_by}", "parameter", why)
     draft.tree["checkpoint"] = {}
     draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
     ranks = make_ready(draft, world_size, shrink, ParallelismConfig())
@@ -126,6 +128,8 @@ def _takes_all(job: JobConfig) -> bool:
 def _make_exact(draft: Draft) -> None:
     for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
         draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
+    if "ns_dtype" in draft.tree["optimizer"]:
+        draft.set("optimizer.ns_dtype", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "it takes long, and its rounding is its own")
     if draft.job.sharding.in_graph:
         if "bucketing" in draft.tree["sharding"]:

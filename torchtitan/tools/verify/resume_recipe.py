@@ -57,9 +57,10 @@ def as_resumed(
     )
     ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
     if rounds_states(draft.job):
-        why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
+        key = f"optimizer.{draft.job.optimizer.rounded_by}"
+        why = f"layouts round the optimizer's states differently ({key})"
         if then:
-            raise ConfigError(f"--then: {why}; add --optimizer.state_dtype parameter")
+            raise ConfigError(f"--then: {why}; add --{key} parameter")
         draft.changes.append(f"resumed in the same layout only: {why}")
     degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
     other = in_layout(draft.job, ranks, degrees)
