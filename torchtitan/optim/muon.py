@@ -61,6 +61,7 @@ class Muon(OptimizerConfig):
 
     by_role: ClassVar[bool] = True
     multiplies_matrices: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
 
     name: Literal["Muon"] = Field("Muon", description="Which optimizer.")
     roles: tuple[str, ...] = Field(

@@ -150,6 +150,8 @@ class OptimizerConfig(UpdateRule):
     """Whether roles decide what updates a parameter."""
     multiplies_matrices: ClassVar[bool] = False
     """Whether its updates are products of matrices, which take a host long."""
+    sends: ClassVar[bool] = False
+    """Whether ranks send each other parts for an update, of which there are no formulas."""
 
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(

@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 from tests import tiny
 from tests.named import named
-from torchtitan.optim import Muon, Optimizers, state_bytes
+from torchtitan.device import GIB
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.optim import AdamW, Muon, Optimizers, name_parameters, state_bytes
 from torchtitan.optim.muon import AdamWPart, newton_schulz
 
 SHAPES = [(8, 8), (6, 20), (20, 6), (1, 5)]
@@ -108,6 +112,15 @@ def test_state_by_formula_is_the_state_there_is() -> None:
         if not name.endswith(".step")
     )
     assert there == state_bytes(Muon(), named(model), 4) == 4 * 30 + 8 * (42 + 5)
+
+
+@pytest.mark.parametrize("flavor", ["8B", "70B"])
+def test_the_table_of_the_guide_is_the_formula(flavor: str) -> None:
+    spec = MODELS["llama3"]
+    parameters = name_parameters([build_empty(spec.build, spec.flavors[flavor], 1)], spec.role)
+    gib = (state_bytes(config, parameters, 4) / GIB for config in (AdamW(), Muon()))
+    row = f"| Llama 3.1 {flavor} | {' | '.join(f'{each:.1f}' for each in gib)} |"
+    assert row in (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text().splitlines()
 
 
 def test_compiled_it_is_the_same_for_any_number_of_shapes() -> None:

@@ -207,7 +207,7 @@ def _collectives(each: Candidate) -> Iterator[Collectives]:
 def _formulas(each: Candidate) -> dict[tuple[str, str], tuple[int, float]] | None:
     """By axis and operation how many there are in a step, and the bytes that rank 0 sends."""
     job = each.job
-    if job is None:
+    if job is None or job.optimizer.sends:
         return None
     degrees, layout, spec = job.degrees(each.ranks), job.layout(), MODELS[job.model.name]
     args = job.model_args()
