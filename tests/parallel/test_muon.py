@@ -122,10 +122,3 @@ def test_in_bfloat16_a_layout_differs_by_its_rounding() -> None:
     for own in run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], optimizer=rounded), True):
         assert own.losses == pytest.approx(expected.losses, rel=1e-3)
         assert own.losses != expected.losses
-
-
-@pytest.mark.gate
-def test_compiled_it_is_the_same_run() -> None:
-    compiled = {"enable": True, "backend": "aot_eager"}
-    for rank, own in enumerate(run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], compile=compiled), True)):
-        compare(own, reference("flat")[0], f"rank {rank}")
