@@ -105,24 +105,6 @@ CASES: dict[str, tuple[Case, int]] = {
 }
 
 
-@pytest.mark.gate
-def test_muons_iteration_is_compiled_with_the_rest() -> None:
-    optimizer = {"name": "Muon", "lr": 1e-3, "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
-
-    def made(layout: Case, **settings: Any) -> JobConfig:
-        sections = {"optimizer": optimizer, "training": {"steps": 2}, "compile": settings}
-        return tiny.job(**layout.recipe(model={"flavor": "deep"}, **sections))
-
-    (expected,) = run_ranks(trace, 1, made(layouts.ONE), True)
-    for found, (line, *warned) in run_ranks(
-        compiled, 2, made(case(shard=2), enable=True, backend="aot_eager")
-    ):
-        compare(found, expected)
-        assert " graphs of 6 blocks and the loss and the update, " in line
-        assert line.endswith(", 0 graph breaks, 0 recompilations")
-        assert not warned
-
-
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, every second block recomputed"]))
 def test_it_is_the_same_run(name: str) -> None:
     layout, graphs = CASES[name]
