@@ -59,6 +59,7 @@ class AdamWPart(AdamWRule):
 class Muon(OptimizerConfig):
     """Orthogonal updates of matrices; AdamW for the rest."""
 
+    by_role: ClassVar[bool] = True
     multiplies_matrices: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 

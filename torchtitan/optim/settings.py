@@ -146,6 +146,8 @@ class GroupConfig(Config):
 class OptimizerConfig(UpdateRule):
     """Settings of an optimizer; `name` picks the subclass, `build` makes the optimizer."""
 
+    by_role: ClassVar[bool] = False
+    """Whether roles decide what updates a parameter."""
     multiplies_matrices: ClassVar[bool] = False
     """Whether its updates are products of matrices, which take a host long."""
     sends: ClassVar[bool] = False
@@ -166,11 +168,6 @@ class OptimizerConfig(UpdateRule):
     offload_states: bool = Field(
         False, description="Keep the states in host memory, and compute the updates there."
     )
-
-    @property
-    def by_role(self) -> bool:
-        """Whether roles decide what updates a parameter."""
-        return type(self).rule_for is not OptimizerConfig.rule_for
 
     @property
     def rounded_by(self) -> str:
