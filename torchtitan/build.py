@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint import Checkpointer, InMemoryState, TrainState
 from torchtitan.data import Batch
+from torchtitan.device import collect_garbage
 from torchtitan.job import JobConfig
 from torchtitan.metrics import Meter
 from torchtitan.metrics.precision import PrecisionWatch
@@ -149,7 +150,7 @@ def around_step(parts: Parts) -> Run:
         tasks.append(validation(parts))
     tasks += [
         lambda state: parts.profiler.step(state.step),
-        lambda state: state.step % job.training.gc_freq or gc.collect(1),
+        lambda state: state.step % job.training.gc_freq or collect_garbage(),
         once(world.after_first_step),
         once(parts.model.confirm),
         lambda state: parts.model.after_step(state.step, parts.is_finished()),

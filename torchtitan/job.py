@@ -117,7 +117,11 @@ class TrainingSection(Config):
     mixed_precision_reduce: DTYPES = Field(
         "float32", description="Dtype in which gradients are summed over ranks."
     )
-    gc_freq: int = Field(50, ge=1, description="Steps between runs of Python's garbage collector.")
+    gc_freq: int = Field(
+        50,
+        ge=1,
+        description="Steps between runs of Python's garbage collector, and of the C library's.",
+    )
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         if self.global_batch_size == 0:
