@@ -212,8 +212,8 @@ def test_updates_in_the_backward() -> None:
 
 @pytest.mark.gate
 def test_moments_in_few_bits() -> None:
-    """Blocks of rows are those of one rank where the rows are."""
-    few = {"state_dtype": "8bit", "rank": 32}
+    """At this rank each part is large enough for codes, whose blocks are then those of one rank."""
+    few = {"state_dtype": "8bit", "rank": 64}
     wide = {"flavor": "square"}
     one, two = (
         job(layout, **few).model_copy(update={"model": tiny.job(**layout.recipe(model=wide)).model})
