@@ -4,7 +4,7 @@
     python benchmarks/communication.py --output benchmarks/results/communication.md
 
 The first makes the runs, and goes on where it was stopped; the second reads those that are there.
-The loss of a run is the mean of its last 30 steps. Variants that round otherwise are run from three
+Variants that round otherwise are run from three
 seeds: the spread is their standard deviation, and the gap is taken seed by seed, since a seed
 determines the data and the first weights.
 """
@@ -14,83 +14,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from quoted import quote
+from variants import LAST, ROOT, Variant, draw, finished, model_size
 
-from torchtitan.job import JobConfig
-from torchtitan.tools.compare.gather import Candidate, sent_bytes
-from torchtitan.tools.compare.launch import is_done
-from torchtitan.tools.compare.measure import Measured, spread
-from torchtitan.tools.compare.parity import compare_curves
-from torchtitan.tools.compare.prepare import Ready, prepare, tasks
 from torchtitan.tools.compare.study import Study, read_study
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from svg import INK, LINE, MUTED, Picture  # noqa: E402
-
 STUDY = ROOT / "train_configs/studies/communication_debug.toml"
-LAST = 30
-"""Steps whose mean is the loss of a run."""
-
-
-class Variant:
-    """Its finished runs, by seed."""
-
-    def __init__(self, name: str, job: JobConfig, ranks: int, runs: Mapping[int, Measured]) -> None:
-        self.name, self.job, self.ranks, self.runs = name, job, ranks, dict(sorted(runs.items()))
-
-    @property
-    def first(self) -> Measured:
-        return next(iter(self.runs.values()))
-
-    @property
-    def sent(self) -> dict[str, float]:
-        """Bytes that rank 0 sends in a step, by axis."""
-        return sent_bytes(Candidate(self.name, self.job, self.ranks, "ran", (), (self.first,)))
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """By seed."""
-        curves = {seed: run.curve("loss").values[-LAST:] for seed, run in self.runs.items()}
-        return {seed: statistics.fmean(v or 0.0 for v in values) for seed, values in curves.items()}
-
-    @property
-    def milliseconds(self) -> str:
-        """Of a step: median and quartiles, of all runs."""
-        of_all = spread([1000 * s for run in self.runs.values() for s in run.step_seconds])
-        assert of_all is not None
-        return f"{of_all.median:,.0f} ({of_all.quartile_1:,.0f} to {of_all.quartile_3:,.0f})"
-
-    def parity(self, base: "Variant") -> str:
-        """Whether the first steps are those of the baseline, and how far the loss is off."""
-        ours, theirs = self.first, base.first
-        curves = [run.curve(key) for key in ("loss", "grad_norm") for run in (ours, theirs)]
-        found = compare_curves(*curves, (self.job, base.job), [])
-        off = f": {found.loss.largest:.0e} at step {found.loss.step}" if found.loss else ""
-        return f"{found.verdict}{off}"
-
-
-def finished(study: Study) -> dict[str, Variant]:
-    """The variants that have runs."""
-    conditions = study.conditions
-    warmup, last = conditions.warmup_steps, conditions.warmup_steps + conditions.steps
-    found: dict[str, dict[int, Measured]] = {}
-    ready: dict[str, Ready] = {}
-    for task in tasks(study, prepare(study)):
-        if is_done(task):
-            run = Measured(task.folder, task.round, task.seed, warmup, last)
-            found.setdefault(task.ready.name, {}).setdefault(task.seed, run)
-            ready[task.ready.name] = task.ready
-    return {
-        name: Variant(name, ready[name].job, ready[name].plan.ranks, runs)
-        for name, runs in found.items()
-    }
-
-
 PAGE = """\
 # What each way to send costs, saves and learns
 
@@ -185,45 +117,6 @@ def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) ->
     )
 
 
-def model_size(job: JobConfig) -> int:
-    """Parameters."""
-    from torchtitan.models import MODELS
-    from torchtitan.models.spec import build_empty
-
-    model = build_empty(MODELS[job.model.name].build, job.model_args(), job.training.seq_len)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def draw(variants: Sequence[Variant]) -> Picture:
-    """A row for each variant, with a dot for each seed and a bar at their mean."""
-    left, right, row = 140, 600, 26
-    bottom = 30 + row * len(variants)
-    about = "A row for each way to send; a dot for each seed at its loss, a bar at the mean."
-    picture = Picture("Loss at the end, by seed", about, 640, bottom + 48)
-    every = [loss for each in variants for loss in each.losses.values()]
-    apart = (max(every) - min(every)) / 10 or 0.1
-    low, high = min(every) - apart, max(every) + apart
-
-    def x(loss: float) -> float:
-        return left + (right - left) * (loss - low) / (high - low)
-
-    for number in range(5):
-        loss = low + number * (high - low) / 4
-        picture.line([(x(loss), 20), (x(loss), bottom)], LINE, width=0.5)
-        picture.text(x(loss), bottom + 18, f"{loss:.2f}", "middle")
-    picture.text(
-        (left + right) / 2, bottom + 38, f"mean loss of the last {LAST} steps", "middle", MUTED
-    )
-    for number, each in enumerate(variants):
-        at = 40 + row * number
-        picture.text(left - 12, at + 4, each.name, "end")
-        mean = statistics.fmean(each.losses.values())
-        picture.line([(x(mean), at - 9), (x(mean), at + 9)], INK, width=2)
-        for loss in each.losses.values():
-            picture.rect(x(loss) - 3, at - 3, 6, 6, "#1f6feb")
-    return picture
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
@@ -237,7 +130,9 @@ def main() -> None:
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
-        arguments.output.with_suffix(".svg").write_text(str(draw(list(found.values()))))
+        arguments.output.with_suffix(".svg").write_text(
+            str(draw(list(found.values()), "way to send"))
+        )
     if arguments.docs:
         quote("communication.py", table(found, found[study.baseline]), arguments.docs)
 

@@ -221,6 +221,7 @@ def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> Non
         ("bandwidth", "communication"),
         ("communication", "communication"),
         ("attention", "precision"),
+        ("optimizers", "optimizers"),
     ],
 )
 def test_the_documentation_quotes_what_was_measured(name: str, page: str) -> None:
@@ -232,7 +233,7 @@ def test_the_documentation_quotes_what_was_measured(name: str, page: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["parallel", "collectives", "bandwidth", "communication", "attention"]
+    "name", ["parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"]
 )
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()

@@ -20,9 +20,11 @@ from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim import (
     OPTIMIZERS,
+    SCHEDULES,
     AdamW,
     OptimizerConfig,
     ScheduleConfig,
+    WarmupStableDecay,
     learning_rate_factor,
 )
 from torchtitan.parallel import (
@@ -160,7 +162,9 @@ class JobConfig(Config):
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
     loss: LossConfig = LossConfig()
     auxiliary_losses: Annotated[tuple[AuxiliaryLossConfig, ...], ListOf(AUXILIARY_LOSSES)] = ()
-    lr_scheduler: ScheduleConfig = ScheduleConfig()
+    lr_scheduler: Annotated[ScheduleConfig, OneOf(SCHEDULES, "warmup_stable_decay")] = (
+        WarmupStableDecay()
+    )
     spikes: SpikesConfig = SpikesConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
     sharding: Annotated[ShardingConfig, OneOf(SHARDING, "fsdp2")] = FSDP2()

@@ -102,7 +102,7 @@ class Parts:
         self.profiler = Profiler(
             job.profiling, folder, world.rank, world.device, self.timeline, evidence
         )
-        self.startup = Startup(self.meter.events, self.timeline, world)
+        self.startup = Startup(self.meter.events, self.timeline, world, self.optimizers.state_bytes)
         self.divergence = Divergence(
             job.spikes,
             job.training.max_skipped_steps,

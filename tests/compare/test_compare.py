@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from tests.compare.samples import sample
 from torchtitan.config import RecipeError
+from torchtitan.device import GIB
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders
@@ -214,6 +215,9 @@ optimizer.lr = 1e30
         assert kind["bytes"] == pytest.approx(kind["formula_bytes"])
     held, whole = two["memory_formula"], one["memory_formula"]
     assert held["states"] == pytest.approx(whole["states"] / 2)
+    # Counted besides are the steps of Adam, one number for each tensor.
+    assert one["state_bytes"] == pytest.approx(whole["states"] * GIB, rel=1e-3)
+    assert two["state_bytes"] == pytest.approx(held["states"] * GIB, rel=1e-3)
     # One rank too has collectives, with itself.
     assert one["exposed_communication"] < two["exposed_communication"] < 1
     assert one["loss"]["steps"] == [1, 2, 3, 4, 5, 6]

@@ -30,6 +30,7 @@ ALLOWED = {
     "{OPTIMIZERS}": OPTIMIZERS,
     "{ADAMW}": OPTIMIZERS["AdamW"].model_fields,
     "{SGD}": OPTIMIZERS["SGD"].model_fields,
+    "{RANGER21}": OPTIMIZERS["Ranger21"].model_fields,
     "{MODELS}": MODELS,
     "{CONVERTERS}": CONVERTERS,
     "{FLOAT8}": CONVERTERS["float8"].model_fields,

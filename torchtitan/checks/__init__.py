@@ -77,6 +77,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     optimizing.updates_in_backward,
     optimizing.copies_after_backward,
     optimizing.states_in_host_memory,
+    optimizing.clipped_twice,
     optimizing.groups,
     optimizing.schedule,
     files.folders,

@@ -83,6 +83,16 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
         yield Problem("optimizer.offload_states", message, ("training.dtype",))
 
 
+def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Gradients that are clipped unit by unit are seldom to be clipped as a whole too."""
+    if job.training.max_norm and getattr(job.optimizer, "adaptive_clip", 0):
+        message = (
+            "gradients are clipped to it before optimizer.adaptive_clip clips those of each unit, "
+            "which is meant to replace it; 0 leaves them to that alone"
+        )
+        yield Problem("training.max_norm", message, ("optimizer.adaptive_clip",), "note")
+
+
 def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """The optimizer can update all parameters, and each group has some, with what it sets."""
     o = job.optimizer
@@ -99,7 +109,7 @@ def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Warm-up and decay fit into the steps there are."""
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
     warmup, decay = s.shares(steps)
-    if s.warmup_steps > warmup:
+    if s.warmup_steps > warmup == steps:
         message = f"the schedule has only {steps} steps, and all of them warm up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
     elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:

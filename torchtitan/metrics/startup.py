@@ -1,4 +1,5 @@
-"""What a rank notes once, after its first two steps: how long it took to start, what it sends.
+"""What a rank notes once, after its first two steps: how long it took to start, how many bytes its
+optimizer keeps, what it sends.
 
 The first step of a process compiles, makes communicators and fills caches, so that its time is part
 of the start. The second is one like all that follow: its collectives, which torch's Flight Recorder
@@ -7,6 +8,7 @@ remembers, are what a step sends.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.flight_recorder import recorded, sent_by_kind
@@ -20,7 +22,15 @@ from torchtitan.torch_private.compiler import compile_seconds
 class Startup:
     """Watches the first two steps of this process."""
 
-    def __init__(self, events: EventLog, timeline: Timeline, world: World) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        timeline: Timeline,
+        world: World,
+        state_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`state_bytes` is asked how much this rank's optimizer keeps, once it has made a step."""
+        self.state_bytes = state_bytes
         self.events, self.timeline, self.world = events, timeline, world
         self.remembered = world.comm.trace_buf_size
         self.steps = 0
@@ -49,6 +59,7 @@ class Startup:
             "before_first_step_s": self.age,
             "first_step_s": first,
             "compile_s": compile_seconds(),
+            "state_bytes": self.state_bytes(),
         }
 
     def _sent(self) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.parameters import NamedParameter, name_parameters
-from torchtitan.optim.schedule import ScheduleConfig, learning_rate_factor
+from torchtitan.optim.ranger21 import Ranger21
+from torchtitan.optim.schedule import (
+    SCHEDULES,
+    ScheduleConfig,
+    WarmupStableDecay,
+    learning_rate_factor,
+)
 from torchtitan.optim.settings import (
     Compiled,
     GroupConfig,
@@ -31,10 +37,12 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "SGD": SGD,
     "Muon": Muon,
     "GaLore": GaLore,
+    "Ranger21": Ranger21,
 }
 
 __all__ = [
     "OPTIMIZERS",
+    "SCHEDULES",
     "SGD",
     "Adam",
     "AdamW",
@@ -46,8 +54,10 @@ __all__ = [
     "OptimizerConfig",
     "Optimizers",
     "ParameterGroup",
+    "Ranger21",
     "ScheduleConfig",
     "UpdateRule",
+    "WarmupStableDecay",
     "describe_rules",
     "group_problems",
     "learning_rate_factor",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.optim.grouping import Assignment, assign, build_all
+from torchtitan.optim.low_bit import size
 from torchtitan.optim.norm import global_norm, local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
@@ -40,7 +41,7 @@ class Optimizers:
 
     def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
         """One optimizer for each rule."""
-        return build_all(assignments)
+        return build_all(assignments, self.stages)
 
     def begin(self, factor: float) -> float:
         """Prepare a step: set each rate to `factor` times its peak, and drop the gradients.
@@ -111,6 +112,10 @@ class Optimizers:
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """`<parameter>.<state>` and the live tensor of each, as it is stored."""
         return ((name, state) for name, _, state in self._states())
+
+    def state_bytes(self) -> int:
+        """What this rank keeps of all states, as they are stored."""
+        return sum(size(state) for _, state in self.states())
 
     def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
         for optimizer, rule in self.rules.items():

@@ -54,19 +54,24 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
     return found
 
 
-def build_all(assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
-    """A torch optimizer for each rule that has parameters."""
+def build_all(
+    assignments: Sequence[Assignment], stages: dist.ProcessGroup | None = None
+) -> dict[torch.optim.Optimizer, UpdateRule]:
+    """A torch optimizer for each rule that has parameters; see `ParameterGroup` for `stages`."""
     chosen = {id(a.chosen): a.chosen for a in assignments}.values()
     return {
-        rule.build(groups_of([a for a in assignments if a.chosen is rule])): rule for rule in chosen
+        rule.build(groups_of([a for a in assignments if a.chosen is rule], stages)): rule
+        for rule in chosen
     }
 
 
-def groups_of(assignments: Sequence[Assignment]) -> list[ParameterGroup]:
+def groups_of(
+    assignments: Sequence[Assignment], stages: dist.ProcessGroup | None = None
+) -> list[ParameterGroup]:
     """Parameters that are updated alike, together."""
     rules = {id(a.rule): a.rule for a in assignments}.values()
     return [
-        ParameterGroup(tuple(a.parameter for a in assignments if a.rule is rule), rule)
+        ParameterGroup(tuple(a.parameter for a in assignments if a.rule is rule), rule, stages)
         for rule in rules
     ]
 

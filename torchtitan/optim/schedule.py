@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the step: linear warm-up, stable, decay.
 
 Warmup-stable-decay (Hu et al., 2024, arXiv:2404.06395); without a decay ratio the decay begins
-where the warm-up ends.
+where the warm-up ends. A schedule of another name has other defaults, and rules of its own for how
+many steps each phase has.
 """
 
 import math
@@ -15,6 +16,7 @@ from torchtitan.config import Config
 class ScheduleConfig(Config):
     """Settings of the learning rate schedule."""
 
+    name: str = Field("warmup_stable_decay", description="Which schedule.")
     warmup_steps: int = Field(
         200,
         ge=0,
@@ -45,6 +47,47 @@ class ScheduleConfig(Config):
         warmup = min(self.warmup_steps, steps)
         decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(decay, steps - warmup)
+
+
+class WarmupStableDecay(ScheduleConfig):
+    """Warm-up, stable phase and decay of any length and shape."""
+
+    name: Literal["warmup_stable_decay"] = Field(
+        "warmup_stable_decay", description="Which schedule."
+    )
+
+
+class Ranger21Schedule(ScheduleConfig):
+    """Ranger21's (Wright and Demeure, 2021, arXiv:2106.13731): warm-up, flat, linear warm-down."""
+
+    name: Literal["ranger21"] = Field("ranger21", description="Which schedule.")
+    warmup_steps: int = Field(
+        2000,
+        ge=0,
+        description="Steps of linear warm-up, 2 / (1 - beta2) by default; where they would be more "
+        "than 45 % of the schedule, it has 22 %.",
+    )
+    decay_ratio: float | None = Field(
+        0.28,
+        ge=0,
+        le=1,
+        description="Share of the steps that decay, at most what the warm-up leaves; none: all of "
+        "that.",
+    )
+    min_lr_factor: float = Field(
+        0.03, ge=0, le=1, description="The decay ends at this fraction of the peak rate."
+    )
+
+    def shares(self, steps: int) -> tuple[int, int]:
+        if self.warmup_steps <= 0.45 * steps:
+            return super().shares(steps)
+        return self.model_copy(update={"warmup_steps": int(0.22 * steps)}).shares(steps)
+
+
+SCHEDULES: dict[str, type[ScheduleConfig]] = {
+    "warmup_stable_decay": WarmupStableDecay,
+    "ranger21": Ranger21Schedule,
+}
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:

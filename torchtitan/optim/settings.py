@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Size, Tensor
 
@@ -102,6 +103,8 @@ class ParameterGroup:
     parameters: tuple[NamedParameter, ...]
     rule: UpdateRule
     """With the numbers that hold for these."""
+    stages: dist.ProcessGroup | None = None
+    """The ranks that hold the other parts of the model, if there are any."""
 
     def options(self) -> dict[str, Any]:
         """The group as a torch optimizer takes it."""

@@ -17,7 +17,7 @@ from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import RecipeError, show
 from torchtitan.logging import logger
-from torchtitan.optim import ScheduleConfig, learning_rate_factor
+from torchtitan.optim import SCHEDULES, WarmupStableDecay, learning_rate_factor
 
 OPTIMIZERS = ("AdamW", "Adam")
 STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -137,5 +137,7 @@ def _factor(recipe: Mapping[str, Any], step: int) -> float:
     """Of the peak rate, in a step of the schedule."""
     prefix = "lr_scheduler."
     section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
-    config = ScheduleConfig.model_validate(section)
+    # Before there were several, a recipe did not name its schedule.
+    kind = SCHEDULES.get(section.get("name", ""), WarmupStableDecay)
+    config = kind.model_validate(section)
     return learning_rate_factor(config, step, config.total_steps or recipe["training.steps"])

@@ -324,10 +324,12 @@ def held(report: Report) -> Iterable[Table]:
             *(digits(each.memory_formula.get(part)) for part in parts),
             digits(sum(each.memory_formula.values())),
             digits(each.memory_gib),
+            byte_size(each.state_bytes),
         )
         for each in found
     )
-    columns = ("variant", *(MEMORY_PARTS[part] for part in parts), "sum", "measured peak")
+    measured = ("measured peak", "measured states")
+    columns = ("variant", *(MEMORY_PARTS[part] for part in parts), "sum", *measured)
     title = (
         "Memory of a rank in GiB, by formula; on a CPU the measured peak is of the whole process"
     )

@@ -135,6 +135,7 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         sent_note=sent_note,
         collectives=collectives,
         memory_formula=_memory(each),
+        state_bytes=first.state_bytes if first else None,
         startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
         compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
         parity=_parity(each, base),

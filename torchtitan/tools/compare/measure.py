@@ -87,6 +87,12 @@ class Measured:
         return seconds or None
 
     @property
+    def state_bytes(self) -> int | None:
+        """What the optimizer of rank 0 keeps after the first step; None: the run did not say."""
+        size: int | None = self.history.last_event("start").get("state_bytes")
+        return size
+
+    @property
     def has_messages(self) -> bool:
         """Whether sends and receives were recorded; gloo does not."""
         return bool(self.history.last_event("traffic").get("messages"))

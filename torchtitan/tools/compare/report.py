@@ -126,6 +126,8 @@ class Variant:
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
     """GiB that a rank holds by what they are for, by `parallel.memory`."""
+    state_bytes: int | None = None
+    """What the optimizer of rank 0 keeps, as its run counted it."""
     planned: dict[str, float] | None = None
     """What `torchtitan plan` foresaw, by the names used here; None: it was not asked."""
 

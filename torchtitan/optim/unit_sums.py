@@ -1,0 +1,136 @@
+"""Sums over the units of each parameter and over all parameters, the same on every layout.
+
+A unit is what makes one output: a row of a matrix, a filter of a convolution; of a vector, all of
+it. Ranks hold parts of units, of tensors and of the model, and summing each by itself would take
+hundreds of small reductions. Here all that ranks who share tensors have to tell each other goes
+into one buffer, in float64, so that a sum hardly depends on how it was split.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.torch_private.dtensor import is_dtensor, local_extent
+
+
+@dataclass(frozen=True)
+class Units:
+    """How the units of one parameter lie on the ranks."""
+
+    parameter: NamedParameter
+    copies: int
+    """How many of the ranks that sum together hold each element."""
+    rows: slice
+    """Which of all units this rank has, or parts of them."""
+    are_whole: bool
+    """Whether no unit is split over ranks."""
+
+    @property
+    def count(self) -> int:
+        """Of all ranks together."""
+        shape = self.parameter.shape
+        return shape[0] if len(shape) > 1 else 1
+
+    @property
+    def size(self) -> int:
+        """Elements of a unit."""
+        return self.parameter.shape.numel() // self.count
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Over what this rank has of each unit: (units,), from values laid out as its part is."""
+        return values.sum(self._dims, dtype=torch.float64).view(-1)
+
+    def squares(self, values: Tensor) -> Tensor:
+        """The same of their squares."""
+        norms: Tensor = torch.linalg.vector_norm(values, dim=self._dims, dtype=torch.float64)
+        return norms.view(-1).square()
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        ndim = len(self.parameter.shape)
+        return tuple(range(1, ndim)) if ndim > 1 else tuple(range(ndim))
+
+    def spread(self, each: Tensor) -> Tensor:
+        """A number for each unit (units,), so that it broadcasts over this rank's part."""
+        return each.view(-1, *[1] * (len(self.parameter.shape) - 1))
+
+
+def split_axes(parameter: NamedParameter) -> list[int]:
+    """The axes of its mesh that have different parts of a parameter."""
+    mesh = parameter.mesh
+    return [
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if mesh is not None and not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+
+
+def sharing(parameters: Sequence[NamedParameter]) -> dist.ProcessGroup | None:
+    """The ranks that hold parts of the same parameters as this one; None: it has them whole.
+
+    It is made where several axes of a mesh split parameters, so all ranks are to ask.
+    """
+    # Whatever splits some parameter splits the one that is split the most.
+    most = max(parameters, key=lambda p: len(split_axes(p)), default=None)
+    axes = split_axes(most) if most else []
+    if most is None or most.mesh is None or not axes:
+        return None
+    if len(axes) == 1:
+        group: dist.ProcessGroup = most.mesh.get_group(axes[0])
+        return group
+    here = most.mesh.get_coordinate()
+    assert here is not None
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
+    ranks = most.mesh.mesh[index].flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
+
+
+def units_of(
+    parameters: Sequence[NamedParameter], group: dist.ProcessGroup | None
+) -> dict[Tensor, Units]:
+    """How the units of each parameter lie on the ranks of `group`."""
+    ranks = dist.get_world_size(group) if group else 1
+    return {parameter.tensor: _units(parameter, ranks) for parameter in parameters}
+
+
+def _units(parameter: NamedParameter, ranks: int) -> Units:
+    tensor, axes, mesh = parameter.tensor, split_axes(parameter), parameter.mesh
+    parts = math.prod(mesh.size(axis) for axis in axes) if mesh else 1
+    if parameter.tensor.ndim < 2:
+        return Units(parameter, ranks // parts, slice(0, 1), are_whole=not axes)
+    are_whole = all(parameter.placements[axis].is_shard(0) for axis in axes)
+    begin = 0
+    if not are_whole and is_dtensor(tensor):
+        begin = local_extent(tensor)[1][0]
+    rows = slice(begin, begin + len(local(tensor)))
+    return Units(parameter, ranks // parts, rows, are_whole)
+
+
+class Reduction:
+    """Numbers that are added up over a group of ranks, all at once."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group if group and dist.get_world_size(group) > 1 else None
+        self.parts: list[Tensor] = []
+
+    def add(self, part: Tensor) -> None:
+        """One more tensor, in float64."""
+        self.parts.append(part)
+
+    def sums(self) -> Iterator[Tensor]:
+        """Of each tensor that was added, in that order, over all ranks."""
+        if self.group is None or not self.parts:
+            return iter(self.parts)
+        buffer = torch.cat([part.flatten() for part in self.parts])
+        dist.all_reduce(buffer, group=self.group)
+        pieces = torch.split(buffer, [part.numel() for part in self.parts])
+        return (piece.view(part.shape) for piece, part in zip(pieces, self.parts, strict=True))
