@@ -1,6 +1,7 @@
 """ViT-MAE trains the same run on every layout, and resumes on another."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.layouts import (
     schedule,
 )
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, trace
+from tests.runs import Trace, assert_complete, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
@@ -66,7 +67,6 @@ LAYOUTS: dict[str, Case] = {
     "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **NO_LOSS),
     "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS, **NO_SEQUENCE),
     "FSDP 2 x TP 2": case(shard=2, tp=2, **NO_SEQUENCE),
-    "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE, **NO_SEQUENCE),
     "PP 2, 1F1B": schedule("1F1B"),
     "PP 2, GPipe": schedule("GPipe"),
     "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble"),
@@ -76,7 +76,6 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2, **NO_SEQUENCE),
     "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=ROWWISE),
     "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=TENSORWISE),
-    "TP 2, Float8 rowwise": case(tp=2, batch=16, convert=ROWWISE, **NO_SEQUENCE),
 }
 DAILY = ("HSDP 2 x 2", "TP 2", "PP 2, 1F1B")
 
@@ -138,3 +137,22 @@ def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
         for rank, trace_of_rank in enumerate(found):
             where = f"{jobs[number].optimizer.name}, rank {rank}"
             compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)
+
+
+@pytest.mark.gate
+def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
+    def run(folder: str, layout: Case, steps: int) -> dict[int, float]:
+        sections: dict[str, dict[str, Any]] = {
+            "job": {"dump_folder": str(tmp_path / folder)},
+            "checkpoint": {"enable": True, "interval": 2},
+            "training": {"steps": steps},
+            "lr_scheduler": {"total_steps": 4},
+        }
+        run_ranks(train, layout.ranks, job(layout, "AdamW", **sections))
+        return losses(tmp_path / folder)
+
+    whole = run("whole", case(batch=8), 4)
+    run("parts", LAYOUTS["HSDP 2 x 2"], 2)
+    resumed = run("parts", LAYOUTS["TP 2"], 4)
+    assert list(resumed) == list(whole) == [1, 2, 3, 4]
+    assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-5)

@@ -166,6 +166,15 @@ def in_graph(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     c, p, name = job.compile, job.parallelism, f'sharding.name = "{job.sharding.name}"'
     if not job.sharding.in_graph:
         return
+    model, degrees = model_of(job), job.degrees(world.ranks)
+    if p.tensor_parallel_degree > 1 and degrees.fsdp > 1 and model is not None:
+        first = {len(weight): each for each, weight in model.empty().named_parameters()}
+        if min(first) < degrees.fsdp:
+            message = (
+                f"{name} cannot share {first[min(first)]} of {model.title}, which has {min(first)} "
+                f'in its first dim, among {degrees.fsdp} ranks; use "fsdp2" there'
+            )
+            yield Problem("parallelism.tensor_parallel_degree", message, SECTIONS)
     if job.training.enable_cpu_offload:
         message = f'{name} gathers where parameters are; use "fsdp2" there'
         yield Problem("training.enable_cpu_offload", message, SECTIONS)
