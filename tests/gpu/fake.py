@@ -126,7 +126,7 @@ def ranks_of(job: JobConfig) -> int:
         (
             wanted.pipeline_parallel_degree,
             wanted.data_parallel_replicate_degree,
-            wanted.data_parallel_shard_degree,
+            max(1, wanted.data_parallel_shard_degree),  # -1: what is left
             wanted.context_parallel_degree,
             wanted.tensor_parallel_degree,
         )

@@ -53,8 +53,9 @@ def refused_in_words(message: str | None, key: str) -> bool:
     """Whether what was said is short, and names the key, or another one that it does not fit."""
     if message is None:
         return True
-    section = key.split(".")[0]
-    return section in message and all(len(line) <= LONGEST_LINE for line in message.splitlines())
+    section, _, last = key.rpartition(".")
+    is_named = section.split(".")[0] in message or last in message
+    return is_named and all(len(line) <= LONGEST_LINE for line in message.splitlines())
 
 
 @st.composite
@@ -197,6 +198,23 @@ def test_a_value_in_the_place_of_a_section_that_a_recipe_has(
     (tmp_path / "any.toml").write_text('extends = "base.toml"\ntraining = 5\n')
     message = check(str(tmp_path / "any.toml"), [], None, is_here=False)
     assert message == f"{tmp_path}/any.toml:2: training: got 5; wanted a section"
+
+
+def test_a_section_of_what_is_a_list_of_numbers_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "any.toml").write_text("optimizer.groups = [[-64]]\n")
+    words = ["--optimizer.groups.0.eps=1.0"]
+    message = check(str(tmp_path / "any.toml"), words, None, is_here=False)
+    wanted = "optimizer.groups: got [[-64]]; wanted sections, each under [[optimizer.groups]]"
+    assert message == f"{tmp_path}/any.toml:1: {wanted}"
+
+
+def test_a_name_that_nothing_can_have_and_keys_that_another_choice_has(tmp_path: Path) -> None:
+    text = '[optimizer]\nname = "\\u0000"\n[[optimizer.groups]]\nmomentum = 0.5\n'
+    (tmp_path / "any.toml").write_text(text)
+    message = check(str(tmp_path / "any.toml"), [], None, is_here=False)
+    assert message is not None
+    assert message.count("\n") == 0
+    assert "any.toml:2: optimizer.name: got" in message
 
 
 def test_a_flag_whose_names_are_numbers() -> None:

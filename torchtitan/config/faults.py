@@ -35,7 +35,12 @@ def validate_all(
     In the tree defaults take the place of those that are wrong.
     """
     faults = {**dict(_gaps(schema, settings)), **dict(_unwritable(settings))}
-    dropped = set(faults)
+    # With a name that nothing can have, nothing is known of its section either.
+    homes = [path[:-1] for path in faults if path[-1] == "name"]
+    dropped = {
+        *faults,
+        *(home for home in homes if isinstance(find(schema, home, settings), OneOf)),
+    }
     while True:
         sound = {
             path: setting
@@ -50,13 +55,19 @@ def validate_all(
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 path = tuple(map(str, details["loc"]))
-                dropped.add(_whole(path, details["type"], settings))
+                dropped.add(_whole(path, details["type"], sound))
                 if path not in faults:
-                    while path not in settings:  # part of a value, or missing in a section
+                    # Part of a value, or missing in a section, or of what is a list elsewhere.
+                    while path not in settings or _is_in_list(path, settings):
                         path = path[:-1]
                     faults.setdefault(path, _message(schema, path, details, settings))
         else:
             return config, {path: faults[path] for path in settings if path in faults}, sound
+
+
+def _is_in_list(path: KeyPath, settings: Settings) -> bool:
+    above = settings[path[:-1]].value if path[:-1] in settings else None
+    return isinstance(above, list) and bool(above) and not holds_sections(above)
 
 
 def _whole(path: KeyPath, what: str, settings: Settings) -> KeyPath:
