@@ -66,7 +66,11 @@ NOT_RUN = {
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
-    "gpu.md": ["needs a GPU", "takes minutes, and is a test of its own"],
+    "gpu.md": [
+        "needs a GPU",
+        "takes minutes, and is a test of its own",
+        "needs a torch that is built for CUDA, 3 GB",
+    ],
     "profiling.md": ["needs a live run"],
     "reliability.md": ["takes hours"],
 }
