@@ -181,18 +181,17 @@ def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
         if layout.pipeline_parallel_degree > 1:
             layers = max(layers, len(stages.ranks(layout, layers)))
     tensor_ranks = math.lcm(chosen.tensor_parallel_degree, other.tensor_parallel_degree)
-    needed = MinShape(layers, tensor_ranks, vocab_size=min(args.vocab_size, VOCABULARY))
-    small = spec.shrink(args, needed)
-    draft.tree["model"] |= spec.settings.sizes_of(small)
+    vocabulary = min(getattr(args, "vocab_size", VOCABULARY), VOCABULARY)
+    small = spec.shrink(args, MinShape(layers, tensor_ranks, vocab_size=vocabulary))
+    sizes, before = spec.settings.sizes_of(small), spec.settings.sizes_of(args)
+    draft.tree["model"] |= sizes
     if draft.job.model_args() != small:
         raise ConfigError(f"--shrink: the settings of {spec.name} do not have all of its sizes")
-    draft.changes.append(
-        f"[model]: dim {small.dim}, {small.n_layers} layers, {small.n_heads} heads on "
-        f"{small.n_kv_heads} key/value heads, {small.vocab_size} tokens: --shrink"
-    )
-    draft.lower("loss.vocabulary_chunk", needed.vocab_size // 3, "--shrink: fewer tokens")
+    changed = (f"{key} {show(size)}" for key, size in sizes.items() if size != before[key])
+    draft.changes.append(f"[model]: {', '.join(changed)}: --shrink")
+    draft.lower("loss.vocabulary_chunk", vocabulary // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer
-    if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > small.vocab_size:
+    if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > vocabulary:
         draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
     sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
     parts = tensor_ranks * 2 * sequence_ranks
@@ -210,7 +209,8 @@ def _find_data(draft: Draft) -> None:
     elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
         why = "nothing is read over a network"
     if why:
-        draft.set("data.dataset", "python_stdlib", why)
+        is_text = data.dataset not in DATASETS or DATASETS[data.dataset].content == "text"
+        draft.set("data.dataset", "python_stdlib" if is_text else "scenes", why)
         draft.set("data.dataset_path", None, why)
 
 
@@ -261,6 +261,7 @@ def _alone(job: JobConfig, ranks: int) -> JobConfig:
             "parallelism": ParallelismConfig(data_parallel_shard_degree=1),
             "activation_checkpoint": ActivationCheckpointConfig(mode="none"),
             "compile": CompileConfig(),
-            "loss": LossConfig(),
+            # A loss of several depths has no logits but in chunks.
+            "loss": job.loss if job.auxiliary_losses else LossConfig(),
         }
     )
