@@ -164,7 +164,7 @@ def pipeline(case: Case, mesh: Any) -> tuple[Pipeline, Sharding]:
         shapes=Shapes(
             inputs=(size, SEQ_LEN),
             input_dtype=torch.int64,
-            hidden=(size, SEQ_LEN, ARGS.dim),
+            hidden=((size, SEQ_LEN, ARGS.dim),) * len(plan.units),
             outputs=(size, SEQ_LEN, ARGS.vocab_size),
             dtype=case.compute,
         ),

@@ -29,7 +29,7 @@ class Shapes(NamedTuple):
     inputs: tuple[int, ...]
     input_dtype: torch.dtype
     hidden: tuple[tuple[int, ...], ...]
-    """What each stage but the last hands on."""
+    """What each stage hands on; of the last, what it would if it were not."""
     outputs: tuple[int, ...] | None
     """None: the last stage gives the loss, one number."""
     dtype: torch.dtype
