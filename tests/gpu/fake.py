@@ -25,14 +25,17 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.many import leave_out_the_vote
+from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.vit_mae.model import ViTMAEArgs
 from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.optim.group import local
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
+from torchtitan.tasks.masked_autoencoder import MaskedImages
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.timeline import Timeline
 
@@ -65,11 +68,7 @@ def step(job: JobConfig, ranks: int, rank: int, kind: str = "cpu") -> dict[str, 
         allocate(model, job, world)
         parameters = name_parameters(model.parts, MODELS[job.model.name].role)
         optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
-        shape = job.training.local_batch_size, job.training.seq_len
-        texts = (torch.zeros(shape, dtype=torch.int64, device=kind) for _ in range(4))
-        batch = TokenBatch(*texts)
-        if ahead := getattr(job.model_args(), "ahead", 0):
-            batch = look_ahead(batch, ahead)
+        batch = empty_batch(job, kind)
         count = torch.tensor(1.0, device=kind)
         loss = model.forward_backward([batch, batch], count)["loss"]
         gradients = sum(p.grad is not None for p in optimizers.names)
@@ -84,6 +83,19 @@ def step(job: JobConfig, ranks: int, rank: int, kind: str = "cpu") -> dict[str, 
         "gradients": gradients,
         "stages": len(model.parts),
     }
+
+
+def empty_batch(job: JobConfig, kind: str) -> Batch:
+    """Texts or images of zeros."""
+    size, args = job.training.local_batch_size, job.model_args()
+    if isinstance(args, ViTMAEArgs):
+        visible = torch.zeros(size, args.visible, args.patch_numbers, device=kind)
+        hidden = torch.zeros(size, args.masked, args.patch_numbers, device=kind)
+        order = torch.zeros(size, args.patches, dtype=torch.int64, device=kind)
+        return MaskedImages(visible, hidden, order)
+    shape = size, job.training.seq_len
+    texts = TokenBatch(*(torch.zeros(shape, dtype=torch.int64, device=kind) for _ in range(4)))
+    return look_ahead(texts, ahead) if (ahead := getattr(args, "ahead", 0)) else texts
 
 
 def in_the_place_of_cuda(folder: Path) -> Path:

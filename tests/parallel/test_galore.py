@@ -179,6 +179,7 @@ def test_a_run_is_that_of_one_rank(name: str) -> None:
             compare(own, expected, f"rank {rank}")
 
 
+@pytest.mark.gate
 def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None:
     def made(name: str, layout: Case, steps: int) -> JobConfig:
         base = job(layout, tmp_path / name, refresh_period=2, moments="rotate")
@@ -201,6 +202,7 @@ def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None
     assert all(torch.equal(same[name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.gate
 def test_updates_in_the_backward() -> None:
     layout, early = case(shard=2, batch=4), {"early_step_in_backward": True}
     jobs = [job(layout, max_norm=0, **early), job(layout, max_norm=0)]

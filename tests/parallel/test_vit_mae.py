@@ -77,7 +77,7 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=ROWWISE),
     "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=TENSORWISE),
 }
-DAILY = ("HSDP 2 x 2", "TP 2", "PP 2, 1F1B")
+DAILY = ("TP 2", "PP 2, 1F1B")
 
 
 def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
