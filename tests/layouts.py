@@ -236,9 +236,6 @@ LAYOUTS: dict[str, Case] = {
     "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
     # Auxiliary losses: the reference has the same.
     "TP 2 x PP 2, auxiliary losses": case(2, tp=2, auxiliary=BESIDE),
-    "PP 2, ZBVZeroBubble, z-loss in chunks": schedule(
-        "ZBVZeroBubble", chunk=100, auxiliary=BESIDE[:1]
-    ),
     "FSDP 2, accumulating 4, all auxiliary losses": case(
         shard=2, batch=1, chunk=100, auxiliary=ALL_LOSSES
     ),
@@ -292,6 +289,9 @@ LAYOUTS: dict[str, Case] = {
 }
 if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
+    LAYOUTS["PP 2, ZBVZeroBubble, z-loss in chunks"] = schedule(
+        "ZBVZeroBubble", chunk=100, auxiliary=BESIDE[:1]
+    )
     LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
     LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)
 DAILY = (
