@@ -10,13 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import layouts
+from tests import layouts, tiny
 from tests.gpu import hosted
-from tests.layouts import LAYOUTS, OPTIMIZERS, alone
+from tests.layouts import LAYOUTS, OPTIMIZERS, Case, alone
 from tests.runs import Trace, assert_complete, compare, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Muon": {"ns_dtype": "float32", "adamw": {"eps": 1e-6}},
+    "GaLore": {"rank": 8},
+    "Ranger21": {},
+}
+"""Optimizers that need more than an element at a time."""
+AMONG = ("FSDP 2", "TP 2", "FSDP 2 x TP 2", "PP 2, 1F1B")
 
 
 def share_a_device(store: str, kind: str, jobs: list[JobConfig]) -> list[Trace]:
@@ -51,10 +59,15 @@ def reference(kind: str, *recipes: str) -> list[Trace]:
 
 def check(name: str, device: Device) -> dict[str, Any]:
     """Train a layout with both optimizers; raise AssertionError where it is not one rank's run."""
-    layout = LAYOUTS[name]
-    jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
-    flavor = jobs[0].model.flavor
-    single = [layouts.job(alone(layout), opt, model={"flavor": flavor}) for opt in OPTIMIZERS]
+    other, _, within = name.partition(": ")
+    if within:
+        layout = LAYOUTS[within]
+        jobs, single = [with_other(layout, other)], [with_other(alone(layout), other)]
+    else:
+        layout = LAYOUTS[name]
+        jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
+        flavor = jobs[0].model.flavor
+        single = [layouts.job(alone(layout), opt, model={"flavor": flavor}) for opt in OPTIMIZERS]
     expected = reference(device.type, *(job.model_dump_json() for job in single))
     results = traces(jobs, layout.ranks, device.type)
     for number, right in enumerate(expected):
@@ -62,11 +75,20 @@ def check(name: str, device: Device) -> dict[str, Any]:
         assert_complete(found, right)
         for rank, own in enumerate(found):
             where = f"{jobs[number].optimizer.name}, rank {rank}"
-            if layout.convert and device.type == "cuda":
+            if (layout.convert or other == "GaLore") and device.type == "cuda":
                 compare_rounded(own, right, where)
             else:
                 compare(own, right, where)
     return {}
+
+
+def with_other(layout: Case, name: str) -> JobConfig:
+    """The tiny recipe with one of `OTHERS`."""
+    sections = {
+        "model": {"flavor": "deep"},
+        "optimizer": {"name": name, "lr": 1e-3, **OTHERS[name]},
+    }
+    return tiny.job(**layout.recipe(training={"max_norm": 0.3}, **sections))
 
 
 def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
@@ -88,4 +110,6 @@ def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
 
 def names(rehearsed: bool) -> list[str]:
     """The layouts: all, or in a rehearsal one of each kind."""
-    return ["FSDP 2", "TP 2", "CP 2, ring", "PP 2, 1F1B"] if rehearsed else list(LAYOUTS)
+    if rehearsed:
+        return ["FSDP 2", "TP 2", "CP 2, ring", "PP 2, 1F1B", "Muon: FSDP 2"]
+    return [*LAYOUTS, *(f"{other}: {layout}" for other in OTHERS for layout in AMONG)]
