@@ -38,9 +38,9 @@ class Trainer:
         batch = next(run.batches)
         lr = run.optimizers.begin(run.schedule(state.step + 1))
         losses = run.model.forward_backward(batch)
-        grad_norm = run.optimizers.clip()
+        grad_norm = run.optimizers.norm()
         status = run.agree(losses, grad_norm, batch.count)
         if run.guard.accepts(status):
-            run.optimizers.step()
+            run.optimizers.step(grad_norm, status.highest_norm)
         state.advance(status)
         run.meter.end_step(status, lr)

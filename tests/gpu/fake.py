@@ -72,7 +72,9 @@ def step(job: JobConfig, ranks: int, rank: int, kind: str = "cpu") -> dict[str, 
         count = torch.tensor(1.0, device=kind)
         loss = model.forward_backward([batch, batch], count)["loss"]
         gradients = sum(p.grad is not None for p in optimizers.names)
-        norm = optimizers.clip(job.training.max_norm)
+        norm = optimizers.norm()
+        if job.training.max_norm:
+            optimizers.clip(job.training.max_norm, norm)
         optimizers.step()
     assert loss.shape == norm.shape == ()
     assert loss.device.type == kind

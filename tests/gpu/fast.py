@@ -68,7 +68,6 @@ TOY = Model("debugmodel", 2, 64, {}, 512)
 
 COMPILE = "[compile]\nenable = true\n"
 WHOLE = COMPILE + 'granularity = "model"\n'
-SIMPLE = '[sharding]\nname = "simple_fsdp"\n'
 CHUNKS = "[loss]\nvocabulary_chunk = {chunk}\n"
 
 
@@ -86,8 +85,8 @@ ROWS = {
     "compiled, loss in chunks": COMPILE + CHUNKS,
     "Float8 tensorwise": COMPILE + float8("tensorwise"),
     "Float8 rowwise": COMPILE + float8("rowwise"),
-    "SimpleFSDP, whole": WHOLE + SIMPLE,
-    "SimpleFSDP, CUDA graphs": WHOLE + "cuda_graphs = true\n" + SIMPLE,
+    "compiled whole": WHOLE,
+    "CUDA graphs": WHOLE + "cuda_graphs = true\n",
     "operators recomputed": COMPILE + recompute("selective", 'selective_ac_option = "op"\n'),
     "every second block recomputed": COMPILE + recompute("selective", "selective_ac_option = 2\n"),
     "full recomputation": COMPILE + recompute("full"),

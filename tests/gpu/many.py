@@ -88,7 +88,7 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
             model.forward_backward([batch], torch.tensor(1.0, device=device.torch_device))
             device.synchronize()
             middle = time.perf_counter()
-            optimizers.clip(job.training.max_norm)
+            optimizers.clip(job.training.max_norm, optimizers.norm())
             optimizers.step()
             optimizers.begin(1.0)
             device.synchronize()

@@ -29,7 +29,6 @@ Sections = Mapping[str, dict[str, Any]]
 COMPILE: Sections = {"compile": {"enable": True}}
 WHOLE: Sections = {"compile": {"enable": True, "granularity": "model"}}
 BF16: Sections = {"training": {"mixed_precision_param": "bfloat16"}}
-SIMPLE: Sections = {"sharding": {"name": "simple_fsdp"}}
 DOCUMENTS: Sections = {"model": {"attn_mask_type": "block_causal"}}
 CHUNKS: Sections = {"loss": {"vocabulary_chunk": 100}}
 
@@ -103,6 +102,7 @@ CASES: dict[str, Case] = {
     "float32": case(),
     "bf16": case(BF16, bounds=HALF),
     "bf16, compiled": case(BF16, COMPILE, bounds=HALF),
+    "bf16, compiled whole": case(BF16, WHOLE, bounds=HALF),
     "compiled by block": case(COMPILE),
     "compiled whole": case(WHOLE),
     "full recomputation": case(recompute("full")),
@@ -118,10 +118,8 @@ CASES: dict[str, Case] = {
     "loss in chunks": case(CHUNKS),
     "loss in chunks, compiled": case(CHUNKS, COMPILE),
     "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
-    "SimpleFSDP": case(SIMPLE),
-    "SimpleFSDP, compiled whole": case(SIMPLE, WHOLE),
     "CUDA graphs": case(
-        SIMPLE, WHOLE, {"compile": {"cuda_graphs": True}, "training": {"local_batch_size": 8}}
+        WHOLE, {"compile": {"cuda_graphs": True}, "training": {"local_batch_size": 8}}
     ),
     "CPU offload": case({"training": {"enable_cpu_offload": True}}),
     "Float8 tensorwise": case(BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16),

@@ -108,13 +108,13 @@ def train(
             made.data = spoiled
         roll_back = made.divergence.roll_back
         run = around_step(made)
-        clip = run.optimizers.clip
+        norm = run.optimizers.norm
 
         def misled() -> Tensor:
             is_bad = run.state.step + 1 in bad and world.rank == sees
-            return clip() * (100 if is_bad else 1)
+            return norm() * (100 if is_bad else 1)
 
-        run.optimizers.clip = misled  # type: ignore[method-assign]
+        run.optimizers.norm = misled  # type: ignore[method-assign]
         trainer = Trainer(run)
         step = trainer.step
         outcome = Outcome(run.state, {}, None, [], [])
@@ -195,7 +195,9 @@ def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world, Observer(sinks=[]))
         update = run.optimizers.step
-        run.optimizers.step = lambda: None if run.state.step + 1 == at else update()  # type: ignore
+        run.optimizers.step = lambda *norms: (  # type: ignore[method-assign]
+            None if run.state.step + 1 == at else update(*norms)
+        )
         trainer = Trainer(run)
         with closing(run.batches), run.meter:
             for _ in range(job.training.steps):

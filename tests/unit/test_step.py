@@ -137,7 +137,8 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
     inner: Any = SimpleNamespace(
         in_backward=in_backward,
         begin=lambda factor: done.append("begin") or 1e-3 * factor,
-        clip=lambda max_norm, agree: agree(torch.tensor(max_norm)),
+        norm=lambda: torch.tensor(0.4),
+        clip=lambda max_norm, norm: done.append(f"clip {norm:g} to {max_norm}"),
         step=lambda: done.append("step"),
     )
     optimizers = StepOptimizers(
@@ -148,10 +149,13 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
         norm_of_all=lambda norm: 2 * norm,
     )
     assert optimizers.begin(0.5) == 5e-4
-    assert optimizers.clip() == pytest.approx(0.6)
-    optimizers.step()
+    norm = optimizers.norm()
+    assert norm == pytest.approx(0.8)
+    optimizers.step(norm, 0.8)
+    optimizers.step(norm, 0.2)  # well below the limit
     # Where the backward updates the weights, they have to be writable before it.
-    assert done == [*["wait"] * in_backward, "begin", "wait", "step"]
+    clipped = ["wait", "clip 0.8 to 0.3", "step"]
+    assert done == [*["wait"] * in_backward, "begin", *clipped, "wait", "step"]
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 

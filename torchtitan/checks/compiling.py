@@ -82,9 +82,8 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
         yield "nobody has recorded what context or async tensor parallelism sends"
     if t.enable_cpu_offload:
         yield "training.enable_cpu_offload moves the parameters in every step"
-    elif (degrees.data > 1 or t.dtype != t.mixed_precision_param) and not job.sharding.in_graph:
+    elif degrees.data > 1 and not job.sharding.in_graph:
         yield (
-            f"{job.sharding.name} gathers or casts parameters into other memory each time; use "
-            'sharding.name = "simple_fsdp", or one data rank whose '
-            "training.mixed_precision_param is training.dtype"
+            f"{job.sharding.name} gathers parameters into other memory each time; use "
+            'sharding.name = "simple_fsdp", or one data rank'
         )

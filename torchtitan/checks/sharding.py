@@ -12,13 +12,12 @@ SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """What gathers outside of the computation leaves no graph whole."""
-    t, c, degrees = job.training, job.compile, job.degrees(world.ranks)
-    casts = t.dtype != t.mixed_precision_param
-    has_work = degrees.data * degrees.cp > 1 or casts or t.enable_cpu_offload
+    c, degrees = job.compile, job.degrees(world.ranks)
+    has_work = degrees.data * degrees.cp > 1 or job.training.enable_cpu_offload
     in_one = c.compiles("model") and c.granularity == "model"
     if in_one and has_work and not job.sharding.in_graph:
         message = (
-            f'sharding.name = "{job.sharding.name}" gathers and casts in hooks around the blocks, '
+            f'sharding.name = "{job.sharding.name}" gathers in hooks around the blocks, '
             'which no graph can hold; use sharding.name = "simple_fsdp", or "block"'
         )
         yield Problem("compile.granularity", message, SECTIONS)

@@ -4,7 +4,7 @@ A name means the same on every layout, so state saved under any layout loads und
 whatever number of model parts or parameter groups held it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -68,24 +68,16 @@ class Optimizers:
         """What this rank holds of the gradients, to be changed in place."""
         return [local(p.grad) for p in self.names if p.grad is not None]
 
-    def clip(
-        self, max_norm: float, agree: Callable[[Tensor], Tensor] = lambda norm: norm
-    ) -> Tensor:
-        """Scale the gradients so that their global 2-norm is at most `max_norm` (0: no limit).
-
-        Args:
-            max_norm: the limit.
-            agree: from the norm of these ranks to that of all who take this step.
-
-        Returns:
-            The global norm before clipping, a plain 0-d tensor that is the same on every rank.
-        """
+    def norm(self) -> Tensor:
+        """The global 2-norm of the gradients, a plain 0-d tensor that is the same on every rank."""
         gradients = [p.grad for p in self.names if p.grad is not None]
-        norm = agree(global_norm(gradients, self.stages))
-        if max_norm > 0:
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_(self.gradients(), scale)
-        return norm
+        return global_norm(gradients, self.stages)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients so that their global 2-norm, which is `norm`, is at most
+        `max_norm`."""
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(self.gradients(), scale)
 
     def step(self) -> None:
         """Update the parameters."""

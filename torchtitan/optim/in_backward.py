@@ -54,16 +54,16 @@ class InBackward(Optimizers):
         self.optimizer_of[parameter].step()
         parameter.grad = None
 
-    def clip(
-        self, max_norm: float, agree: Callable[[Tensor], Tensor] = lambda norm: norm
-    ) -> Tensor:
+    def norm(self) -> Tensor:
         """The global norm of the gradients that were."""
-        assert not max_norm, "the update is made"
         by_layout: dict[Layout, list[Tensor]] = {}
         for layout, norm in (self.norms[p] for p in self.names if p in self.norms):
             by_layout.setdefault(layout, []).append(norm)
         self.norms.clear()
-        return agree(combined(by_layout, self.stages))
+        return combined(by_layout, self.stages)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        raise AssertionError("the update is made")
 
     def step(self) -> None:
         """The backward did it."""

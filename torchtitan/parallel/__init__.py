@@ -28,7 +28,14 @@ from torchtitan.parallel.executor import Executor, Losses, SingleStage
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
-from torchtitan.parallel.sharding import FSDP2, SHARDING, Precision, Sharding, ShardingConfig
+from torchtitan.parallel.sharding import (
+    FSDP2,
+    SHARDING,
+    Precision,
+    Sharding,
+    ShardingConfig,
+    casting,
+)
 from torchtitan.parallel.technique import Converters, Technique
 from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
 from torchtitan.tasks import Batch
@@ -191,6 +198,8 @@ def parallelize(
         compile.apply([part] if in_one else blocks.values(), layout.compile, options)
         if shards:
             sharding.apply(part, blocks)
+        elif layout.precision.casts:
+            casting.compute_in(part, layout.precision.compute)
     auxiliary.attach(parts)
     return ParallelModel(
         parts,

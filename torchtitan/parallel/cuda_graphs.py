@@ -4,8 +4,6 @@ A recording repeats the same kernels on the same addresses. Inductor copies a ba
 recording reads it, but expects parameters to stay where they are; and what a graph gives, gradients
 included, lies in memory that the next pass writes again (torch's documentation, "CUDAGraph Trees").
 So what moves parameters, or adds up gradients over several passes, is refused.
-
-Written from that documentation: no GPU has run it yet.
 """
 
 from dataclasses import dataclass

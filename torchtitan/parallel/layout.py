@@ -53,9 +53,8 @@ class Layout:
         return "never" if in_pipeline and default else chosen.fsdp_reshard_after_forward
 
     def shards(self, degrees: Degrees) -> bool:
-        """With one data rank and one dtype there is nothing to gather, to reduce or to cast."""
-        casts = self.precision.compute != self.precision.parameters
-        return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload or casts
+        """With one data rank there is nothing to gather or to reduce, but from host memory."""
+        return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
 
     def open_sharding(
         self, world: World, spec: ModelSpec[Args], args: Args, last_block: str

@@ -124,7 +124,7 @@ class Plan:
         if layout.sharding.never_whole:  # one part is computed with, and another arrives
             whole = 2 * max(block, outside) / self.degrees.fsdp
         bytes_each = layout.precision.compute.itemsize + layout.precision.reduce.itemsize
-        is_gathered = layout.shards(self.degrees)
+        is_gathered, casts = layout.shards(self.degrees), layout.precision.casts
         held = self._held(stage / (self.degrees.fsdp * self.degrees.tp))
         gathered = whole / self.degrees.tp * bytes_each if is_gathered else 0.0
         if isinstance(fsdp := layout.sharding, FSDP2):
@@ -132,9 +132,14 @@ class Plan:
                 gathered += stage / fsdp.regather_size * layout.precision.compute.itemsize
             if fsdp.accumulate_whole and self.accumulates:
                 gathered += stage / self.degrees.tp * layout.precision.reduce.itemsize
+        activations = of_samples.kept()
+        if casts and not is_gathered:  # the backward reads what was cast
+            is_kept = layout.activation_checkpoint.mode == "none"
+            cast = stage if is_kept else max(block, outside)
+            activations += cast / self.degrees.tp * layout.precision.compute.itemsize
         return self._fuller(
             held._replace(gathered=gathered),
-            activations=of_samples.kept(),
+            activations=activations,
             # As computed, in float32, its log-softmax, and the gradient of that.
             logits=of_samples.logits * (layout.precision.compute.itemsize + 12),
         )

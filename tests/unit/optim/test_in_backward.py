@@ -22,7 +22,7 @@ def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[
         torch.manual_seed(step)
         optimizers.begin(1 / (step + 1))
         model(torch.randn(5, 64)).square().sum().backward()
-        norms.append(optimizers.clip(0).item())
+        norms.append(optimizers.norm().item())
         optimizers.step()
     return [parameter.detach() for parameter in model.parameters()], norms
 

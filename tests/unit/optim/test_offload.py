@@ -23,7 +23,7 @@ def train(network: nn.Module, optimizers: Optimizers, steps: range) -> list[torc
         torch.manual_seed(step)
         optimizers.begin(1 / (step + 1))
         network(torch.randn(5, 8)).square().sum().backward()
-        optimizers.clip(1.0)
+        optimizers.clip(1.0, optimizers.norm())
         optimizers.step()
     return [parameter.detach().clone() for parameter in network.parameters()]
 

@@ -30,6 +30,11 @@ class Precision:
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
 
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are used in another dtype than they are stored in."""
+        return self.compute != self.parameters
+
 
 @dataclass(frozen=True)
 class Target:

@@ -10,7 +10,7 @@ Parameters keep their names, and lie as FSDP2 lays them, so checkpoints of one l
 Gradients are summed, never averaged, as in `fsdp2`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.parallel.settings import ReshardPolicy
-from torchtitan.parallel.sharding import bucketing
+from torchtitan.parallel.sharding import bucketing, casting
 from torchtitan.parallel.sharding.bucketing import Bucketing
 from torchtitan.parallel.sharding.fsdp2 import placement
 from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
@@ -133,23 +133,12 @@ def apply(
     are left alone.
     """
     axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
-    # One class for all modules alike, or the compiler would take each for another.
-    kinds: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
-        parameters = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter not in without
-        }
-        if not parameters:
-            continue
-        for name, parameter in parameters.items():
-            module.register_parameter(name, laid_out(parameter, mesh))
-        kind = type(module)
-        if (kind, *parameters) not in kinds:
-            read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
-            kinds[kind, *parameters] = _gathering(kind, parameters, read)
-        module.__class__ = kinds[kind, *parameters]
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in without:
+                module.register_parameter(name, laid_out(parameter, mesh))
+    read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
+    casting.read_by(model, read, without)
 
 
 def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
@@ -165,18 +154,6 @@ def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Para
     if isinstance(data, DTensor):
         placed = data_parallel_over(data, placed)
     return nn.Parameter(placed, requires_grad=parameter.requires_grad)
-
-
-def _gathering(
-    kind: type[nn.Module], names: Iterable[str], read: Callable[[Any], Tensor]
-) -> type[nn.Module]:
-    """A subclass of `kind` whose parameters of these names are read by `read`."""
-
-    def reader(name: str) -> property:
-        # By way of `_parameters`, where whoever lists or loads them still finds the parts.
-        return property(lambda module: read(module._parameters[name]))
-
-    return type(kind.__name__, (kind,), {name: reader(name) for name in names})
 
 
 def gather(

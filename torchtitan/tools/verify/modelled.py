@@ -172,8 +172,9 @@ class ModelledRun:
         norms = []
         for replica, run in enumerate(self.runs):
             self._give(replica, run)
-            norms.append(float(run.optimizers.clip()))
-            run.optimizers.step()
+            norm = run.optimizers.norm()
+            norms.append(float(norm))
+            run.optimizers.step(norm, norms[-1])
             run.state.step += 1
         self._agree_on_weights()
         return loss, max(norms)
