@@ -136,6 +136,8 @@ BY_TENSOR = (LowPrecisionAttention(scale="tensor", dtype="int8", rotation="v"),)
 BESIDE = (ZLoss(weight=0.01), NextLatent(warmup_steps=4))
 ALL_LOSSES = (*BESIDE, MultiToken(depth=2, final_weight=0.1, final_step=4))
 
+ALL_BESIDE: dict[str, Any] = {"chunk": 100, "auxiliary": ALL_LOSSES}
+
 LAYOUTS: dict[str, Case] = {
     # Data parallelism.
     "DDP 2": case(replicate=2),
@@ -248,6 +250,15 @@ LAYOUTS: dict[str, Case] = {
     "SimpleFSDP 2, all auxiliary losses": case(
         shard=2, chunk=100, auxiliary=ALL_LOSSES, sharding=SIMPLE
     ),
+    "PP 2, 1F1B, all auxiliary losses": schedule("1F1B", **ALL_BESIDE),
+    "PP 2, GPipe, all auxiliary losses": schedule("GPipe", **ALL_BESIDE),
+    "PP 2, Interleaved1F1B, all auxiliary losses": schedule("Interleaved1F1B", **ALL_BESIDE),
+    "TP 2 x PP 2, all auxiliary losses": case(2, tp=2, chunk=64, auxiliary=ALL_LOSSES),
+    "FSDP 2 x PP 2, documents, all auxiliary losses": case(
+        2, shard=2, documents=True, **ALL_BESIDE
+    ),
+    "HSDP 2 x 2, all auxiliary losses": case(replicate=2, shard=2, **ALL_BESIDE),
+    "CP 2, ring, all auxiliary losses": case(cp=2, **ALL_BESIDE, **RING),
     # SimpleFSDP.
     "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
     "SimpleFSDP, copies 2, added up afterwards": case(
@@ -292,6 +303,7 @@ if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, z-loss in chunks"] = schedule(
         "ZBVZeroBubble", chunk=100, auxiliary=BESIDE[:1]
     )
+    LAYOUTS["PP 2, ZBVZeroBubble, all auxiliary losses"] = schedule("ZBVZeroBubble", **ALL_BESIDE)
     LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
     LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)
 DAILY = (
@@ -300,7 +312,7 @@ DAILY = (
     *("TP 2", "TP 2, no sequence parallelism"),
     *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2"),
     *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2"),
-    *("one rank, loss in chunks", "PP 2, loss in chunks"),
+    *("one rank, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
     *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
     *("TP 2, attention in Float8, full recomputation", "TP 2 x PP 2, auxiliary losses"),

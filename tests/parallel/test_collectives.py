@@ -105,6 +105,7 @@ CASES: dict[str, Case] = {
     "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
     "rotated 2, copies 2": LAYOUTS["rotated 2, copies 2"],
     "rotated 2 x CP 2, documents": LAYOUTS["rotated 2 x CP 2, documents"],
+    "PP 2, 1F1B, all auxiliary losses": LAYOUTS["PP 2, 1F1B, all auxiliary losses"],
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
 }
 

@@ -67,10 +67,5 @@ def _against_depths(config: MultiToken, job: JobConfig) -> Iterator[str]:
             "each depth would hold logits of its own, as many as the model; use "
             "loss.vocabulary_chunk above 0, as 8192"
         )
-    if job.parallelism.pipeline_parallel_degree > 1:
-        yield (
-            "its modules share the embedding, which stands on the first stage of a pipeline, and "
-            "the output, on the last; use parallelism.pipeline_parallel_degree = 1"
-        )
     if config.depth >= job.training.seq_len:
         yield f"no token of a sequence of {job.training.seq_len} is followed by {config.depth} more"

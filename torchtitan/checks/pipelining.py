@@ -40,7 +40,11 @@ def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         rests_on = ("training.local_batch_size", *DEGREES)
         yield Problem("parallelism.pipeline_parallel_microbatch_size", message, rests_on)
         return
-    python = {"loss.vocabulary_chunk": job.loss.vocabulary_chunk, "[[convert]]": job.convert}
+    python = {
+        "loss.vocabulary_chunk": job.loss.vocabulary_chunk,
+        "[[convert]]": job.convert,
+        "auxiliary losses": job.auxiliary_losses or auxiliary_losses(model.empty()),
+    }
     planned = Planned(
         p,
         model.spec,
@@ -206,8 +210,6 @@ class Planned:
                 'Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
                 "selective_ac_option"
             )
-        if auxiliary_losses(self.network):
-            yield "and auxiliary losses of modules are part of the first only; use Interleaved1F1B"
         if self.functions and not keeps_nodes_of_functions():
             yield (
                 f"and this version of torch does not keep what {' and '.join(self.functions)} left "

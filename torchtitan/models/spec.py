@@ -56,6 +56,10 @@ class SampleShapes(NamedTuple):
     others: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """What blocks hand on, by patterns of their names, where it is not `hidden`."""
 
+    beside: int = 0
+    """How many hidden states more the stages of a pipeline hand on in training, for what its last
+    one makes auxiliary losses of; they follow in the dim of samples."""
+
     def after(self, module: str) -> tuple[int, ...]:
         """The hidden states that a block, or what is before all blocks, hands on."""
         found = (shape for pattern, shape in self.others.items() if fnmatchcase(module, pattern))

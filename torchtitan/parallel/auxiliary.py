@@ -25,7 +25,7 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, total: Tensor, scale: Tensor) -> Tensor:
         context.scale = scale.to(total.dtype)
-        return x.view_as(x)
+        return x.data  # no view: one that leaves a stage cannot be detached there
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:

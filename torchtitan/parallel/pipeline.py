@@ -29,11 +29,18 @@ class Shapes(NamedTuple):
     inputs: tuple[int, ...]
     input_dtype: torch.dtype
     hidden: tuple[tuple[int, ...], ...]
-    """What each stage hands on; of the last, what it would if it were not."""
+    """What each stage hands on in an evaluation; of the last, what it would if it were not."""
     outputs: tuple[int, ...] | None
     """None: the last stage gives the loss, one number."""
     dtype: torch.dtype
     """Of the hidden states and the outputs."""
+    beside: int = 0
+    """How many more of them a stage hands on in training, in the dim of samples."""
+
+    @property
+    def trained(self) -> list[tuple[int, ...]]:
+        """What each stage hands on in training."""
+        return [((1 + self.beside) * size, *rest) for size, *rest in self.hidden]
 
 
 class Pipeline:
@@ -87,7 +94,7 @@ class Pipeline:
         last = ((), wide) if shapes.outputs is None else (shapes.outputs, dtype)
         *hidden, end = (
             torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
-            for shape, kind in (*((shape, dtype) for shape in shapes.hidden[:-1]), last)
+            for shape, kind in (*((shape, dtype) for shape in shapes.trained[:-1]), last)
         )
         stages = []
         for stage, part in self.parts.items():

@@ -293,6 +293,7 @@ def _of_borders(work: Work, plan: Stages, mine: int) -> Iterator[Traffic]:
         if one != other:
             yield from formulas.of_stages(
                 work.hidden(plan.units[stage][-1])
+                * (1 + work.shapes.beside)
                 // (work.degrees.tp if work.splits_stream else 1),
                 onwards=(one == mine) * work.times,
                 back=(other == mine) * work.times,

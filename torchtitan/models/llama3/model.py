@@ -10,6 +10,7 @@ F feed-forward dim, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -177,8 +178,10 @@ class Llama3(nn.Module):
 
     Build it under `torch.device("meta")`, then call `to_empty` and `init_buffers`, and draw the
     weights. A pipeline stage is this module with parts taken away: without `tok_embeddings` it
-    takes hidden states, without `norm` it returns them. If weights are tied, `tok_embeddings` is
-    read a second time at the end, so it must be sharded together with the root, not by itself.
+    takes hidden states, without `norm` it returns them. For multi-token prediction they are
+    (B + A B, S, D) in training: those of later tokens pass through all stages as they are embedded.
+    If weights are tied, `tok_embeddings` is read a second time at the end, so it must be sharded
+    together with the root, not by itself.
     """
 
     def __init__(self, args: Llama3Args, seq_len: int) -> None:
@@ -192,6 +195,7 @@ class Llama3(nn.Module):
             TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.loss = LinearLoss()
+        self.multi_token = args.multi_token
         self.auxiliary = self._auxiliary(args)
 
     def _auxiliary(self, args: Llama3Args) -> nn.ModuleDict | None:
@@ -222,7 +226,7 @@ class Llama3(nn.Module):
         """Token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
 
         Args:
-            tokens: (B, S) int64, or hidden states (B, S, D) for a later stage of a pipeline.
+            tokens: (B, S) int64, or for a later stage of a pipeline what the one before returned.
             positions: (B, S) int64, where each token stands in its sequence; None: 0 to S - 1.
             documents: which document each token belongs to, for a mask that keeps them apart;
                 (B, S) int64.
@@ -232,11 +236,19 @@ class Llama3(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, S, D)
+        depths = self.multi_token if torch.is_grad_enabled() else 0
+        later: Sequence[Tensor] = ()  # A times (B, S, D)
+        if self.tok_embeddings is None:
+            x, *later = tokens.chunk(1 + depths)
+        else:
+            x = self.tok_embeddings(tokens)  # (B, S, D)
+            if depths:
+                assert ahead_tokens is not None, "a batch tells what follows"
+                later = [self.tok_embeddings(each) for each in ahead_tokens.unbind(-1)]
         for block in self.layers.values():
             x = block(x, positions, documents)
         if self.norm is None:
-            return x
+            return torch.cat((x, *later)) if later else x
         hidden, x = x, self.norm(x)
         extra = self.auxiliary if torch.is_grad_enabled() else None
         if extra is not None and "next_latent" in extra:
@@ -252,14 +264,13 @@ class Llama3(nn.Module):
             return ended
         weight = cast(Tensor, of_logits.weight)
         ended = self.loss(x, weight, targets)
-        if extra is not None and "1" in extra:
-            assert ahead_tokens is not None, "a batch tells what follows"
+        if later:
+            assert extra is not None, "its modules stand on the stage of the last norm"
             assert ahead_targets is not None, "a batch tells what follows"
-            assert self.tok_embeddings is not None, "the embedding is on the same stage"
-            follows = zip(ahead_tokens.unbind(-1), ahead_targets.unbind(-1), strict=True)
-            for depth, (later, of_later) in enumerate(follows, 1):
+            follows = zip(later, ahead_targets.unbind(-1), strict=True)
+            for depth, (embedded, of_later) in enumerate(follows, 1):
                 module = cast(AheadModule, extra[str(depth)])
-                hidden = module(hidden, self.tok_embeddings(later), positions, documents)
+                hidden = module(hidden, embedded, positions, documents)
                 total = extra["ahead_loss"](module.norm(hidden), weight, of_later.contiguous())
                 ended = module.loss(ended, total)
         return ended

@@ -17,9 +17,11 @@ from torchtitan.models.spec import (
     InitialWeight,
     MinShape,
     ModelSpec,
+    SampleShapes,
     TensorRole,
     build_empty,
     count_parameters,
+    shapes_of_tokens,
 )
 
 VOCAB_SIZE = 128_256
@@ -95,6 +97,11 @@ def init_std(args: Llama3Args, name: str) -> InitialWeight:
     if name.endswith((".wo.weight", ".w2.weight")):
         return 0.02 / math.sqrt(2 * args.n_layers)
     return 0.02
+
+
+def shapes(args: Llama3Args, seq_len: int) -> SampleShapes:
+    """Later tokens are embedded on the first stage, and their hidden states go along."""
+    return shapes_of_tokens(args, seq_len)._replace(beside=args.multi_token)
 
 
 def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
@@ -193,6 +200,7 @@ LLAMA3 = ModelSpec(
     kept_by_block=kept_by_block,
     heads=heads,
     shrink=shrink,
+    shapes=shapes,
     formats={"hf": HUGGING_FACE, "meta": META},
     open_vocabulary=("debugmodel",),
     settings=Llama3Config,
