@@ -19,7 +19,9 @@ from torchtitan.metrics import Meter
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
+from torchtitan.optim.qk_clip import QKClip, heads_of
 from torchtitan.parallel import Launch, World, stages
+from torchtitan.parallel.attention_logits import LargestLogits, attentions
 from torchtitan.parts import Observer, Parts
 from torchtitan.resilience.replicas import ReplicaGroup
 from torchtitan.resilience.replicas.step import GroupBatches, GroupGuard, GroupModel
@@ -121,6 +123,10 @@ def around_step(parts: Parts) -> Run:
     tasks: list[AfterStep] = []
     session: list[AbstractContextManager[object]] = [parts.meter, parts.profiler, parts.stop]
 
+    if job.optimizer.logit_limit:
+        limit = LogitLimit(parts, step_optimizers.after_update)
+        model = ProbedModel(model, before=limit.begin, after=limit.measure)
+        step_optimizers.after_update = limit.apply
     if job.auxiliary_losses:
         weigh = parts.model.auxiliary.begin
         model = ProbedModel(model, before=lambda batch: weigh(state.step + 1))
@@ -308,6 +314,43 @@ class StatisticsProbe:
         """After a step."""
         if self.found:
             self.parts.meter.measured(state.step, "statistics", **self.found)
+
+
+class LogitLimit:
+    """Measures the logits of attention in a step, and scales heads down after the update."""
+
+    def __init__(self, parts: Parts, after_update: Callable[[], None]) -> None:
+        """`after_update` is what else is done then, after it."""
+        job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
+        self.meter, self.after_update = parts.meter, after_update
+        parameters = [assigned.parameter for assigned in parts.optimizers.assignments]
+        assert spec.queries_and_keys is not None, "the recipe was checked"
+        queries = spec.queries_and_keys[0]
+        own = {
+            name: heads_of(parameters, f"{name}.{queries}")
+            for part in parts.model.parts
+            for name, _ in attentions(part)
+        }
+        heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
+        self.logits = LargestLogits(parts.model.parts, heads, world, job.parallelism)
+        self.clip = QKClip(
+            job.optimizer.logit_limit, parameters, spec.queries_and_keys, self.logits.places
+        )
+        self.largest = self.logits.all
+
+    def begin(self, batch: StepBatch) -> None:
+        """Before a step's forward."""
+        self.logits.begin()
+
+    def measure(self, batch: StepBatch) -> None:
+        """After its backward."""
+        self.largest = self.logits.agree()
+        self.meter.record(max_attention_logit=self.largest.max())
+
+    def apply(self) -> None:
+        """After its update."""
+        self.clip.apply(self.largest)
+        self.after_update()
 
 
 def open_replica_group(parts: Parts) -> ReplicaGroup:

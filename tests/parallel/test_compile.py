@@ -105,6 +105,30 @@ CASES: dict[str, tuple[Case, int]] = {
 }
 
 
+@pytest.mark.gate
+@pytest.mark.parametrize("recompute", [{}, OPERATORS], ids=["", "operators recomputed"])
+def test_muon_is_compiled_with_the_rest(recompute: dict[str, Any]) -> None:
+    """Its iteration, and the logits that are watched in the blocks."""
+    optimizer = {"name": "Muon", "lr": 1e-3, "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
+
+    def made(layout: Case, **settings: Any) -> JobConfig:
+        sections = {"training": {"steps": 2}, "compile": settings}
+        clipped = optimizer | {"qk_clip": 0.02 if recompute else 0.0}
+        return tiny.job(**layout.recipe(model={"flavor": "deep"}, optimizer=clipped, **sections))
+
+    (expected,) = run_ranks(trace, 1, made(layouts.ONE), True)
+    layout = case(shard=2, recompute=recompute)
+    for found, (line, *warned) in run_ranks(
+        compiled, 2, made(layout, enable=True, backend="aot_eager")
+    ):
+        compare(found, expected)
+        assert line == (
+            f"compile: 6 graphs of {BLOCKS} blocks and the loss and the update, 0 graph breaks, "
+            "0 recompilations"
+        )
+        assert not warned
+
+
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, every second block recomputed"]))
 def test_it_is_the_same_run(name: str) -> None:
     layout, graphs = CASES[name]

@@ -165,6 +165,9 @@ class ModelSpec(Generic[Args]):
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
     """(arguments, parameter name) to the dim along which its heads of attention lie, and how many
     there are; None: it has none."""
+    queries_and_keys: tuple[str, str] | None = None
+    """What the linears are called that make them, beside each `SelfAttention`, where logits grow
+    with their weights; None: they do not, as where queries and keys are normalised."""
     shrink: Callable[[Args, MinShape], Args] = lambda args, _: args
     """Arguments to those of a network of the same structure that trains in seconds on a CPU."""
     formats: Mapping[str, WeightFormat[Args]] = field(default_factory=dict)

@@ -173,6 +173,11 @@ class OptimizerConfig(UpdateRule):
     )
 
     @property
+    def logit_limit(self) -> float:
+        """Heads of attention are scaled down whose largest logit is above it; 0: none is."""
+        return 0.0
+
+    @property
     def rounded_by(self) -> str:
         """The key that says in what states are stored, where one does."""
         return "state_dtype" if "state_dtype" in type(self).model_fields else "name"

@@ -107,6 +107,7 @@ def _keep_dear_operators() -> Any:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torchtitan.context_attention.default,
+        torch.ops.torchtitan.largest_logits.default,
         # A rank's part of a sum is small, and every rank waits for it; a gathered whole is large.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }

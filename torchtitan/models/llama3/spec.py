@@ -199,6 +199,7 @@ LLAMA3 = ModelSpec(
     flops_per_unit=flops_per_unit,
     kept_by_block=kept_by_block,
     heads=heads,
+    queries_and_keys=("wq", "wk"),
     shrink=shrink,
     shapes=shapes,
     formats={"hf": HUGGING_FACE, "meta": META},
