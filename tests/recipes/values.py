@@ -98,6 +98,8 @@ def _keys() -> list[tuple[str, dict[str, str], set[str]]]:
         chosen = {f"{place.path}.name": place.choice} if place.choice else {}
         if place.owner:
             chosen[f"{place.path.rpartition('.')[0]}.name"] = place.owner
+        if place.choice == "vit_mae":
+            chosen["data.dataset"] = "scenes"  # the default is text
         for key, info in place.settings.model_fields.items():
             types = json_types(field_schema(info)) if kind_of(info) is info else {"array"}
             types |= {"array"} if "tuple" in str(info.annotation) else set()

@@ -74,8 +74,7 @@ def apply(
     Returns:
         The names of the blocks that recompute.
     """
-    if config.mode == "memory_budget":
-        set_activation_memory_budget(config.memory_budget)
+    set_activation_memory_budget(config.memory_budget if config.mode == "memory_budget" else 1.0)
     chosen = set(order[:: config.every]) if config.every else set()
     names = [name for name in blocks if name in chosen]
     for name in names:

@@ -121,6 +121,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
+    if isinstance(module, nn.Linear) and style.weight == Replicate():
+        module.forward = partial(_project, module)  # type: ignore[method-assign]
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
@@ -159,6 +161,21 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     is_mine = (local >= 0) & (local < len(rows))
     found = F.embedding(torch.where(is_mine, local, 0), rows) * is_mine[..., None]
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
+
+
+def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
+    """Each rank has the whole matrix, and multiplies the positions that it has.
+
+    On plain tensors, since torch 2.11's DTensor does not fold a split sequence into a batch.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    assert "bias" not in dict(module.named_parameters())
+    grads = Partial() if x.placements[0].is_shard() else Replicate()
+    product = F.linear(x.to_local(), weight.to_local(grad_placements=[grads]))
+    return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
 
 
 @dataclass(frozen=True)
