@@ -55,10 +55,22 @@ def wandb_records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
-def _losses(records: list[Any]) -> Iterator[tuple[int, float]]:
+def history_rows(records: list[Any]) -> Iterator[dict[str, Any]]:
+    """What was logged; the parts of a value that is no number are joined again."""
     for record in records:
         if record.HasField("history"):
-            items = record.history.item
-            row = {item.nested_key[0]: json.loads(item.value_json) for item in items}
-            if "loss" in row:
-                yield row["step"], row["loss"]
+            row: dict[str, Any] = {}
+            for item in record.history.item:
+                name, *rest = item.nested_key
+                value = json.loads(item.value_json)
+                if rest:
+                    row.setdefault(name, {})[".".join(rest)] = value
+                else:
+                    row[name] = value
+            yield row
+
+
+def _losses(records: list[Any]) -> Iterator[tuple[int, float]]:
+    for row in history_rows(records):
+        if "loss" in row:
+            yield row["step"], row["loss"]

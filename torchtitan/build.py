@@ -12,7 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from torchtitan.checkpoint import Checkpointer, InMemoryState, TrainState
-from torchtitan.data import Batch
+from torchtitan.data import DATASETS, Batch
+from torchtitan.data.images.opening import IMAGES
 from torchtitan.device import collect_garbage
 from torchtitan.job import JobConfig
 from torchtitan.metrics import Meter
@@ -30,6 +31,7 @@ from torchtitan.resilience.stop import StopSignal
 from torchtitan.step import (
     Agreement,
     Batches,
+    CountedBatches,
     Flag,
     GlobalLosses,
     Losses,
@@ -42,6 +44,7 @@ from torchtitan.step import (
     StepStatus,
     UpdateGuard,
 )
+from torchtitan.tasks import Task
 from torchtitan.tasks.task import previewed
 from torchtitan.validate import Validator
 
@@ -130,6 +133,11 @@ def around_step(parts: Parts) -> Run:
     if job.auxiliary_losses:
         weigh = parts.model.auxiliary.begin
         model = ProbedModel(model, before=lambda batch: weigh(state.step + 1))
+    if counts_corrupt_images(job, parts.task):
+        batches = CountedBatches(
+            *(batches, parts.data.left_out, world, timeline),
+            record=lambda count: parts.meter.record(corrupt_images=count),
+        )
     if job.fault_tolerance.enable:
         group = open_replica_group(parts)
         batches = GroupBatches(batches, group, state, parts.meter, timeline)
@@ -196,6 +204,15 @@ def open_session(
         yield
         parts.checkpoint.finish()
     parts.divergence.raise_if_diverged()
+
+
+def counts_corrupt_images(job: JobConfig, task: Task) -> bool:
+    """Whether the run skips images that cannot be decoded, and can say how many these were.
+
+    A replica group that is lost leaves lanes behind that others' samples have passed.
+    """
+    has_images = DATASETS[job.data.dataset].kind in IMAGES if task.content == "images" else False
+    return has_images and job.data.images.corrupt == "skip" and not job.fault_tolerance.enable
 
 
 def in_order(tasks: Sequence[AfterStep], state: TrainState) -> None:

@@ -92,6 +92,33 @@ class RankBatches:
         return StepBatch(batches, count)
 
 
+class CountedBatches:
+    """Batches of a source that leaves out what it cannot read; the metrics say how much it was."""
+
+    def __init__(
+        self,
+        inner: Batches,
+        left_out: Callable[[], int],
+        world: World,
+        timeline: Timeline,
+        record: Callable[[Tensor], None],
+    ) -> None:
+        """
+        Args:
+            left_out: how much this rank has left out since the run began.
+            record: takes that of all ranks, before each step.
+        """
+        self.inner, self.left_out, self.record = inner, left_out, record
+        self.world, self.timeline, self.close = world, timeline, inner.close
+
+    def __next__(self) -> StepBatch:
+        batch = next(self.inner)
+        own = torch.tensor(self.left_out(), device=self.world.device.torch_device)
+        with self.timeline.phase("sync"):
+            self.record(self.world.sum(own, over="data"))
+        return batch
+
+
 class StepModel(Protocol):
     """The model as a step sees it."""
 

@@ -71,7 +71,8 @@ def ran(
         differs=differs or {},
         ranks=4,
         layout={"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1} | (layout or {}),
-        tokens_per_step=tokens,
+        unit="tokens",
+        units_per_step=tokens,
         runs=tuple(
             FinishedRun(
                 f"runs/{round}-{noise.getrandbits(32):08x}",
@@ -116,7 +117,8 @@ def absent(name: str, status: str, reasons: tuple[str, ...]) -> Variant:
         differs={"parallelism.tensor_parallel_degree": 3},
         ranks=4,
         layout={"tp": 3},
-        tokens_per_step=16_384,
+        unit="tokens",
+        units_per_step=16_384,
         runs=(),
         tps=None,
         ratio=None,

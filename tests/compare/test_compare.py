@@ -144,7 +144,7 @@ def test_other_data_are_no_parity(tmp_path: Path) -> None:
         *("baseline", "not judged", "not judged"),
     ]
     assert "debug.seed" in report.variants[1].parity.why
-    assert any("as many tokens a step" in note for note in report.notes)
+    assert "The variants do not train on as much a step: 256 tokens, 512 tokens." in report.notes
 
 
 def test_a_comparison_from_the_command_to_the_report(

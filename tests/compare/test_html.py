@@ -191,12 +191,12 @@ def relative(variant: Variant, base: Variant, name: str, along: str) -> tuple[li
 
 
 @needs_browser
-@pytest.mark.parametrize("along", ["steps", "tokens"])
+@pytest.mark.parametrize("along", ["steps", "units"])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_plotted_curves_are_those_of_the_report(
     report: Report, opened: SimpleNamespace, name: str, along: str
 ) -> None:
-    opened.page.get_by_role("radio", name=along).check()
+    opened.page.get_by_role("radio", name=along.replace("units", "tokens")).check()
     found = {trace["variant"]: trace for trace in traces(opened.page, name)}
     assert list(found) == [variant.name for variant in report.ran]
     apart = {t["variant"]: t for t in traces(opened.page, f"{name}-difference") if "variant" in t}

@@ -242,7 +242,7 @@ def test_shipped_studies_can_run_where_they_are_meant_to(
         for ready in found
         if not ready.problems
     }
-    assert len(batches) == 1, "variants of a study train on as many tokens a step"
+    assert len(batches) == 1, "variants of a study train on as much a step"
     assert study.conditions.description
     twin = path.with_name("_".join([*path.stem.split("_")[:-1], "debug"]) + ".toml")
     assert twin in STUDIES, "each study has a twin for a laptop"

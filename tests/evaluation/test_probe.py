@@ -1,6 +1,7 @@
 """The linear probe: its regression, what it prints, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.vision import train as train_and_probe
 from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import SPEC
+from tests.test_docs import ROOT
 from tests.training.test_pictures import MODEL
 from torchtitan.models import MODELS
 from torchtitan.tools.cli import main
@@ -54,6 +57,25 @@ def untrained(tmp_path: Path) -> Path:
     )
     run_ranks(train, 1, job)
     return tmp_path / "run"
+
+
+@pytest.mark.gate
+def test_a_trained_encoder_tells_more_than_a_new_one(tmp_path: Path) -> None:
+    """Two thirds of the debug recipe's steps; benchmarks/vision.py has all of them, three times."""
+    few = ("--training.steps=400", "--lr_scheduler.warmup_steps=40", "--validation.freq=400")
+    found = train_and_probe(0, tmp_path, *few)
+    assert found.losses[-1] < 0.4
+    assert found.trained > found.random + 0.3
+
+
+def test_the_page_tells_so_of_the_whole_recipe() -> None:
+    page = (ROOT / "benchmarks/results/vision.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert [row for row in rows[1:5] if row not in (ROOT / "docs/vision.md").read_text()] == []
+    # The lowest of several seeds, and the highest.
+    spans = [re.findall(r"\d\.\d+", row.split("|")[2]) for row in rows[1:5]]
+    *_, new, trained = ([float(number) for number in span] for span in spans)
+    assert trained[1] > new[2] + 0.3
 
 
 def test_what_a_probe_finds_is_printed(untrained: Path, capsys: pytest.CaptureFixture[str]) -> None:

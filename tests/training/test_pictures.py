@@ -10,7 +10,8 @@ from PIL import Image
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import trace, train
+from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import ModelConfig
@@ -89,3 +90,33 @@ def test_a_picture_that_is_off_is_not_drawn(tmp_path: Path) -> None:
 def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path: Path) -> None:
     found = tiny.problems(job(tmp_path, pipeline_parallel_degree=2), severity="note", ranks=2)
     assert "nothing is drawn" in next(p.message for p in found if p.path == "validation.picture")
+
+
+def test_weights_and_biases_is_given_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WANDB_OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    recipe = job(tmp_path).model_dump()
+    recipe["metrics"] |= {"enable_tensorboard": False, "enable_wandb": True}
+    run_ranks(train, 1, JobConfig.model_validate(recipe))
+    [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    logged = [row for row in history_rows(ended(log)) if "validation" in row]
+    assert [row["step"] for row in logged] == [1, 2]
+    for row in logged:
+        picture = log.parent / "files" / row["validation"]["path"]
+        ours = tmp_path / f"pictures/step-{row['step']:06}.png"
+        assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(ours)))
+
+
+def test_the_loss_falls() -> None:
+    """Far below that of the mean of each patch, in a hundred steps of the tiny model."""
+    made = tiny.job(
+        model=MODEL,
+        data={"dataset": "scenes", "images": {"augment": False}},
+        training={"steps": 100, "local_batch_size": 32, "global_batch_size": 32},
+        optimizer={"name": "AdamW", "lr": 3e-3},
+    )
+    ((first, *_, last),) = (found.losses for found in run_ranks(trace, 1, made))
+    assert first > 1
+    assert last < 0.8

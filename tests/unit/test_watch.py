@@ -97,6 +97,15 @@ def test_what_is_shown_of_a_run(tmp_path):
     ]
 
 
+def test_a_run_of_images_counts_images(tmp_path):
+    rows = [report(step) for step in (1, 10)]
+    for row in rows:
+        row |= {"images": row.pop("tokens"), "images_per_second": row.pop("tps")}
+    found = lines(write(tmp_path / "run", rows))
+    assert "images      10,000" in found
+    assert any(line.startswith("speed       500 images/s/device now") for line in found)
+
+
 def test_a_run_without_recipe_and_with_what_is_not_known(tmp_path):
     row = report(3, loss=None, mfu=None, tps=None, grad_norm=None, non_finite={"loss": "nan"})
     folder = write(tmp_path / "bare", [row], recipe=None)

@@ -43,7 +43,7 @@ DATASETS: dict[str, Dataset] = {
         "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
     ),
     "synthetic": Dataset("synthetic", "random tokens, to measure speed without reading anything"),
-    "scenes": Dataset("scenes", "patterns with classes, drawn, no download", content="images"),
+    "scenes": Dataset("scenes", "figures with classes, drawn, no download", content="images"),
     "scenes_validation": Dataset(
         "scenes", "others like them, held out", split="validation", content="images"
     ),

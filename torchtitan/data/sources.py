@@ -47,6 +47,11 @@ class ShuffledDocuments:
     def epoch(self, position: Position) -> int:
         return position.round
 
+    def passed(self, position: Position, lane: int, lanes: int) -> int:
+        """How many documents of a lane come up to the one at `position`, and with it."""
+        number = position.round * len(self._documents) + position.document
+        return (number - lane) // lanes + 1
+
     def advice(self, lanes: int) -> str | None:
         if (count := len(self._documents)) >= lanes:
             return None

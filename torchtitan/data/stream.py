@@ -25,6 +25,7 @@ from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import Record
 from torchtitan.data.order import Document, Identity, Position, Source
 from torchtitan.data.settings import DataConfig
+from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.logging import logger
 
 State = dict[str, Any]
@@ -171,12 +172,32 @@ class DataStream:
         positions = [Position(r.round, r.document) for r in self._records.values() if r]
         return max(map(self._source.epoch, positions), default=0)
 
-    def state_dict(self) -> State:
-        """What this rank has consumed; to be taken between steps and merged over the ranks."""
+    @property
+    def samples(self) -> int:
+        """Of the whole run, until now; to be asked between steps."""
         steps, rest = divmod(self._served, self._per_step)
         assert not rest, "the state of a data stream is taken between steps"
+        return self._samples_before + steps * self._global_batch
+
+    def left_out(self) -> int:
+        """How many documents this rank's lanes have left out since the run began.
+
+        It follows from where they stand: each document that a lane has passed is a sample, or was
+        left out. So no state is kept for it, and reading ahead has no part in it.
+        """
+        assert isinstance(self._source, ShuffledDocuments), "it numbers its documents"
+        each, rest = divmod(self.samples, self._lanes)
+        return sum(
+            self._source.passed(Position(record.round, record.document), lane, self._lanes)
+            - (each + (lane < rest))
+            for lane in set(self._turns)
+            if (record := self._records[lane])
+        )
+
+    def state_dict(self) -> State:
+        """What this rank has consumed; to be taken between steps and merged over the ranks."""
         return {
-            "samples": self._samples_before + steps * self._global_batch,
+            "samples": self.samples,
             "lanes": {str(lane): record and list(record) for lane, record in self._records.items()},
             "identity": self._identity(),
         }

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchtitan.data.images.picture import write_png
+from torchtitan.data.images.picture import pixels, write_png
 from torchtitan.logging import logger, on_terminal
 
 Value = float | int | str | None
@@ -302,8 +302,8 @@ class WandB:
     def picture(self, step: int, picture: Tensor) -> None:
         import wandb
 
-        pixels = picture.permute(1, 2, 0).numpy()
-        self.run.log({"step": step, "validation": wandb.Image(pixels)})
+        # Of floating-point numbers it would take 1 for nearly black.
+        self.run.log({"step": step, "validation": wandb.Image(pixels(picture))})
 
     def close(self, summary: Metrics) -> None:
         if self.run is not None:

@@ -1,5 +1,6 @@
 """Images: drawn scenes, what is cut from an image, and the order in which lanes read them."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -17,6 +18,9 @@ from torchtitan.data.images.settings import ImagesConfig
 from torchtitan.data.images.source import ImageView, ShuffledImages
 from torchtitan.data.images.views import view
 from torchtitan.data.order import Document, Position
+from torchtitan.data.stream import DataStream, merge_states
+from torchtitan.models.vit_mae.spec import FLAVORS
+from torchtitan.tasks.masked_autoencoder import MaskedImages, MaskedPatches
 
 
 def taken(source: ShuffledImages, lane: int, lanes: int, count: int) -> list[Document]:
@@ -147,6 +151,53 @@ def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog: pytest.LogCapture
     assert source.corrupt == {f"scene {n}": f"scene {n}: bits are missing" for n in (4, 9)}, (
         "each is counted once, however often it comes"
     )
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads: int) -> None:
+    args = FLAVORS["debugmodel"]
+    packing = MaskedPatches(dataclasses.replace(args, image_size=8), seed=0)
+    config = DataConfig(dataset="scenes", num_workers=threads)
+
+    def streams(ranks: int) -> list[DataStream]:
+        return [
+            DataStream(
+                *(config, broken(4, 9), packing),
+                local_batch_size=2,
+                accumulation=4 // ranks,
+                rank=rank,
+                ranks=ranks,
+            )
+            for rank in range(ranks)
+        ]
+
+    def counted(of_ranks: list[DataStream], steps: int) -> tuple[list[int], set[int]]:
+        counts, seen = [], set()
+        for _ in range(steps):
+            for stream in of_ranks:
+                for _ in range(4 // len(of_ranks)):
+                    batch = next(stream)
+                    assert isinstance(batch, MaskedImages)
+                    seen |= {int(image.sum() * 1e4) for image in batch.images(args.patch_size)}
+            counts.append(sum(stream.left_out() for stream in of_ranks))
+        return counts, seen
+
+    one, four = streams(1), streams(4)
+    whole, seen = counted(one, 9)
+    assert counted(four, 9) == (whole, seen)
+    # A lane of 8 has served 9 images: what of the others' sequence cannot be read until the ninth?
+    lanes = [[d.content.number in (4, 9) for d in taken(broken(), n, 8, 30)] for n in range(8)]
+    ninth = [[i for i, skipped in enumerate(lane) if not skipped][8] for lane in lanes]
+    assert whole[-1] == sum(sum(lane[:end]) for lane, end in zip(lanes, ninth, strict=True)) > 9
+
+    first, second = streams(2), streams(4)
+    assert counted(first, 4)[0] == whole[:4]
+    merged = merge_states([stream.state_dict() for stream in first])
+    for stream in second:
+        stream.load_state_dict(merged)
+    assert counted(second, 5)[0] == whole[4:]
+    for stream in (*one, *four, *first, *second):
+        stream.close()
 
 
 def test_a_lane_of_corrupt_images_alone_ends_the_run() -> None:

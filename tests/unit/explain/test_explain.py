@@ -67,8 +67,8 @@ def whole(tmp_path: Path) -> Path:
 def test_facts_are_those_of_the_steps_after_the_first(whole: Path) -> None:
     facts = read_facts(whole)
     assert facts.layout == {"dp_shard": 4, "tp": 2}
-    assert (facts.step, facts.tokens, facts.tokens_a_step) == (20, 2000, 100)
-    assert facts.tps == 100.0
+    assert (facts.step, facts.units, facts.units_a_step) == (20, 2000, 100)
+    assert (facts.rate, facts.unit) == (100.0, "tokens")
     assert facts.mfu == 0.5
     assert facts.phases == pytest.approx({"data": 0.1, "forward": 0.6, "optimizer": 0.3})
     assert facts.pauses == {"checkpoint": 2.0}
@@ -131,7 +131,7 @@ def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_numbers_as_json(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(whole), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tps"] == 100.0
+    assert (found["rate"], found["unit"]) == (100.0, "tokens")
     assert found["state"]["words"] == "ended well at step 20"
     assert found["traces"]["exposed"]["0"] == pytest.approx(0.2)
     assert "data.num_workers" in found["advice"][0]["keys"]
@@ -176,9 +176,10 @@ def calm(**changes: Any) -> Facts:
         layout={"dp_shard": 4},
         step=1000,
         state=None,  # type: ignore[arg-type]
-        tokens=10**6,
-        tokens_a_step=1000,
-        tps=100.0,
+        unit="tokens",
+        units=10**6,
+        units_a_step=1000,
+        rate=100.0,
         mfu=0.5,
         step_s=1.0,
         phases={"data": 0.01, "forward": 0.33, "backward": 0.62, "sync": 0.02, "optimizer": 0.02},

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,10 +25,15 @@ def rows_of(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.cat(list(row), 2) for row in padded], 1)[:, :-GAP, :-GAP]
 
 
+def pixels(picture: Tensor) -> npt.NDArray[np.uint8]:
+    """A picture (3, H, W) in 0..1 as (H, W, 3) in 0..255."""
+    whole = (picture * 255).round().to(torch.uint8)
+    return np.ascontiguousarray(whole.permute(1, 2, 0).cpu().numpy())
+
+
 def write_png(path: Path, picture: Tensor) -> None:
     """Write a picture (3, H, W) in 0..1."""
     from PIL import Image
 
-    pixels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.ascontiguousarray(pixels)).save(path)
+    Image.fromarray(pixels(picture)).save(path)

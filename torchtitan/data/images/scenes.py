@@ -1,8 +1,13 @@
-"""Images that are drawn instead of read: patterns with classes, for trials without a download.
+"""Images that are drawn instead of read: figures with classes, for trials without a download.
 
-The class is what the pattern is: stripes, rings, dots, ... Its colors, its scale, place and
-direction are drawn independently of the class, and so are noise and light. So a mean color, or any
-single pixel, says next to nothing about the class; how pixels lie to each other says it all.
+A scene is a figure on a ground. Both have the same stripes, upright in the figure and level in the
+ground, and the class is which figure it is. Where stripes begin, their contrast and tint, and where
+the figure lies are drawn independently of the class. So the mean of a pixel is the same in all
+classes, and any patch by itself may be of any: what tells is where stripes turn.
+
+Stripes repeat after `PERIOD` pixels, which divides the usual patches. So a hidden patch can be told
+from visible ones, by whoever knows whether it lies in the figure: which is what a masked
+autoencoder has to learn.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,75 +19,33 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[np.float64]
-Pattern = Callable[[np.random.Generator, Array, Array], Array]
-"""(random numbers, coordinates in turns of the pattern, both (H, W)) to a pattern in -1..1."""
+Figure = Callable[[Array, Array], npt.NDArray[np.bool_]]
+"""Columns and rows from the center, both (H, W) in -0.5..0.5, to what is inside."""
 
 TURN: Final = 2 * np.pi
+PERIOD: Final = 4
+"""Pixels after which stripes repeat."""
+MOVED: Final = 0.1
+"""How far a figure lies from the center at most, as a share of the image."""
 SCENES: Final = 3
 """Tells the draws of scenes from others of the same seed."""
 
-
-def _around(draw: np.random.Generator, x: Array, y: Array) -> tuple[Array, Array]:
-    """Distance and angle from a place inside the image."""
-    row, column = draw.integers(len(x), size=2)
-    x, y = x - x[row, column], y - y[row, column]
-    return np.hypot(x, y), np.arctan2(y, x)
-
-
-def _stripes(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return np.sin(TURN * x)
-
-
-def _waves(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return np.sin(TURN * (x + 0.35 * np.sin(TURN * 0.7 * y)))
-
-
-def _checks(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return 2 * np.sin(TURN * x / 2) * np.sin(TURN * y / 2)
-
-
-def _grid(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return 3 * np.maximum(np.cos(TURN * x), np.cos(TURN * y)) - 1.5
-
-
-def _dots(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return 3 * (np.cos(TURN * x) + np.cos(TURN * y)) / 2 - 0.75
-
-
-def _rings(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return np.sin(TURN * _around(draw, x, y)[0])
-
-
-def _spokes(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    return np.sin(draw.integers(4, 9) * _around(draw, x, y)[1])
-
-
-def _blobs(draw: np.random.Generator, x: Array, y: Array) -> Array:
-    angles, phases = draw.uniform(0, TURN, size=(2, 6))
-    waves = [
-        np.sin(TURN * 0.7 * (x * np.cos(a) + y * np.sin(a)) + p)
-        for a, p in zip(angles, phases, strict=True)
-    ]
-    total: Array = np.sum(waves, axis=0)
-    return total / 1.5
-
-
-PATTERNS: Final[dict[str, Pattern]] = {
-    "stripes": _stripes,
-    "waves": _waves,
-    "checks": _checks,
-    "grid": _grid,
-    "dots": _dots,
-    "rings": _rings,
-    "spokes": _spokes,
-    "blobs": _blobs,
+FIGURES: Final[dict[str, Figure]] = {
+    "left": lambda x, y: x < 0,
+    "top": lambda x, y: y < 0,
+    "falling": lambda x, y: x > y,
+    "rising": lambda x, y: x < -y,
+    "disc": lambda x, y: np.hypot(x, y) < 0.4,
+    "cross": lambda x, y: np.minimum(abs(x), abs(y)) < 0.2,
+    "quarters": lambda x, y: (x < 0) ^ (y < 0),
+    "bars": lambda x, y: np.sin(2 * TURN * x) < 0,
 }
 
 
 class Scenes:
     """Scenes by number; each is a function of (seed, number) alone."""
 
-    classes: Sequence[str] = tuple(PATTERNS)
+    classes: Sequence[str] = tuple(FIGURES)
 
     def __init__(
         self, *, seed: int = 0, size: int = 32, channels: int = 3, length: int = 50_000
@@ -93,7 +56,7 @@ class Scenes:
             length: how many there are; more of them are the same ones, and others after them.
         """
         self._seed, self._size, self._channels, self._length = seed, size, channels, length
-        self.fingerprint = f"scenes, version 1, {size} x {size} x {channels}, seed {seed}"
+        self.fingerprint = f"scenes, version 2, {size} x {size} x {channels}, seed {seed}"
 
     def __len__(self) -> int:
         return self._length
@@ -105,14 +68,17 @@ class Scenes:
     def image(self, index: int) -> tuple[Tensor, int]:
         """A scene, (channels, size, size) float32 in 0..1, and the number of its class."""
         draw = np.random.default_rng([self._seed, index, 0, SCENES])
-        label = int(draw.integers(len(PATTERNS)))
-        angle = draw.uniform(0, TURN)
-        turns = draw.uniform(2.5, 5.0)  # periods of the pattern across the image
-        dark, bright = draw.uniform(0.1, 0.9, size=(2, self._channels, 1, 1))
-        x, y = np.meshgrid(*2 * [np.arange(self._size) * turns / self._size])
-        x, y = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
-        x, y = x + draw.uniform(), y + draw.uniform()
-        pattern = np.clip(PATTERNS[self.classes[label]](draw, x, y), -1, 1) / 2 + 0.5
-        image = dark + (bright - dark) * pattern
+        label = int(draw.integers(len(FIGURES)))
+        column, row = np.meshgrid(*2 * [np.arange(self._size)])
+        right, down = draw.uniform(-MOVED, MOVED, size=2)
+        center = (self._size - 1) / 2
+        inside = FIGURES[self.classes[label]](
+            (column - center) / self._size - right, (row - center) / self._size - down
+        )
+        upright, level = draw.uniform(size=2)
+        turns = np.where(inside, column / PERIOD + upright, row / PERIOD + level)
+        light, tint = draw.uniform(-1, 1, size=(2, self._channels, 1, 1))
+        contrast = draw.uniform(0.25, 0.4) * (1 + 0.15 * tint)
+        image = 0.5 + 0.05 * light + contrast * np.sin(TURN * turns)
         image += draw.normal(scale=0.03, size=image.shape)
         return torch.from_numpy(np.clip(image, 0, 1).astype(np.float32)), label

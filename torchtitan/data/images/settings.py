@@ -43,7 +43,7 @@ class ImagesConfig(Config):
     corrupt: Literal["stop", "skip"] = Field(
         "stop",
         description="What an image that cannot be decoded does. stop: it ends the run; skip: it is "
-        "named in the log and left out.",
+        "named in the log, counted in the metrics, and left out.",
     )
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:

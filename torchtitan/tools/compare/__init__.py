@@ -135,7 +135,7 @@ def summary(found: Report) -> Iterator[str]:
         if each.tps is not None:
             ratio = f"{each.ratio.median:.2f}" if each.ratio else words.MISSING
             rounds = f" ({span})" if (span := words.span(each.ratio)) else ""
-            speed = f"{each.tps.median:10,.0f} tokens/s/device  x {ratio}{rounds}"
+            speed = f"{each.tps.median:10,.0f} {each.unit}/s/device  x {ratio}{rounds}"
             line = f"{speed}  {each.parity.verdict}"
         yield f"{each.name:<{width}}  {line}"
 

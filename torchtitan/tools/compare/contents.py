@@ -71,7 +71,7 @@ class Plot:
     title: str
     table: Table
     figures: Mapping[str, Any]
-    """Of `plots`, by what they are drawn along: `steps`, and where it matters `tokens`."""
+    """Of `plots`, by what they are drawn along: `steps`, and where it matters `units`."""
     caption: str
     drawn: str = ""
     """What is what in the drawing."""
@@ -131,7 +131,14 @@ def variants(report: Report) -> Table:
     """Every variant with its numbers, a row each."""
     planned = any(variant.planned for variant in report.variants)
     columns = (
-        *("variant", "status", "differs in", "tokens/s per device", "ratio to baseline", "MFU"),
+        *(
+            "variant",
+            "status",
+            "differs in",
+            f"{report.unit}/s per device",
+            "ratio to baseline",
+            "MFU",
+        ),
         *("peak memory", "startup", "compile", "same run as baseline"),
         *(["planned"] if planned else []),
     )
@@ -169,8 +176,8 @@ def heading(report: Report, variant: Variant) -> Cell:
     about = f"{variant.ranks} rank{'s' * (variant.ranks > 1)}"
     if layout := ", ".join(f"{axis} {size}" for axis, size in variant.layout.items() if size > 1):
         about += f": {layout}"
-    if variant.tokens_per_step:
-        about += f"; {variant.tokens_per_step:,} tokens a step"
+    if variant.units_per_step:
+        about += f"; {variant.units_per_step:,} {variant.unit} a step"
     base = " (baseline)" if variant.name == report.baseline else ""
     key = variant.name if variant.status == "ran" else ""
     return Cell((variant.name + base,), about, variant=key)
@@ -179,7 +186,7 @@ def heading(report: Report, variant: Variant) -> Cell:
 def plan(variant: Variant) -> Words:
     """What was foreseen, in the units of what was measured."""
     shown: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "tps": ("tokens/s", count),
+        "tps": (f"{variant.unit}/s", count),
         "memory_gib": ("peak memory", lambda value: digits(value, "GiB")),
         "step_s": ("a step", lambda value: digits(value, "s")),
         "mfu": ("MFU", share),
@@ -261,7 +268,8 @@ def parity(report: Report) -> Table:
 
 
 def speed(report: Report) -> Iterable[Plot]:
-    """Tokens a second: of each variant, and of each of its runs."""
+    """Units a second: of each variant, and of each of its runs."""
+    title = f"{report.unit.capitalize()} per second and device"
     rows = []
     for each in report.ran:
         for run in each.runs if each.tps else ():
@@ -272,8 +280,8 @@ def speed(report: Report) -> Iterable[Plot]:
     if rows:
         yield Plot(
             "tps",
-            "Tokens per second and device",
-            Table("Tokens per second and device, by run", columns, tuple(rows)),
+            title,
+            Table(f"{title}, by run", columns, tuple(rows)),
             {"steps": plots.speed(report)},
             "Of the measured steps.",
             "Bar: median of all rounds, with the middle half of the steps; dots: the median of "

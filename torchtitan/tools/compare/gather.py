@@ -20,6 +20,7 @@ from torchtitan.models.spec import build_empty
 from torchtitan.parallel.traffic import of_step
 from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.provenance import RECIPE_FILE
+from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import compare_curves
@@ -115,6 +116,10 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
     collectives = tuple(_collectives(each))
     sent, sent_note = _sent(each, collectives)
     finished = each.runs
+    task = TASKS[MODELS[job.model.name].task] if job else None
+    units = 0
+    if job and task and degrees:
+        units = job.global_batch(degrees) * task.units(job.training.seq_len)
     return Variant(
         name=each.name,
         status=each.status,
@@ -122,7 +127,8 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         differs={key: flat[key] for key in differing if key in flat},
         ranks=each.ranks,
         layout=degrees._asdict() if degrees else {},
-        tokens_per_step=job.global_batch(degrees) * job.training.seq_len if job and degrees else 0,
+        unit=task.unit if task else "tokens",
+        units_per_step=units,
         runs=tuple(run.summary(root) for run in (*each.runs, *each.other_seeds)),
         tps=spread([tps for run in finished for tps in run.tps]),
         ratio=_ratio(each, base),
@@ -273,10 +279,10 @@ def _notes(
     machines: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     notes = []
-    tokens = {each.tokens_per_step for each in variants if each.tokens_per_step}
-    if len(tokens) > 1:
-        listed = ", ".join(f"{count:,}" for count in sorted(tokens))
-        notes.append(f"The variants do not train on as many tokens a step: {listed}.")
+    counts = sorted({(v.units_per_step, v.unit) for v in variants if v.units_per_step})
+    if len(counts) > 1:
+        listed = ", ".join(f"{count:,} {unit}" for count, unit in counts)
+        notes.append(f"The variants do not train on as much a step: {listed}.")
     for key in MACHINE:
         found = sorted({str(machine.get(key)) for machine in machines})
         if len(found) > 1:

@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def tps(self) -> list[float]:
-        """Tokens a second and device, of each row."""
+        """Units a second and device, of each row."""
         return [row["tps"] for row in self.rows if row["tps"]]
 
     @property

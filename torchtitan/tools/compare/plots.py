@@ -16,7 +16,7 @@ from torchtitan.tools.compare.words import MISSING, digits, median, share
 
 Field = Literal["loss", "grad_norm"]
 Trace = dict[str, Any]
-ALONG = ("steps", "tokens")
+ALONG = ("steps", "units")
 EXPOSED = "exposed communication"
 
 # Neither colour alone nor form alone tells variants or parts apart.
@@ -59,13 +59,13 @@ def styles(report: Report) -> dict[str, Style]:
 
 
 def curves(report: Report, field: Field, along: str) -> Any:
-    """One value of every variant over steps or tokens."""
+    """One value of every variant over steps or units."""
     data = [
         line(report, each.name, getattr(curve, along), curve.values)
         for each in report.ran
         if (curve := getattr(each, field))
     ]
-    return over(along, data, {"nticks": 6})
+    return over(report, along, data, {"nticks": 6})
 
 
 def differences(report: Report, field: Field, along: str) -> Any:
@@ -99,10 +99,10 @@ def differences(report: Report, field: Field, along: str) -> Any:
             data.append(tolerance(report, each.name, place, found.tolerance))
     note = (
         listed("Equal to the last bit throughout", equal),
-        listed(f"Never at the same number of {along} as the baseline", apart),
+        listed(f"Never at the same number of {called(report, along)} as the baseline", apart),
     )
     axis = {"type": "log", "tickformat": "~e"} | decades([y for each in data for y in each["y"]])
-    return over(along, data, axis, note=" ".join(filter(None, note)))
+    return over(report, along, data, axis, note=" ".join(filter(None, note)))
 
 
 def listed(words: str, names: Sequence[str]) -> str:
@@ -159,10 +159,17 @@ def escaped(text: str) -> str:
     return html.escape(text, quote=False).replace("%{", "%&#123;")
 
 
-def over(along: str, data: Sequence[Trace], yaxis: Mapping[str, Any], note: str = "") -> Any:
+def called(report: Report, along: str) -> str:
+    """What a person calls it: units are tokens, or images."""
+    return report.unit if along == "units" else along
+
+
+def over(
+    report: Report, along: str, data: Sequence[Trace], yaxis: Mapping[str, Any], note: str = ""
+) -> Any:
     """A figure over the run."""
-    xaxis = {"title": {"text": along.removesuffix("s") if along == "steps" else along}}
-    if along == "tokens":
+    xaxis = {"title": {"text": "step" if along == "steps" else called(report, along)}}
+    if along == "units":
         xaxis["tickformat"] = "~s"  # type: ignore[assignment]
     more = {"height": 320, "uirevision": along, "meta": {"note": note}}
     return figure(data, more, xaxis, yaxis)
@@ -273,14 +280,14 @@ def speed(report: Report) -> Any:
     axis = {
         "tickformat": "~s",
         "hoverformat": ",.5~r",
-        "title": {"text": "tokens/s per device"},
+        "title": {"text": f"{report.unit}/s per device"},
     }
     variants = [each for each, _ in shown]
     return bars(
         variants,
         [whole, marks],
         axis,
-        lambda each: f" · {median(each.tps)} tokens/s",
+        lambda each: f" · {median(each.tps)} {each.unit}/s",
     )
 
 

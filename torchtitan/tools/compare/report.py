@@ -28,7 +28,7 @@ class Curve:
     """One value over the steps of a run, in the order of the steps."""
 
     steps: tuple[int, ...]
-    tokens: tuple[int, ...]
+    units: tuple[int, ...]
     """Trained on until then, over all ranks."""
     values: tuple[float | None, ...]
     """None: not finite."""
@@ -64,7 +64,7 @@ class FinishedRun:
     round: int
     seed: int
     tps: Spread | None
-    """Tokens a second and device, of the steps that are measured."""
+    """Units a second and device, of the steps that are measured."""
     startup_s: float | None
     """From the launch to the end of the first step, its compiling included."""
     note: str = ""
@@ -98,10 +98,12 @@ class Variant:
     ranks: int
     layout: dict[str, int]
     """Degree by axis of the mesh."""
-    tokens_per_step: int
+    unit: str
+    """What is counted: tokens, or images."""
+    units_per_step: int
     runs: tuple[FinishedRun, ...]
     tps: Spread | None
-    """Tokens a second and device, of all measured steps of all rounds."""
+    """Units a second and device, of all measured steps of all rounds."""
     ratio: Spread | None
     """Of a round's median of tps to the baseline's of the same round."""
     step_s: Spread | None
@@ -153,6 +155,12 @@ class Report:
     def to_json(self) -> str:
         """The whole as JSON; numbers that are not finite are null already."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n"
+
+    @property
+    def unit(self) -> str:
+        """What all variants count, if that is the same."""
+        found = {variant.unit for variant in self.variants}
+        return found.pop() if len(found) == 1 else "units"
 
     @property
     def ran(self) -> tuple[Variant, ...]:

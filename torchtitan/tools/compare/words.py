@@ -24,7 +24,7 @@ def speed(report: Report) -> list[str]:
     if not rivals:
         return ["No variant could be compared with the baseline in speed."]
     best = fastest(rivals)
-    sentences = [f"{quoted(best.name)} {lead(best, report.baseline)}"]
+    sentences = [f"{quoted(best.name)} {lead(best, report)}"]
     if best.ratio and best.ratio.median <= 1:
         sentences[0] = f"The baseline, {quoted(report.baseline)}, is the fastest. {sentences[0]}"
     if best.parity.verdict not in SAME:
@@ -34,7 +34,7 @@ def speed(report: Report) -> list[str]:
         if honest:
             best = fastest(honest)
             name = quoted(best.name)
-            sentences.append(f"Of those that train it, {name} {lead(best, report.baseline)}")
+            sentences.append(f"Of those that train it, {name} {lead(best, report)}")
         elif len(rivals) > 1:
             sentences.append("None of the others that were compared is known to train it.")
     return sentences
@@ -45,13 +45,13 @@ def fastest(variants: Iterable[Variant]) -> Variant:
     return max(variants, key=lambda v: v.ratio.median if v.ratio else 0.0)
 
 
-def lead(variant: Variant, baseline: str) -> str:
+def lead(variant: Variant, report: Report) -> str:
     """How fast a variant is beside the baseline: the end of a sentence that its name begins."""
     ratio = variant.ratio
     assert ratio is not None
     faster = "is the fastest:" if ratio.median > 1 else "comes nearest to the baseline, with"
-    words = f"{faster} {ratio.median:.3f} times the tokens per second and device of"
-    words += f" {quoted(baseline)}"
+    words = f"{faster} {ratio.median:.3f} times the {report.unit} per second and device of"
+    words += f" {quoted(report.baseline)}"
     if ratio.count == 1:
         return f"{words} in the only round, so its spread is not known."
     words += f" ({ratio.least:.3f} to {ratio.most:.3f} in {ratio.count} rounds)."
@@ -97,7 +97,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def count(value: float | None) -> str:
-    """Tokens, or tokens per second: 12,345; small ones with three digits."""
+    """Units, or units per second: 12,345; small ones with three digits."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -11,7 +11,7 @@ An encoder with new weights is probed the same way, to compare with: random feat
 too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ PROBE = "linear_probe"
 HELD_OUT = 5
 PENALTY = 1e-3
 MOST_ITERATIONS = 500
+Encode = Callable[[Tensor], Tensor]
+"""Images (N, bands, H, W) in 0..1 to features (N, D) float64."""
 ORDER_SEED = 0
 """Of the choice of images where not all are used: a folder has its classes one after the other."""
 
@@ -111,7 +113,8 @@ def run_probe(
         partial(network.spec.init_std, args),
         recipe.get("debug.seed", 0),
     )
-    made = encode(view, limit, batch, [trained.to(dtype), new.to(dtype)])
+    encoders = [partial(features, each.to(dtype)) for each in (trained, new)]
+    made = encode(view, limit, batch, encoders)
     train, held_out = made.labels[~made.is_held_out], made.labels[made.is_held_out]
     counts = train.bincount()
     kinds = int((counts > 0).sum())
@@ -162,8 +165,8 @@ def check_classes(view: ImageView) -> None:
 
 
 @torch.no_grad()
-def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[ViTMAE]) -> Features:
-    """The mean over the patches of each image of a data set, or of so many of them."""
+def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[Encode]) -> Features:
+    """What encoders make of each image of a data set, or of so many of them."""
     numbers = np.random.default_rng(ORDER_SEED).permutation(len(view))[:limit]
     found: list[list[Tensor]] = [[] for _ in encoders]
     labels: list[int | None] = []
@@ -175,7 +178,7 @@ def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[Vi
         held_out += [sample.number % HELD_OUT == HELD_OUT - 1 for sample in samples]
         for encoder, rows in zip(encoders, found, strict=True):
             if samples:
-                rows.append(features(encoder, torch.stack([sample.image for sample in samples])))
+                rows.append(encoder(torch.stack([sample.image for sample in samples])))
     made = [torch.cat(rows) if rows else torch.empty(0, 0) for rows in found]
     return Features(made, torch.tensor(labels, dtype=torch.int64), torch.tensor(held_out))
 

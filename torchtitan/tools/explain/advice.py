@@ -151,7 +151,7 @@ def _optimizer(facts: Facts) -> Iterator[Advice]:
     share, recipe = facts.share("optimizer"), facts.recipe
     if share <= OPTIMIZER:
         return
-    ways = ["a larger training.global_batch_size has fewer updates for as many tokens"]
+    ways = [f"a larger training.global_batch_size has fewer updates for as many {facts.unit}"]
     if recipe.get("optimizer.implementation", "fused") != "fused":
         ways.insert(0, 'optimizer.implementation = "fused"')
     for key in ("optimizer.offload_states", "training.enable_cpu_offload"):

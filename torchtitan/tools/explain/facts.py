@@ -45,10 +45,12 @@ class Facts:
     layout: dict[str, int]
     step: int
     state: RunState
-    tokens: int
-    tokens_a_step: int | None
-    tps: float | None
-    """The median, as of all speeds."""
+    unit: str
+    """What is counted: tokens, or images."""
+    units: int
+    units_a_step: int | None
+    rate: float | None
+    """Units a second and device: the median, as of all speeds."""
     mfu: float | None
     step_s: float | None
     phases: dict[str, float]
@@ -118,9 +120,10 @@ def read_facts(folder: Path) -> Facts:
         layout=history.layout,
         step=last.get("step", 0),
         state=history.state(),
-        tokens=last.get("tokens", 0),
-        tokens_a_step=_tokens_a_step(all_reports),
-        tps=_median(row["tps"] for row in reports),
+        unit=history.unit,
+        units=last.get("tokens", 0),
+        units_a_step=_units_a_step(all_reports),
+        rate=_median(row["tps"] for row in reports),
         mfu=_median(row.get("mfu") for row in reports),
         step_s=_median(row.get("step_time") for row in reports),
         phases={name: total / steps for name, total in seconds.items()},
@@ -140,7 +143,7 @@ def read_facts(folder: Path) -> Facts:
     )
 
 
-def _tokens_a_step(reports: Sequence[Row]) -> int | None:
+def _units_a_step(reports: Sequence[Row]) -> int | None:
     found = [
         (after["tokens"] - before["tokens"]) / (after["step"] - before["step"])
         for before, after in itertools.pairwise(reports)

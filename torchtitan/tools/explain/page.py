@@ -45,14 +45,14 @@ def _about(facts: Facts) -> Iterator[str]:
     yield _line("state", facts.state.words)
     steps = recipe.get("training.steps")
     done = f"step {facts.step:,}" + (f" of {steps:,}" if steps else "")
-    batch = f", {facts.tokens_a_step:,} tokens each" if facts.tokens_a_step else ""
-    yield _line("done", f"{done}{batch}; {facts.tokens:,} tokens")
+    batch = f", {facts.units_a_step:,} {facts.unit} each" if facts.units_a_step else ""
+    yield _line("done", f"{done}{batch}; {facts.units:,} {facts.unit}")
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
-        f"{_show(facts.tps, ',.0f')} tokens/s/device, {_show(facts.step_s, '.3g')} s a step{mfu} "
-        "(medians of the reports after the first)"
+        f"{_show(facts.rate, ',.0f')} {facts.unit}/s/device, {_show(facts.step_s, '.3g')} s a step"
+        f"{mfu} (medians of the reports after the first)"
     )
-    yield _line("speed", speed if facts.tps else "unknown: there is no report after the first")
+    yield _line("speed", speed if facts.rate else "unknown: there is no report after the first")
     if facts.memory_gib is not None:
         whole = "device" if facts.on_cuda else "machine"
         peak = f"{facts.memory_gib:.2f} GiB at most, {facts.memory_pct:.0f}% of the {whole}"

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import RankTrace, read_traces, report
+from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
 from torchtitan.tools.history.rows import Row, parse_rows, seconds_of
 
@@ -103,6 +104,12 @@ class RunHistory:
     def reports(self) -> list[Row]:
         """The rows about training: those with a loss and a speed."""
         return [row for row in self.rows if "tps" in row]
+
+    @cached_property
+    def unit(self) -> str:
+        """What the run counts: tokens, or images."""
+        rate = rate_key(self.reports[0]) if self.reports else None
+        return unit_of(rate or "tps")
 
     @cached_property
     def validations(self) -> list[Row]:

@@ -98,10 +98,10 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
             for row in (validations[-1], best)
         )
         yield "validation", f"{last}; best {lowest}"
-    yield "tokens", show(report.get("tokens"), ",d")
+    yield history.unit, show(report.get("tokens"), ",d")
     speeds = show(report["tps"], ",.0f"), show(mean_tps(history.reports), ",.0f")
     a_step = f"{show(report.get('step_time'), '.3g')} s a step"
-    yield "speed", "{} tokens/s/device now, {} mean; {}".format(*speeds, a_step)
+    yield "speed", "{} {unit}/s/device now, {} mean; {}".format(*speeds, a_step, unit=history.unit)
     if report.get("mfu") is not None:
         yield "mfu", show(report["mfu"], ".1%")
     memory = show(report.get("memory_gib"), ".2f"), show(report.get("memory_pct"), ".0f")
@@ -127,14 +127,14 @@ def last_time(history: RunHistory) -> float:
 
 
 def mean_tps(reports: Sequence[Row]) -> float | None:
-    """Tokens a second and device, over all reports with a speed."""
-    tokens = device_seconds = 0.0
+    """Units a second and device, over all reports with a speed."""
+    units = device_seconds = 0.0
     for before, row in zip([{}, *reports], reports, strict=False):
         if row["tps"]:
             trained = row["tokens"] - before.get("tokens", 0)
-            tokens += trained
+            units += trained
             device_seconds += trained / row["tps"]
-    return tokens / device_seconds if device_seconds else None
+    return units / device_seconds if device_seconds else None
 
 
 def incidents(rows: Sequence[Row]) -> list[Row]:

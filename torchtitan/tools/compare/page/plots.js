@@ -1,5 +1,5 @@
 "use strict";
-// Draws FIGURES in the colours of the style sheet, along steps or tokens, with the variants that are to be shown.
+// Draws FIGURES in the colours of the style sheet, along steps or units, with the variants that are to be shown.
 
 const place = (name) => document.getElementById(`plot-${name}`);
 const inputs = (selector) => [...document.querySelectorAll(`#controls input${selector}`)];
