@@ -62,9 +62,10 @@ def verify(parallelism: str, *words: str) -> int:
 
 
 def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(SHARD) == 0
+    assert verify(f'{SHARD}\n[[auxiliary_losses]]\nname = "z_loss"\n') == 0
     said = capsys.readouterr()
     assert said.out.startswith("r.toml on 2 ranks: pp 1, dp_replicate 1, dp_shard 2, cp 1, tp 1\n")
+    assert "\nauxiliary loss z_loss: weight 0.0001\n" in said.out
     assert '\n  training.mixed_precision_param = "float32" (was "bfloat16"): ' in said.out
     assert "\n  model.tokenizer_path = nothing (was " in said.out
     assert "\nSGD with momentum\n" in said.out

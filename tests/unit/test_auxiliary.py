@@ -11,6 +11,7 @@ from tests.layouts import ALL_LOSSES, BESIDE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import rows, trace, train
 from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
+from torchtitan.build import Run
 from torchtitan.job import JobConfig
 from torchtitan.losses import squared_normalizer
 from torchtitan.models.output import NextLatent as NextLatentModule
@@ -172,6 +173,20 @@ def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     for expected, found in zip(whole, halves, strict=True):
         for name in ("loss", "loss/z_loss", "loss/next_latent", "loss/multi_token_2"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def compiled_parts(run: Run) -> list[str]:
+    (part,) = run.model.parts
+    modules = part.named_modules()
+    return [n for n, m in modules if hasattr(m.forward, "_torchdynamo_orig_callable")]
+
+
+@pytest.mark.gate
+def test_blocks_of_later_tokens_are_compiled_like_the_others(tmp_path: Any) -> None:
+    compiled = {"enable": True, "backend": "eager"}
+    job = recipe(*ALL_LOSSES, folder=tmp_path, training={"steps": 1}, compile=compiled)
+    (found,) = run_ranks(train, 1, job, compiled_parts)
+    assert found == [*("layers.0", "layers.1"), "auxiliary.1.block", "auxiliary.2.block"]
 
 
 @pytest.mark.gate

@@ -1,6 +1,7 @@
 """What a run holds in memory: formulas against what is allocated, and what is refused by them."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,27 +29,36 @@ def held(words: str = "", ranks: int = 1) -> tuple[Memory, Memory]:
     return plan.least(), plan.estimate()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_block_keeps_is_what_autograd_saves(dtype: torch.dtype) -> None:
-    args, seq_len = dataclasses.replace(FLAVORS["debugmodel"], n_layers=1), 64
-    network = LLAMA3.build(args, seq_len).to(dtype)
+def saved(network: nn.Module, compute: Callable[[], torch.Tensor]) -> int:
+    """Bytes that autograd saves, without those of the network."""
     lasting = [*network.parameters(), *network.buffers()]
     known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-    saved: dict[int, torch.UntypedStorage] = {}
+    found: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage
+            found[storage.data_ptr()] = storage
         return tensor
 
-    x = torch.randn(2, seq_len, args.dim, dtype=dtype, requires_grad=True)
-    (block,) = network.layers.values()
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        result = block(x, torch.arange(seq_len).repeat(2, 1), None)
-    per_token = sum(storage.nbytes() for storage in saved.values()) / (2 * seq_len)
-    assert result.shape == x.shape
-    assert per_token == pytest.approx(kept_by_block(args, dtype.itemsize, "layers.0"), rel=0.02)
+        assert compute().requires_grad
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_block_keeps_is_what_autograd_saves(dtype: torch.dtype) -> None:
+    args, seq_len = dataclasses.replace(FLAVORS["debugmodel"], n_layers=1, multi_token=1), 64
+    network = LLAMA3.build(args, seq_len).to(dtype)
+    positions = torch.arange(seq_len).repeat(2, 1)
+    shape = (2, seq_len, args.dim)
+    x, later = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2))
+    (block,), ahead = network.layers.values(), network.auxiliary["1"]
+    of_block = saved(network, lambda: block(x, positions, None)) / (2 * seq_len)
+    assert of_block == pytest.approx(kept_by_block(args, dtype.itemsize, "layers.0"), rel=0.02)
+    of_depth = saved(network, lambda: ahead.norm(ahead(x, later, positions, None))) / (2 * seq_len)
+    around = kept_by_block(args, dtype.itemsize, "auxiliary")
+    assert of_depth == pytest.approx(of_block + around, rel=0.02)
 
 
 def test_parameters_gradients_and_states_are_those_of_the_model() -> None:

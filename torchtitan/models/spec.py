@@ -147,6 +147,8 @@ class ModelSpec(Generic[Args]):
     auxiliary: str | None = None
     """A module beside those after the blocks, with what auxiliary losses take; a network has it
     only where its arguments ask for one, and other formats do not know it."""
+    auxiliary_blocks: Callable[[nn.Module], dict[str, nn.Module]] = lambda model: {}
+    """What of that is like the blocks, of a network or a stage: in order, by name."""
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
     task counts: a token, an image."""
@@ -155,7 +157,8 @@ class ModelSpec(Generic[Args]):
     parameter costs 6, and blocks share what else there is in equal parts."""
     kept_by_block: Callable[[Args, int, str], float] = lambda args, itemsize, name: 0.0
     """(arguments, bytes of a computed element, name of a block) to the bytes of each position of
-    a sample that the block keeps for its backward, its input among them; 0: that is not known."""
+    a sample that the block keeps for its backward, its input among them; 0: that is not known. Of
+    `auxiliary`, to what is kept around each of its blocks."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to what they are to tensor parallelism."""
     tensor_splits: Callable[[Args], TensorSplits] = splits_of_queries_and_keys
@@ -180,6 +183,10 @@ class ModelSpec(Generic[Args]):
     """Flavors whose vocabulary grows with the tokenizer, where the recipe does not set it."""
     settings: type[ModelConfig] = TextConfig
     """Of the section `[model]` where a recipe names this family."""
+
+    def all_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """What is recomputed, compiled and gathered by itself: blocks, those of losses last."""
+        return {**self.blocks(model), **self.auxiliary_blocks(model)}
 
     def args(self, config: ModelConfig) -> Args:
         """The arguments in effect: the flavor's, but for the sizes that the recipe says."""

@@ -160,14 +160,14 @@ def parallelize(
         context.apply(model, world.groups["cp"], rotation, chosen.context_parallel_load_balancer)
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
-    order = list(spec.blocks(model))
+    order = list(spec.all_blocks(model))
     names = [each.name for each in auxiliary_losses(model)]
     auxiliary = AuxiliaryLosses(names, [each for each in layout.auxiliary_losses if each.reported])
     sharding = layout.open_sharding(world, spec, args, order[-1])
     plan = stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:
-        blocks = spec.blocks(part)
+        blocks = spec.all_blocks(part)
         if tensor_mesh is not None:
             tensor.apply(
                 part,
@@ -224,7 +224,7 @@ def _techniques(
     sharding: Sharding,
 ) -> Iterator[Technique]:
     """Those that are on, in the order in which they act."""
-    blocks = sum(len(spec.blocks(part)) for part in parts)
+    blocks = sum(len(spec.all_blocks(part)) for part in parts)
     if layout.compile.cuda_graphs:
         yield cuda_graphs.Recorded()
     if layout.convert:

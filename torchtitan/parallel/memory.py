@@ -61,6 +61,8 @@ class Sizes(NamedTuple):
     """Of each block, by its name."""
     states: float
     """Bytes of the states of all."""
+    auxiliary: int = 0
+    """Of what auxiliary losses take, which is in no block."""
 
     @property
     def in_blocks(self) -> int:
@@ -80,6 +82,7 @@ def sizes(
         count(network),
         {name: count(block) for name, block in spec.blocks(network).items()},
         state_bytes(optimizer, name_parameters([network], spec.role), itemsize),
+        count(getattr(network, spec.auxiliary or "", None) or nn.Module()),
     )
 
 
@@ -114,7 +117,8 @@ class Plan:
         """What the fullest rank comes to, about."""
         layout, ends = self.layout, min(self.degrees.pp, 2)
         of_samples = _Activations(self)
-        outside = (self.sizes.total - self.sizes.in_blocks) / ends
+        beside = self.sizes.auxiliary  # with what stands after the blocks
+        outside = (self.sizes.total - self.sizes.in_blocks - beside) / ends + beside
         stage = self.sizes.in_blocks / self.degrees.pp + outside
         block = max(self.sizes.blocks.values(), default=0)
         # Whole are a block and the next, or the embedding, which is no block.
@@ -188,6 +192,10 @@ class _Activations:
         )
         self.block = max(kept / (degrees.cp * degrees.tp), self.input)
         """All that it keeps."""
+        self.beside = shapes.beside
+        """Of each microbatch, hidden states of later tokens, and blocks that take them."""
+        around = plan.spec.kept_by_block(plan.args, itemsize, plan.spec.auxiliary or "")
+        self.around = self.beside * self.size * shapes.hidden[0] * around / (degrees.cp * whole)
         outputs = self.size * math.prod(shapes.outputs) / degrees.cp
         outputs /= 1 if chosen.disable_loss_parallel else degrees.tp
         self.logits = 0.0 if layout.loss.vocabulary_chunk else outputs
@@ -208,7 +216,9 @@ class _Activations:
         else:
             part = 1 - 1 / config.every if config.every else 1.0
         each = part * self.block + (1 - part) * self.input
-        return self.in_flight * self.layers * each + (self.block if part < 1 else 0.0)
+        inputs = self.in_flight * self.beside * self.input
+        blocks = (self.in_flight * self.layers + self.beside) * each
+        return blocks + inputs + self.around + (self.block if part < 1 else 0.0)
 
     @property
     def in_flight(self) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
+from torchtitan.models.output import NextLatent
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes, TensorRole, tensor_roles
 from torchtitan.parallel import Layout, stages
 from torchtitan.parallel import traffic_formulas as formulas
@@ -50,13 +51,14 @@ def of_step(
     """
     if layout.convert:
         raise NotImplementedError("there are no formulas of what converters send")
-    order = list(spec.blocks(model))
-    work = Work(layout, degrees, args, spec.task, layout.sample(spec, args), order, accumulation)
+    order, layers = list(spec.all_blocks(model)), len(spec.blocks(model))
+    shapes = layout.sample(spec, args)
+    work = Work(layout, degrees, args, spec.task, shapes, order, layers, accumulation)
     plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
     found = list(_of_borders(work, plan, stage_rank))
     for stage in plan.of(stage_rank):
         module = stages.build(model, plan, stage)
-        blocks = list(spec.blocks(module))
+        blocks = list(spec.all_blocks(module))
         part = Part(
             work,
             stage,
@@ -87,7 +89,9 @@ class Work:
     shapes: SampleShapes
     """Of a whole sample."""
     order: Sequence[str]
-    """The blocks of the whole model."""
+    """The blocks of the whole model, with those of auxiliary losses."""
+    layers: int
+    """How many those are without them."""
     passes: int
     """Batches that are accumulated; with a pipeline, how often it is filled and drained."""
 
@@ -109,9 +113,9 @@ class Work:
         return self.passes * self.microbatches
 
     @property
-    def layers(self) -> int:
-        """Blocks of the whole model."""
-        return len(self.order)
+    def heads(self) -> int:
+        """How often a pass embeds tokens, and ends in a loss: for each depth once more."""
+        return 1 + self.shapes.beside
 
     def tokens(self, module: str = "") -> int:
         """Positions of a microbatch after a module, as far as this rank has its sequences."""
@@ -229,8 +233,8 @@ class Part:
             sums_again = again["rowwise"] - ends
             yield from formulas.of_stream(
                 size,
-                gathers=(counts["input_gather"] + counts["logits"]) * work.times,
-                sums=(counts["rowwise"] + counts["embedding"]) * work.times,
+                gathers=(counts["input_gather"] + counts["logits"] * work.heads) * work.times,
+                sums=(counts["rowwise"] + counts["embedding"] * work.heads) * work.times,
                 more_gathers=again["input_gather"] * work.times,
                 more_sums=sums_again * work.times * (not (work.spares_sums and work.splits_stream)),
                 split=work.splits_stream,
@@ -242,12 +246,14 @@ class Part:
                 summed=TASKS[work.task].split_sums(work.outputs),
                 ranks=work.degrees.tp,
                 compute=work.layout.precision.compute.itemsize,
-                times=work.times,
+                times=work.heads * work.times,
                 # Chunks of logits are not gathered, be there loss parallelism or not.
                 shared=bool(work.layout.loss.vocabulary_chunk) or not chosen.disable_loss_parallel,
             )
         if work.splits_stream:
             yield from self._of_norms()
+        if work.splits_stream and self.has_latents:
+            yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
 
     def _hidden(self, name: str) -> int:
         """Bytes of the hidden states that a module with a role is given, or makes."""
@@ -281,6 +287,18 @@ class Part:
                 returns=len(modules) * work.times,
                 ring=work.layout.parallelism.context_parallel_rotate_method == "ring",
             )
+        if degrees.cp > 1 and self.has_latents:
+            yield from formulas.of_latents(
+                work.sequences * args.dim * work.layout.precision.compute.itemsize,
+                ranks=degrees.cp,
+                balanced=work.layout.parallelism.context_parallel_load_balancer != "none",
+                times=work.times,
+            )
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether the next hidden state is predicted here."""
+        return any(isinstance(module, NextLatent) for module in self.module.modules())
 
     def is_again(self, name: str) -> bool:
         """Whether what is called so is in a block that is recomputed."""
@@ -293,7 +311,7 @@ def _of_borders(work: Work, plan: Stages, mine: int) -> Iterator[Traffic]:
         if one != other:
             yield from formulas.of_stages(
                 work.hidden(plan.units[stage][-1])
-                * (1 + work.shapes.beside)
+                * work.heads
                 // (work.degrees.tp if work.splits_stream else 1),
                 onwards=(one == mine) * work.times,
                 back=(other == mine) * work.times,

@@ -159,6 +159,17 @@ def of_keys_and_values(
         yield Traffic("cp", "their gradients", "reduce_scatter", ranks * back, returns)
 
 
+def of_latents(row: int, *, ranks: int, balanced: bool, times: int) -> Iterator[Traffic]:
+    """Context parallelism: the first hidden state of each chunk, for the chunk before it.
+
+    Args:
+        row: bytes of one hidden state of each sequence, (b, D).
+        balanced: whether a rank has two chunks of a sequence, else one.
+        times: microbatches in a step.
+    """
+    yield Traffic("cp", "latents", "all_gather", ranks * (1 + balanced) * row, times)
+
+
 def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:
     """Pipeline parallelism: hidden states onwards, their gradients back (arXiv:1811.06965).
 

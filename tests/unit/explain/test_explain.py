@@ -29,6 +29,10 @@ tensor_parallel_degree = 2
 [checkpoint]
 async_mode = "disabled"
 interval = 5
+
+[[auxiliary_losses]]
+name = "z_loss"
+weight = 0.0001
 """
 PHASES = {"time/data": 0.1, "time/forward": 0.6, "time/optimizer": 0.3}
 
@@ -112,6 +116,7 @@ def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) 
     for words in (
         "llama3 8B; 8 x NVIDIA H200; dp_shard 4, tp 2",
         "ended well at step 20",
+        "loss that of the task + 0.0001 x z_loss",
         "step 20 of 40, 100 tokens each; 2,000 tokens",
         "100 tokens/s/device, 1 s a step, MFU 50.0%",
         "20.0 s to the first step, 10.0 s for it, 6.0 s of it all in the compiler",

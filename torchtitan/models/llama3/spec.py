@@ -9,6 +9,7 @@ import math
 
 from torch import nn
 
+from torchtitan.models.llama3.auxiliary import AheadModule
 from torchtitan.models.llama3.hugging_face import HUGGING_FACE
 from torchtitan.models.llama3.meta import META
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
@@ -19,8 +20,6 @@ from torchtitan.models.spec import (
     ModelSpec,
     SampleShapes,
     TensorRole,
-    build_empty,
-    count_parameters,
     shapes_of_tokens,
 )
 
@@ -87,6 +86,12 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {f"layers.{name}": block for name, block in layers.named_children()}
 
 
+def auxiliary_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    modules = getattr(model, "auxiliary", None) or nn.ModuleDict()
+    found = {name: m for name, m in modules.named_children() if isinstance(m, AheadModule)}
+    return {f"auxiliary.{name}.block": module.block for name, module in found.items()}
+
+
 def init_std(args: Llama3Args, name: str) -> InitialWeight:
     """0.02, and less for what adds to the residual stream, so that depth does not inflate it.
 
@@ -104,20 +109,30 @@ def shapes(args: Llama3Args, seq_len: int) -> SampleShapes:
     return shapes_of_tokens(args, seq_len)._replace(beside=args.multi_token)
 
 
-def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
-    """Floating-point operations of one token's forward and backward.
+def flops_of(args: Llama3Args, seq_len: int, name: str) -> int:
+    """Floating-point operations of one token's forward and backward in a module.
 
     A weight costs 2 in the forward and 4 in the backward (https://arxiv.org/abs/2001.08361,
     appendix B of https://arxiv.org/abs/2204.02311); the input embedding is a look-up and costs
-    nothing. A tied matrix is stored once but multiplied at the output, so there all weights count.
-    Attention multiplies S keys and S values per token, layer and head dimension, with no discount
-    for the half that is masked.
+    nothing. The output multiplies with a matrix, tied or not, and each depth of multi-token
+    prediction does once more. Attention multiplies S keys and S values per token and head
+    dimension, with no discount for the half that is masked.
     """
-    counts = count_parameters(build_empty(Llama3, args, seq_len))
-    multiplied = counts.total if args.tied else counts.total - counts.embedding
-    multiplied += args.multi_token * args.vocab_size * args.dim  # each depth multiplies once more
-    blocks = args.n_layers + args.multi_token
-    return 6 * multiplied + 12 * blocks * args.n_heads * args.head_dim * seq_len
+    dim, heads, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    block = 6 * dim * (2 * heads + 2 * keys + 3 * args.ffn_dim + 2) + 12 * heads * seq_len
+    output = 6 * args.vocab_size * dim
+    if name.startswith("layers."):
+        return block
+    if name == "auxiliary":
+        of_depth = block + 6 * (2 * dim + 3) * dim + output
+        return args.multi_token * of_depth + args.next_latent * 6 * dim * dim
+    return {"norm": 6 * dim, "output": output}.get(name, 0)
+
+
+def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
+    """The same of a whole token."""
+    once = (flops_of(args, seq_len, name) for name in ("norm", "output", "auxiliary"))
+    return args.n_layers * flops_of(args, seq_len, "layers.0") + sum(once)
 
 
 def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
@@ -125,10 +140,13 @@ def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
 
     A norm keeps its input and the normalised in float32, and so do sines and cosines. As computed
     are what the norms give, queries, keys and values, the mixed values and their log-sum-exp, the
-    two halves of the feed-forward, the activated one, and their product.
+    two halves of the feed-forward, the activated one, and their product. Around the block of a
+    depth of multi-token prediction are three norms, and what two of them give, as one.
     """
     keys, hidden = args.n_kv_heads * args.head_dim, args.ffn_dim
     in_float32 = 4 * args.dim + 2 * args.head_dim + args.n_heads + 2
+    if name == "auxiliary":
+        return 4 * (6 * args.dim + 3) + itemsize * 2 * args.dim
     return 4 * in_float32 + itemsize * (4 * args.dim + 2 * keys + 4 * hidden)
 
 
@@ -195,8 +213,10 @@ LLAMA3 = ModelSpec(
     before_blocks=("tok_embeddings",),
     after_blocks=("norm", "output"),
     auxiliary="auxiliary",
+    auxiliary_blocks=auxiliary_blocks,
     tensor_plan=TENSOR_PLAN,
     flops_per_unit=flops_per_unit,
+    flops_of=flops_of,
     kept_by_block=kept_by_block,
     heads=heads,
     queries_and_keys=("wq", "wk"),

@@ -71,9 +71,10 @@ class Rotated(ShardingConfig):
                 yield from part.of_unit(shapes, gathers=reads, scatters=times, sums=times)
                 continue
             elements = _part(parameter.shape, _dim(part.plan.get(owner)), hops + 1).numel()
-            uses = [isinstance(module, nn.Linear)]
+            is_end = isinstance(module, nn.Embedding) or part.plan.get(owner) == "logits"
+            uses = [isinstance(module, nn.Linear)] * (work.heads if is_end else 1)
             if isinstance(module, nn.Embedding) and getattr(work.args, "tied", False):
-                uses.append(True)
+                uses += [True] * work.heads
             for is_product in uses:
                 # A look-up needs no weights in its backward.
                 passes = 1 + again + is_product

@@ -66,11 +66,11 @@ class SimpleFSDP(ShardingConfig):
 
     def traffic(self, part: "Part") -> Iterator[Traffic]:
         """Each parameter is a unit, and nothing is put off to a later microbatch."""
-        work = part.work
+        work, is_tied = part.work, getattr(part.work.args, "tied", False)
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
-            reads = work.times * (2 if getattr(work.args, "tied", False) and is_table else 1)
+            reads = work.times * ((work.heads + is_tied) if is_table else 1)
             yield from part.of_unit(
                 {name: part.shape(name, parameter.shape)},
                 gathers=reads * (2 if part.is_again(name) else 1),

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from torchtitan.tools.explain.advice import Advice
@@ -47,6 +48,10 @@ def _about(facts: Facts) -> Iterator[str]:
     done = f"step {facts.step:,}" + (f" of {steps:,}" if steps else "")
     batch = f", {facts.units_a_step:,} {facts.unit} each" if facts.units_a_step else ""
     yield _line("done", f"{done}{batch}; {facts.units:,} {facts.unit}")
+    beside = [key for key in recipe if fnmatchcase(key, "auxiliary_losses.*.name")]
+    if beside:
+        weighted = (f"{recipe[key[:-4] + 'weight']:g} x {recipe[key]}" for key in beside)
+        yield _line("loss", " + ".join(["that of the task", *weighted]))
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
         f"{_show(facts.rate, ',.0f')} {facts.unit}/s/device, {_show(facts.step_s, '.3g')} s a step"

@@ -59,6 +59,8 @@ def verify(
     replace(recipe, config=job).refuse(_problems(checked))
     layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
     console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
+    for loss in job.auxiliary_losses:
+        console.print(f"auxiliary loss {loss.described()}")
     console.print("for this check:", *(f"  {line}" for line in checked.changes), sep="\n")
     off = 0.0
     for name, optimizer in _optimizers(job).items():
