@@ -93,7 +93,6 @@ def test_a_run_that_is_resumed_is_the_run_never_stopped(layout: str) -> None:
     ("flags", "message"),
     [
         (["--data.dataset=python_stdlib"], "it holds text, and restorer is trained on images"),
-        (["--compile.enable"], "the auxiliary losses of restorer are not supported with it"),
         (["--model.tokenizer_path=x"], "unknown key of restorer"),
         (["--model.dim=0"], "wanted an integer > 0"),
         (["--parallelism.tensor_parallel_degree=2"], "does not say how its matrices are split"),

@@ -1,5 +1,6 @@
 """Auxiliary losses: their weights by step, their sums by hand, and what is refused."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,13 +8,26 @@ import torch
 import torch.nn.functional as F
 
 from tests import layouts, tiny
-from tests.layouts import ALL_LOSSES, BESIDE, Case, case
+from tests.layouts import (
+    ALL_LOSSES,
+    BESIDE,
+    FULL,
+    NO_SEQUENCE,
+    OPERATORS,
+    SIMPLE,
+    Case,
+    case,
+)
 from tests.ranks import run_ranks
-from tests.runs import rows, trace, train
+from tests.runs import compare, rows, trace, train
+from tests.tiers import tiers
 from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
 from torchtitan.build import Run
 from torchtitan.job import JobConfig
 from torchtitan.losses import squared_normalizer
+from torchtitan.models import MODELS
+from torchtitan.models.llama3.model import Block, Llama3, Llama3Args, RotaryEmbedding
+from torchtitan.models.output import AuxiliaryLoss
 from torchtitan.models.output import NextLatent as NextLatentModule
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 
@@ -130,19 +144,19 @@ def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     job = recipe(
-        *(MultiToken(depth=8), NextLatent(), ZLoss(), ZLoss()),
+        *(MultiToken(depth=8), NextLatent(warmup_steps=2), ZLoss(), ZLoss()),
         layout=case(2, batch=4),
         training={"seq_len": 8},
         compile={"enable": True, "granularity": "model", "backend": "aot_eager"},
     )
     found = [(problem.path, problem.message) for problem in tiny.problems(job)]
     paths = [path for path, _ in found if path.startswith("auxiliary_losses")]
-    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 0, 1, 3)]
+    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 1, 3)]
     said = " ".join(message for _, message in found)
     for words in (
         "use loss.vocabulary_chunk above 0",
         "no token of a sequence of 8 is followed by 8 more",
-        'use compile.granularity = "block"',
+        "a weight that changes at once: warmup_steps = 0",
         "auxiliary_losses.2 is the same",
     ):
         assert words in said
@@ -197,3 +211,62 @@ def test_compiled_blocks_train_the_same(losses: Any) -> None:
     (eager,) = run_ranks(trace, 1, recipe(*losses, layout=chunked))
     (found,) = run_ranks(trace, 1, recipe(*losses, layout=chunked, compile=compiled))
     assert found.losses == pytest.approx(eager.losses, rel=1e-5)
+
+
+class Active(Block):
+    """A block with a loss of its own."""
+
+    def __init__(self, args: Llama3Args, rope: RotaryEmbedding) -> None:
+        super().__init__(args, rope)
+        self.activity = AuxiliaryLoss("activity", 0.1)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        x = super().forward(*inputs)
+        return self.activity(x, x.float().square().mean(-1).sum())
+
+
+def build_active(args: Llama3Args, seq_len: int) -> Llama3:
+    network = Llama3(args, seq_len)
+    for name in network.layers:
+        network.layers[name] = Active(args, network.rope)
+    return network
+
+
+COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
+IN_ONE = {"compile": {"enable": True, "granularity": "model"}}
+BY_BLOCK: dict[str, tuple[Case, dict[str, Any]]] = {
+    "TP 2": (case(tp=2), {}),
+    "TP 2, no sequence parallelism": (case(tp=2, **NO_SEQUENCE), {}),
+    "FSDP 2 x TP 2 x PP 2": (case(2, shard=2, tp=2), {}),
+    "compiled": (case(batch=8), COMPILED),
+    "compiled, full recomputation": (case(batch=8, recompute=FULL), COMPILED),
+    "TP 2, compiled, operators recomputed": (case(tp=2, recompute=OPERATORS), COMPILED),
+    "SimpleFSDP 2, in one graph": (
+        case(shard=2, sharding=SIMPLE),
+        IN_ONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", tiers(BY_BLOCK, ("TP 2",), ("SimpleFSDP 2, in one graph",)))
+def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, keys = BY_BLOCK[name]
+    active = dataclasses.replace(MODELS["tiny"], name="active", build=build_active)
+    monkeypatch.setitem(MODELS, "active", active)
+    model = {"name": "active", "flavor": "deep" if layout.pp > 1 else "flat"}
+    (expected,) = run_ranks(trace, 1, recipe(layout=case(batch=8), model=model))
+    job = recipe(layout=layout, model=model, **keys)
+    assert not tiny.problems(job, ranks=layout.ranks)
+    for rank, found in enumerate(run_ranks(trace, layout.ranks, job)):
+        compare(found, expected, f"rank {rank}")
+
+
+@pytest.mark.slow
+def test_all_in_one_graph() -> None:
+    losses = [loss.model_copy(update={"warmup_steps": 0}) for loss in ALL_LOSSES]
+    (expected,) = run_ranks(trace, 1, recipe(*losses))
+    layout = case(shard=2, chunk=100, sharding=SIMPLE)
+    job = recipe(*losses, layout=layout, **IN_ONE)
+    assert not tiny.problems(job, ranks=layout.ranks)
+    for found in run_ranks(trace, layout.ranks, job):
+        compare(found, expected, "in one graph")

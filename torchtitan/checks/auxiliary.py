@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
-from torchtitan.auxiliary import ModelLossConfig, MultiToken, ZLoss
+from torchtitan.auxiliary import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
 from torchtitan.checks.model import Model, model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
+from torchtitan.models.output import auxiliary_losses
 from torchtitan.tasks import TASKS
+from torchtitan.torch_private.compiler import counts_once_where_recomputed
 
 SECTIONS = ("auxiliary_losses", "model", "loss", "compile", "sharding", "parallelism")
 
@@ -29,19 +31,36 @@ def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             yield Problem(f"{key}.weight", message, SECTIONS, "note")
 
 
-def against(config: object, job: JobConfig, model: Model) -> Iterator[str]:
+def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Those that a model's own blocks have are added up once, also where they are recomputed."""
+    model, recompute = model_of(job), job.activation_checkpoint
+    if model is None or not (recompute.every or recompute.by_operator):
+        return
+    if not job.compile.compiles("model") or counts_once_where_recomputed():
+        return
+    blocks = model.spec.blocks(model.empty()).values()
+    if any(auxiliary_losses(block) for block in blocks):
+        message = (
+            f"this version of torch cannot compile the blocks of {job.model.name}, which recompute "
+            'what they add to the loss; use activation_checkpoint.mode = "none", or torch 2.13'
+        )
+        yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
+
+
+def against(config: AuxiliaryLossConfig, job: JobConfig, model: Model) -> Iterator[str]:
     """Why a loss cannot be, each with what to do."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
+    is_inside = chunk or not isinstance(config, ZLoss)  # of the model, not of its outputs
+    if in_one and is_inside and (config.warmup_steps or config.decay_steps):
+        yield (
+            "its weight is a constant of the graph that the whole model is, which would be "
+            'compiled again for each; use compile.granularity = "block", or a weight that changes '
+            "at once: warmup_steps = 0, decay_steps = 0"
+        )
     if isinstance(config, ZLoss):
         if not task.has_logits:
             yield f"the outputs of the task {model.spec.task} are no logits; leave it out"
-        if chunk and in_one:
-            yield (
-                "with loss.vocabulary_chunk the model gives the loss, and what is added up beside "
-                'it is no part of its one graph; use compile.granularity = "block", or '
-                "loss.vocabulary_chunk = 0"
-            )
         if chunk and job.sharding.name == "rotated":
             yield (
                 'with sharding.name = "rotated" no rank has whole rows of logits where chunks of '
@@ -52,11 +71,6 @@ def against(config: object, job: JobConfig, model: Model) -> Iterator[str]:
     if any(getattr(model.args, name, None) != value for name, value in config.needed().items()):
         yield f"{job.model.name} does not have what it takes; leave it out"
         return
-    if in_one:
-        yield (
-            "what is added up beside the loss is no part of a model that is one graph; use "
-            'compile.granularity = "block"'
-        )
     if isinstance(config, MultiToken):
         yield from _against_depths(config, job)
 

@@ -11,7 +11,6 @@ from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
-from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.tasks import TASKS
 
@@ -96,22 +95,6 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
     if not TASKS[model.spec.task].splits_sequences:
         message = f"batches of the task {model.spec.task} cannot be split over a sequence; use 1"
         yield Problem(key, message, ("model",))
-
-
-def auxiliary(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What the auxiliary losses of a model's own blocks cannot work with."""
-    model, tp = model_of(job), job.parallelism.tensor_parallel_degree > 1
-    compiled = job.compile.compiles("model")
-    if model is None or not (tp or compiled):
-        return
-    blocks = model.spec.blocks(model.empty()).values()
-    if not any(auxiliary_losses(block) for block in blocks):
-        return
-    message = f"the auxiliary losses of {job.model.name} are not supported with it; use "
-    if tp:
-        yield Problem(TENSOR, f"{message}1", ("model",))
-    if compiled:
-        yield Problem("compile.enable", f"{message}false", ("model", "compile"))
 
 
 def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -152,6 +152,8 @@ def parallelize(
     """
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
     tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
+    splits_stream = degrees.tp > 1 and not chosen.disable_sequence_parallel
+    stream = world.groups["tp"] if splits_stream else None
     compile.prepare(layout.compile)
     shared = {axis: world.groups[axis] for axis in ("cp", "tp") if getattr(degrees, axis) > 1}
     convert.apply(model, layout.convert, world.device.capability, shards, shared)
@@ -190,7 +192,7 @@ def parallelize(
             part,
             world.groups["cp"] if degrees.cp > 1 else None,
             chosen.context_parallel_load_balancer,
-            world.groups["tp"] if degrees.tp > 1 and not chosen.disable_sequence_parallel else None,
+            stream,
         )
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
@@ -200,7 +202,8 @@ def parallelize(
             sharding.apply(part, blocks)
         elif layout.precision.casts:
             casting.compute_in(part, layout.precision.compute)
-    auxiliary.attach(parts)
+    blocks_of_parts = [block for part in parts for block in spec.blocks(part).values()]
+    auxiliary.attach(parts, blocks_of_parts, stream)
     return ParallelModel(
         parts,
         _executor(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline),

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torchtitan.auxiliary import AuxiliaryLossConfig
 from torchtitan.models.output import AuxiliaryLoss, auxiliary_losses
@@ -24,12 +26,13 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, total: Tensor, scale: Tensor) -> Tensor:
-        context.scale = scale.to(total.dtype)
+        context.save_for_backward(scale.to(total.dtype))
         return x.data  # no view: one that leaves a stage cannot be detached there
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, context.scale, None
+        (scale,) = context.saved_tensors
+        return gradient, scale, None
 
 
 class AuxiliaryLosses:
@@ -43,15 +46,29 @@ class AuxiliaryLosses:
         """
         self.configs = list(configs)
         self.sums: dict[str, Tensor] | None = None
-        self.count = self.weighted = torch.ones(())
+        self.weighted: dict[str, Tensor] = {}
+        self.count = torch.ones(())
         self.weights: dict[str, float] = {}
+        self.partial: list[str] = []
+        self.group: ProcessGroup | None = None
         self.begin(1)
         self.names = sorted({*names, *self.weights})
 
-    def attach(self, parts: Iterable[nn.Module]) -> None:
-        """Have the modules of these parts report here."""
+    def attach(
+        self, parts: Iterable[nn.Module], blocks: Iterable[nn.Module], group: ProcessGroup | None
+    ) -> None:
+        """Have the modules of these parts report here.
+
+        Args:
+            blocks: those of them whose losses are of this rank's part of a sequence.
+            group: ranks with the other parts (tp), if there are any.
+        """
         for module in (module for part in parts for module in auxiliary_losses(part)):
             module.core = self._add
+        if group is not None:
+            self.group = group
+            inside = (module for block in blocks for module in auxiliary_losses(block))
+            self.partial = sorted({module.name for module in inside})
 
     def begin(self, step: int) -> None:
         """The weights of this step."""
@@ -67,14 +84,23 @@ class AuxiliaryLosses:
         """
         shares: dict[str, Tensor] = {}
         zero = torch.zeros((), dtype=torch.float32, device=count.device)
-        self.count, self.weighted = count, zero.clone()
-        self.sums = {name: zero.clone() for name in self.names}
+        self.count = count
+        self.sums, self.weighted = ({name: zero.clone() for name in self.names} for _ in range(2))
         try:
             yield shares
-            shares["loss"] = self.weighted / count
+            if self.partial:
+                self._add_up_parts(self.sums, self.weighted)
+            shares["loss"] = sum(self.weighted.values(), zero) / count
             shares.update({f"loss/{name}": total / count for name, total in self.sums.items()})
         finally:
             self.sums = None
+
+    def _add_up_parts(self, *sums: dict[str, Tensor]) -> None:
+        """Make those of parts of sequences sums of the whole."""
+        mine = torch.stack([each[name] for each in sums for name in self.partial])
+        dist.all_reduce(mine, group=self.group)
+        for each, totals in zip(sums, mine.chunk(len(sums)), strict=True):
+            each.update(zip(self.partial, totals, strict=True))
 
     def add(self, name: str, loss: Tensor, total: Callable[[], Tensor]) -> Tensor:
         """The main loss, with the gradient of another beside it.
@@ -96,7 +122,7 @@ class AuxiliaryLosses:
         assert self.sums is not None
         if not is_in_backward():  # else it is computed again, and is counted already
             self.sums[name] += total.detach()
-            self.weighted += weight * total.detach() if weight else 0.0
+            self.weighted[name] += weight * total.detach() if weight else 0.0
         if not weight:
             return x
         trained: Tensor = _WithGradient.apply(x, total, weight / self.count)  # type: ignore[no-untyped-call]

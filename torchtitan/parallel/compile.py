@@ -21,6 +21,7 @@ from torchtitan.torch_private.compiler import (
     compilations,
     compiler_counts,
     compiles_updates,
+    counts_once_where_recomputed,
     keep_compiled_graphs,
 )
 
@@ -85,7 +86,9 @@ class CompileConfig(Config):
 
 
 def prepare(config: CompileConfig) -> None:
-    """Keep what is compiled from now on, or take it from where it was kept."""
+    """Before anything is compiled; what is, is kept, or taken from where it was kept."""
+    if config.compiles("model"):
+        counts_once_where_recomputed()
     if config.enable and config.backend == "inductor":
         folder = local_path(config.cache_folder).resolve() if config.cache_folder else None
         keep_compiled_graphs(folder)

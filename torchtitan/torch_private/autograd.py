@@ -4,5 +4,8 @@ import torch
 
 
 def is_in_backward() -> bool:
-    """Whether this is part of a backward, where a forward may be computed again."""
+    """Whether this is part of a backward, where a forward may be computed again; a compiler sees
+    only the first."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._current_graph_task_id() != -1

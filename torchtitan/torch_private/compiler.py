@@ -98,6 +98,17 @@ def set_activation_memory_budget(budget: float) -> None:
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
+def counts_once_where_recomputed() -> bool:
+    """Whether what a compiled forward adds up elsewhere can be left out where it is recomputed; if
+    so, it is from now on."""
+    from torch._dynamo import config
+
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if hasattr(config, name):
+        setattr(config, name, True)
+    return hasattr(config, name)
+
+
 def compiles_recomputed_attention(device_type: str) -> bool:
     """Whether a compiled graph over a mesh can recompute what a kernel with dropout gave.
 
