@@ -32,8 +32,8 @@ def linear_converters(job: JobConfig) -> Iterator[tuple[int, LinearConverterConf
 
 def precision(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """There is something to report the precision of."""
-    if job.metrics.precision_freq and not any(linear_converters(job)):
-        message = "no linear is converted, so there is nothing to report; add [[convert]], or use 0"
+    if job.metrics.precision_freq and not job.convert:
+        message = "nothing is converted, so there is nothing to report; add [[convert]], or use 0"
         yield Problem("metrics.precision_freq", message, ("convert",))
 
 

@@ -19,7 +19,7 @@ the largest element.
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert.hadamard import hadamard
-from torchtitan.convert.settings import Conversion, ConverterConfig, Target, replace
+from torchtitan.convert.settings import Conversion, ConverterConfig, Rounding, Target, replace
 from torchtitan.models.attention import SelfAttention
 from torchtitan.torch_private.collectives import max_over
 
@@ -107,6 +107,8 @@ class RoundedAttention(SelfAttention):
         """`groups` are those of the ranks that have parts of what shares a scale."""
         super().__init__()
         self.config, self.groups = config, [group.group_name for group in groups]
+        self.watch: Callable[[str, Rounding], None] | None = None
+        """Called with how each of q, k and v is rounded."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         given = {"q": q, "k": k, "v": v}
@@ -119,13 +121,17 @@ class RoundedAttention(SelfAttention):
         return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
 
     def rounded(self, *tensors: Tensor) -> list[Tensor]:
-        """Each (B, heads, S, E), rounded, by the largest elements of all ranks."""
+        """q, k and v, each (B, heads, S, E), rounded, by the largest elements of all ranks."""
         largest = [largest_elements(x.detach(), self.config.scale) for x in tensors]
         for group in self.groups:
             sizes = [each.shape[1] for each in largest]
             largest = list(torch.split(max_over(torch.cat(largest, 1), group), sizes, 1))
-        format = self.config.dtype
-        return [straight_through(x, most, format) for x, most in zip(tensors, largest, strict=True)]
+        found, format = [], self.config.dtype
+        for name, x, most in zip("qkv", tensors, largest, strict=True):
+            if self.watch is not None:
+                self.watch(name, rounding(x.detach(), most, format))
+            found.append(straight_through(x, most, format))
+        return found
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -141,8 +147,21 @@ def largest_elements(x: Tensor, scale: Scales) -> Tensor:
 def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
     """`x` as it is rounded; the gradient of `x` is that of the result."""
     exact = x.detach()
-    scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
-    scaled = (exact / scale).clamp(-LARGEST[format], LARGEST[format])
-    in_float8 = format == "float8"
-    rounded = scaled.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else scaled.round()
+    _, rounded, scale = _in_format(exact, largest, format)
     return rounded * scale + (x - exact)  # what is added is zero, and has the gradient
+
+
+def rounding(x: Tensor, largest: Tensor, format: Format) -> Rounding:
+    """How that rounds `x`."""
+    scaled, rounded, scale = _in_format(x, largest, format)
+    return Rounding(scaled, rounded, 1 / scale, LARGEST[format])
+
+
+def _in_format(x: Tensor, largest: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` divided by its scale, that in the format, and the scale."""
+    scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
+    scaled = x / scale
+    clamped = scaled.clamp(-LARGEST[format], LARGEST[format])
+    in_float8 = format == "float8"
+    rounded = clamped.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else clamped.round()
+    return scaled, rounded, scale

@@ -47,8 +47,9 @@ class MetricsConfig(Config):
     precision_freq: int = Field(
         0,
         ge=0,
-        description="Steps between reports of underflow, saturation and scale of each converted "
-        "layer, which take one more microbatch; 0: never.",
+        description="Steps between reports of underflow, saturation and scale of what each "
+        "converted linear and each converted attention rounds, which take one more microbatch; 0: "
+        "never.",
     )
     statistics_freq: int = Field(
         0,

@@ -1,16 +1,17 @@
-"""Watches what few bits do to numbers: at a set pace, how converted linears round.
+"""Watches what few bits do to numbers: at a set pace, how converted layers round.
 
-Of what goes into each converted linear, of its weight, and of the gradient of what comes out, a row
-in metrics.jsonl (and the other sinks) says
+Of what goes into each converted linear, of its weight and of the gradient of what comes out, and of
+the queries, keys and values of each converted attention, a row in metrics.jsonl (and the other
+sinks) says
 
     underflow   the share of elements that are not zero and become zero
     saturation  the share of elements beyond the largest number of the format
     scale       what elements are multiplied with; where there are several, the smallest, which is
                 that of the largest elements
 
-under `precision/<layer>/<input, weight or gradient>/<which>`, of the rank where it is worst. To see
-them, one microbatch of the step runs forward and backward once more before the step, outside of
-what is compiled, and its gradients are dropped: the run itself does not change.
+under `precision/<layer>/<input, weight, gradient, q, k or v>/<which>`, of the rank where it is
+worst. To see them, one microbatch of the step runs forward and backward once more before the step,
+outside of what is compiled, and its gradients are dropped: the run itself does not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.convert import ConverterConfig
+from torchtitan.convert import ConverterConfig, Rounding
+from torchtitan.convert.low_precision_attention import RoundedAttention
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
@@ -31,7 +33,7 @@ Found = dict[tuple[str, str], dict[str, Tensor]]
 
 
 class PrecisionWatch:
-    """Measures how the converted linears of a model round, when due."""
+    """Measures how the converted layers of a model round, when due."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class PrecisionWatch:
 
     @contextmanager
     def _watching(self, found: Found) -> Iterator[None]:
-        """Fill `found` with what the converted linears are given meanwhile."""
+        """Fill `found` with what the converted layers are given meanwhile."""
         hooks = []
         for part in self.model.parts:
             for name, module in part.named_modules():
@@ -79,6 +81,8 @@ class PrecisionWatch:
                 if converter is not None:
                     note = partial(_note, found, converter, module, name)
                     hooks += list(_watch(module, note))
+                elif isinstance(module, RoundedAttention):
+                    hooks.append(_watch_attention(module, partial(_keep, found, name)))
         try:
             yield
         finally:
@@ -92,7 +96,23 @@ def _note(
     with torch.no_grad():
         rounding = converter.rounding(module, what, x.detach())
         if rounding is not None:
-            found[name, what] = rounding.shares()
+            _keep(found, name, what, rounding)
+
+
+def _keep(found: Found, name: str, what: str, rounding: Rounding) -> None:
+    found[name, what] = rounding.shares()
+
+
+def _watch_attention(
+    module: RoundedAttention, keep: Callable[[str, Rounding], None]
+) -> Callable[[], None]:
+    """Have `keep` called with what is rounded; returns what ends it."""
+
+    def forget() -> None:
+        module.watch = None
+
+    module.watch = keep
+    return forget
 
 
 def _watch(module: Any, note: Callable[[str, Tensor], None]) -> Iterator[Callable[[], None]]:
