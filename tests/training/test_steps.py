@@ -180,6 +180,25 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> Non
 
 
 @pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"activation_checkpoint": {"mode": "full"}},
+        {"compile": {"enable": True, "backend": "aot_eager", "granularity": "model"}},
+    ],
+)
+def test_one_rank_casts_what_fsdp_would_have_gathered(sections: dict[str, Any]) -> None:
+    """To the bit; FSDP2 over one rank is still what brings parameters from host memory."""
+    mixed = {"mixed_precision_param": "bfloat16"}
+    found = run_ranks(trace, 1, tiny.job(training=mixed, **sections))[0]
+    hosted = tiny.job(training=mixed | {"enable_cpu_offload": True})
+    expected = run_ranks(trace, 1, hosted)[0]
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    for name, part in found.weights[-1].items():
+        assert torch.equal(part.local, expected.weights[-1][name].local), name
+
+
+@pytest.mark.parametrize(
     ("sections", "expected"),
     [
         ({}, []),
