@@ -67,7 +67,8 @@ def without_encoder() -> tuple[float, float, int]:
     frequent = made.labels[~made.is_held_out].bincount().argmax()
     held_out = made.labels[made.is_held_out]
     right = float((held_out == frequent).double().mean())
-    return accuracy(made.found[0], made, len(view.images.classes)), right, len(held_out)
+    pixels = accuracy(made.found[0], made, int(made.labels.max()) + 1)
+    return pixels, right, len(held_out)
 
 
 def spread(values: Sequence[float]) -> str:

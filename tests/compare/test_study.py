@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.recipes.test_recipes import FOLDER, tokenizer  # noqa: F401  (a fixture)
 from torchtitan.checkpoint import lock
@@ -226,13 +227,17 @@ def test_two_comparisons_do_not_share_a_folder(
 def test_shipped_studies_can_run_where_they_are_meant_to(
     path: Path,
     tokenizer: str,  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEAD_NODE", "node1")
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    reads_images = path.stem.startswith("vit_mae")
+    needed = ["--data.dataset_path", str(tmp_path)] if reads_images else []
+    needed = needed or ["--model.tokenizer_path", tokenizer]
     is_large = not path.stem.endswith("_debug")
     where = {"launcher": "srun", "device": "cuda"} if is_large else {}
-    flags = ["--model.tokenizer_path", tokenizer] if is_large else []
-    study = read_study(path, flags, **where)
+    study = read_study(path, needed if is_large else [], **where)
     found = prepare(study)
     cannot = [ready.name for ready in found if ready.problems]
     # Symmetric memory is CUDA's.

@@ -96,14 +96,14 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     layout = ", ".join(f"{axis} {size}" for axis, size in degrees._asdict().items())
     hint = "" if world_size else "; --world-size N checks for N"
     yield f"valid on {ranks} rank{'s' * (ranks > 1)}: {layout}{hint}"
-    sequences = job.global_batch(degrees)
-    yield (
-        f"{sequences:,} sequences in an optimizer step: {t.local_batch_size} at a time x "
-        f"{job.accumulation(degrees)} accumulated x {job.data_ranks(degrees)} data-parallel"
-    )
     spec = MODELS[job.model.name]
-    task = TASKS[spec.task]
-    count = sequences * task.units(t.seq_len)
+    task, samples = TASKS[spec.task], job.global_batch(degrees)
+    yield (
+        f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} in an optimizer step: "
+        f"{t.local_batch_size} at a time x {job.accumulation(degrees)} accumulated x "
+        f"{job.data_ranks(degrees)} data-parallel"
+    )
+    count = samples * task.units(t.seq_len)
     yield f"{count:,} {task.unit} in a step, {count * t.steps:,} in {t.steps:,} steps"
     args = job.model_args()
     network = build_empty(spec.build, args, t.seq_len)

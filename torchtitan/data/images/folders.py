@@ -40,6 +40,7 @@ class ImageFolder:
             raise ConfigError(f"{root} holds no images ({', '.join(suffixes)})")
         self._root, self._config, self._bands = root, config, bands
         self.classes = self._classes()
+        self.has_classes = bool(self.classes)
         self._labels = {name: number for number, name in enumerate(self.classes)}
         check_packages({path.suffix.lower() for path in self._files})
         self.fingerprint = fingerprint_files([root / path for path in self._files], root)
@@ -66,11 +67,13 @@ class ImageFolder:
     def name(self, index: int) -> str:
         return str(self._root / self._files[index])
 
-    def image(self, index: int) -> tuple[Tensor, int | None]:
+    def image(self, index: int) -> Tensor:
         path, name = self._files[index], self.name(index)
         try:
             content = (self._root / path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{name}: it cannot be read: {error.strerror}") from None
-        image = decode(content, path.suffix.lower(), name, self._config, self._bands)
-        return image, self._labels.get(path.parts[0])
+        return decode(content, path.suffix.lower(), name, self._config, self._bands)
+
+    def label(self, index: int) -> int:
+        return self._labels[self._files[index].parts[0]]

@@ -46,6 +46,7 @@ class Scenes:
     """Scenes by number; each is a function of (seed, number) alone."""
 
     classes: Sequence[str] = tuple(FIGURES)
+    has_classes = True
 
     def __init__(
         self, *, seed: int = 0, size: int = 32, channels: int = 3, length: int = 50_000
@@ -65,10 +66,17 @@ class Scenes:
         """What messages call it."""
         return f"scene {index}"
 
-    def image(self, index: int) -> tuple[Tensor, int]:
-        """A scene, (channels, size, size) float32 in 0..1, and the number of its class."""
+    def label(self, index: int) -> int:
+        """The number of its class, the first that is drawn."""
+        return self._begin(index)[0]
+
+    def _begin(self, index: int) -> tuple[int, np.random.Generator]:
         draw = np.random.default_rng([self._seed, index, 0, SCENES])
-        label = int(draw.integers(len(FIGURES)))
+        return int(draw.integers(len(FIGURES))), draw
+
+    def image(self, index: int) -> Tensor:
+        """A scene, (channels, size, size) float32 in 0..1."""
+        label, draw = self._begin(index)
         column, row = np.meshgrid(*2 * [np.arange(self._size)])
         right, down = draw.uniform(-MOVED, MOVED, size=2)
         center = (self._size - 1) / 2
@@ -81,4 +89,4 @@ class Scenes:
         contrast = draw.uniform(0.25, 0.4) * (1 + 0.15 * tint)
         image = 0.5 + 0.05 * light + contrast * np.sin(TURN * turns)
         image += draw.normal(scale=0.03, size=image.shape)
-        return torch.from_numpy(np.clip(image, 0, 1).astype(np.float32)), label
+        return torch.from_numpy(np.clip(image, 0, 1).astype(np.float32))

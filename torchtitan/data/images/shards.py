@@ -6,7 +6,7 @@ The headers are read once, when the shards are opened; then an image is its byte
 """
 
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,10 +58,7 @@ class TarShards:
         if any(labelled) and not all(labelled):
             where = self.name(labelled.index(False))
             raise ConfigError(f"{where}: it has no {LABEL}, and others have; give all one, or none")
-        self.classes: Sequence[str] = ()
-        if all(labelled):
-            count = max(map(self._label, range(len(self)))) + 1
-            self.classes = [str(number) for number in range(count)]
+        self.has_classes = all(labelled)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,13 +67,12 @@ class TarShards:
         entry = self._entries[index]
         return f"{self._shards[entry.shard]}: {entry.key}{entry.suffix}"
 
-    def image(self, index: int) -> tuple[Tensor, int | None]:
+    def image(self, index: int) -> Tensor:
         entry, name = self._entries[index], self.name(index)
         content = self._read(entry.shard, entry.begin, entry.size)
-        image = decode(content, entry.suffix, name, self._config, self._bands)
-        return image, self._label(index) if self.classes else None
+        return decode(content, entry.suffix, name, self._config, self._bands)
 
-    def _label(self, index: int) -> int:
+    def label(self, index: int) -> int:
         entry = self._entries[index]
         assert entry.label is not None, "all have one"
         text = self._read(entry.shard, *entry.label)

@@ -7,7 +7,6 @@ does not depend on the layout either.
 """
 
 import json
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,20 +28,27 @@ class Images(Protocol):
 
     fingerprint: str
     """Changes with what they are read from."""
-    classes: Sequence[str]
-    """Names of classes, by the numbers that labels are; empty where images have none."""
+    has_classes: bool
+    """Whether each image has a class."""
 
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
         """What messages call an image: its file."""
 
-    def image(self, index: int) -> tuple[Tensor, int | None]:
-        """An image, (bands, H, W) float32 in 0..1, and the number of its class.
+    def image(self, index: int) -> Tensor:
+        """An image, (bands, H, W) float32 in 0..1.
 
         Raises:
             CorruptImage: it cannot be decoded.
             ConfigError: it cannot be read.
+        """
+
+    def label(self, index: int) -> int:
+        """The number of its class, where images have classes; training does not ask for it.
+
+        Raises:
+            ConfigError: what should say it does not.
         """
 
 
@@ -51,7 +57,6 @@ class ImageSample(NamedTuple):
 
     image: Tensor
     """(bands, size, size) float32 in 0..1."""
-    label: int | None
     epoch: int
     number: int
     """In the data set. Whatever else is drawn for a sample follows from seed, epoch and number."""
@@ -95,7 +100,7 @@ class ImageView:
             CorruptImage: it cannot be decoded.
             ConfigError: it does not have the size or bands that it should have.
         """
-        image, label = self.images.image(index)
+        image = self.images.image(index)
         draw = None
         if seed is not None and self.config.augment:
             draw = np.random.default_rng([seed, epoch, index, VIEWS])
@@ -108,7 +113,7 @@ class ImageView:
             image = view(image, self.config, self.size, draw)
         except ConfigError as error:
             raise ConfigError(f"{self.images.name(index)}: {error}") from None
-        return ImageSample(image, label, epoch, index)
+        return ImageSample(image, epoch, index)
 
 
 class ShuffledImages(ShuffledDocuments):

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import lock
+from torchtitan.checks.memory import of_rank
 from torchtitan.config import RecipeError
+from torchtitan.device import GIB
+from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.compare import render, words
-from torchtitan.tools.compare.gather import Candidate, of_folder, report
+from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
 from torchtitan.tools.compare.launch import (
     is_done,
     launch_all,
@@ -62,12 +65,21 @@ def dry_run(study: Study) -> Iterator[str]:
     variants = prepare(study)
     for ready in variants:
         ranks = f"{ready.plan.ranks} rank{'s' * (ready.plan.ranks > 1)}"
-        yield f"{ready.name}: {ranks}" + (": cannot run" if ready.problems else "")
+        told = "cannot run" if ready.problems else foreseen(ready.job, ready.plan.ranks)
+        yield f"{ready.name}: {ranks}: {told}"
         yield from (f"  {line}" for line in ready.problems)
     todo = tasks(study, variants)
     done = sum(is_done(task) for task in todo)
     steps = todo[0].job.training.steps if todo else 0
     yield f"{len(todo)} runs of {steps} steps, {done} of them there already; in {study.output}"
+
+
+def foreseen(job: JobConfig, ranks: int) -> str:
+    """What a rank holds and sends, by formula."""
+    held, sent = of_rank(job, ranks), formulas(job, ranks)
+    memory = "" if held is None else f"about {held.estimate().total / GIB:.3g} GiB a rank"
+    sends = "" if sent is None else words.byte_size(sum(size for _, size in sent.values()))
+    return "; ".join(filter(None, (memory, sends and f"rank 0 sends {sends} a step")))
 
 
 def compare(study: Study) -> Report:

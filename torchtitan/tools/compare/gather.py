@@ -197,9 +197,9 @@ def _collectives(each: Candidate) -> Iterator[Collectives]:
     if not each.runs or each.runs[0].sent[1]:
         return
     recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
-    formulas = _formulas(each) or {}
-    for kind in sorted(recorded.keys() | formulas.keys()):
-        found, said = recorded.get(kind), formulas.get(kind)
+    foreseen = (each.job and formulas(each.job, each.ranks)) or {}
+    for kind in sorted(recorded.keys() | foreseen.keys()):
+        found, said = recorded.get(kind), foreseen.get(kind)
         is_hidden = kind[1] == "send" and not each.runs[0].has_messages
         yield Collectives(
             axis=kind[0],
@@ -211,12 +211,14 @@ def _collectives(each: Candidate) -> Iterator[Collectives]:
         )
 
 
-def _formulas(each: Candidate) -> dict[tuple[str, str], tuple[int, float]] | None:
-    """By axis and operation how many there are in a step, and the bytes that rank 0 sends."""
-    job = each.job
-    if job is None or job.optimizer.sends:
+def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, float]] | None:
+    """By axis and operation how many there are in a step, and the bytes that rank 0 sends.
+
+    None: there are no formulas of all that it sends.
+    """
+    if job.optimizer.sends:
         return None
-    degrees, layout, spec = job.degrees(each.ranks), job.layout(), MODELS[job.model.name]
+    degrees, layout, spec = job.degrees(ranks), job.layout(), MODELS[job.model.name]
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     try:

@@ -157,7 +157,7 @@ def check_classes(view: ImageView) -> None:
     Raises:
         ConfigError: with what gives them some.
     """
-    if not view.images.classes:
+    if not view.images.has_classes:
         raise ConfigError(
             f"{view.images.name(0)} and the other images have no classes, which a probe needs: "
             "subfolders of an image_folder or of rasters, or .cls files in image_shards"
@@ -169,12 +169,12 @@ def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[En
     """What encoders make of each image of a data set, or of so many of them."""
     numbers = np.random.default_rng(ORDER_SEED).permutation(len(view))[:limit]
     found: list[list[Tensor]] = [[] for _ in encoders]
-    labels: list[int | None] = []
+    labels: list[int] = []
     held_out: list[bool] = []
     for start in range(0, len(numbers), batch):
         some = numbers[start : start + batch].tolist()
         samples = [sample for number in some if (sample := _sample(view, number))]
-        labels += [sample.label for sample in samples]
+        labels += [view.images.label(sample.number) for sample in samples]
         held_out += [sample.number % HELD_OUT == HELD_OUT - 1 for sample in samples]
         for encoder, rows in zip(encoders, found, strict=True):
             if samples:
