@@ -240,9 +240,7 @@ def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     path = shard(tmp_path / "word.tar", {"a.png": encoded(0), "a.cls": b"cat"})
     view = open_view(data(path, "image_shards"), size=8, bands=3)
     assert view[0].image.shape == (3, 8, 8)
-    with pytest.raises(
-        ConfigError, match=r"word\.tar: a\.cls: got 'cat'; wanted the number"
-    ):
+    with pytest.raises(ConfigError, match=r"word\.tar: a\.cls: got 'cat'; wanted the number"):
         view.images.label(0)
 
 
