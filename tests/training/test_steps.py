@@ -179,6 +179,8 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> Non
     assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
 
 
+# torch's tracer looks at the gradient of an intermediate result.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "sections",
     [
@@ -267,7 +269,6 @@ def check_groups(job: JobConfig) -> None:
     assert decay["layers.0.attention.wq.weight"] == 0.5
 
 
-# torch's tracer looks at the gradient of an intermediate result.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_run_is_the_same_run() -> None:
     exact = run_ranks(trace, 1, tiny.job(training={"steps": 2}))[0]
