@@ -121,7 +121,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
-    if isinstance(module, nn.Linear) and style.weight == Replicate():
+    if type(module) is nn.Linear and style.weight == Replicate():  # converted ones multiply anew
         module.forward = partial(_project, module)  # type: ignore[method-assign]
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -172,9 +172,13 @@ def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
 
     weight = module.weight
     assert isinstance(weight, DTensor)
-    assert "bias" not in dict(module.named_parameters())
     grads = Partial() if x.placements[0].is_shard() else Replicate()
-    product = F.linear(x.to_local(), weight.to_local(grad_placements=[grads]))
+    matrix, bias = (
+        each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
+        for each in (weight, module.bias)
+    )
+    assert matrix is not None
+    product = F.linear(x.to_local(), matrix, bias)
     return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
 
 
