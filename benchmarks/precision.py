@@ -1,17 +1,15 @@
-"""What each precision, the compiler, and a loss in chunks buy: in speed, in memory, and in MFU.
+"""What each precision, the compiler, and a loss in chunks cost on a CPU: in speed and in memory.
 
     python benchmarks/precision.py --output benchmarks/results/precision.md
 
-One table for each model, on whatever device is there: on a CPU the debug model; on a GPU 1B, 3B and
-as many layers of 8B as fit twice, at 8,192 tokens a sequence, recomputed by operator. A row is a
+It trains the debug model. `scripts/gpu` measures the same on a GPU, with larger models. A row is a
 few lines of a recipe (`TABLES`), so what a recipe can say can be a row; one that is refused here is
 left out, and the page says why.
 
 A row lives in processes of its own beside those of the first row of its table, which live
 throughout. The two take turns, a block of steps each, while the other sleeps with nothing but its
 weights and states in memory. The ratio is taken round by round, so that a machine that slows down
-slows both. `--profile FOLDER` keeps a trace of each row whose MFU is below `--goal`, and names the
-longest times in which its GPU did nothing.
+slows both.
 """
 
 import argparse
@@ -22,7 +20,6 @@ import logging
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,10 +36,9 @@ from parallel import resident, spread
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.device import Device, pick
+from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.models import MODELS
 from torchtitan.parallel import open_world
 from torchtitan.trainer import Trainer
 
@@ -52,7 +48,7 @@ BASE = """\
 [job]
 dump_folder = "{folder}/run"
 [model]
-flavor = "{model}"
+flavor = "debugmodel"
 [training]
 seq_len = {seq_len}
 local_batch_size = {batch}
@@ -61,7 +57,7 @@ mixed_precision_param = "bfloat16"
 [lr_scheduler]
 warmup_steps = 1000
 [activation_checkpoint]
-mode = "{recompute}"
+mode = "selective"
 [metrics]
 log_freq = 1000000
 [compile]
@@ -106,54 +102,29 @@ TABLES: dict[str, dict[str, str]] = {
         "SimpleFSDP, compiled whole": WHOLE + SIMPLE,
         "SimpleFSDP, a bucket a block": WHOLE + SIMPLE + 'bucketing = "block"\n',
         "SimpleFSDP, loss in chunks": WHOLE + SIMPLE + CHUNKS,
-        "SimpleFSDP, CUDA graphs": WHOLE + "cuda_graphs = true\n" + SIMPLE,
     },
 }
 
 
-class Model(NamedTuple):
-    """What is trained: a flavor, sequences of a rank, and how long they are."""
+class Size(NamedTuple):
+    """Sequences of a rank, how long they are, and the vocabulary that a chunk of the loss has."""
 
-    batch: int
-    seq_len: int
-    chunk: int
-
-
-def models_for(device: Device) -> dict[str, Model]:
-    if device.type == "cpu":
-        return {"debugmodel": Model(8, 256, 512)}
-    large = f"8B, {fitting_layers(device.memory_capacity())} layers"
-    return {"1B": Model(2, 8192, 16384), "3B": Model(1, 8192, 16384), large: Model(1, 8192, 16384)}
+    batch: int = 8
+    seq_len: int = 256
+    chunk: int = 512
 
 
-def fitting_layers(capacity: float) -> int:
-    """Layers of 8B, at 16 bytes a parameter, that take a third of `capacity` GiB."""
-    args = MODELS["llama3"].flavors["8B"]
-    ends = 2 * args.vocab_size * args.dim
-    heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
-    layer = args.dim * (heads + 3 * args.ffn_dim)
-    return max(2, int((capacity * 2**30 / 3 / 16 - ends) // layer))
-
-
-def add_flavor(name: str) -> None:
-    """Make a name like "8B, 9 layers" a flavor of llama3."""
-    if found := re.fullmatch(r"(\w+), (\d+) layers", name):
-        spec = MODELS["llama3"]
-        args = dataclasses.replace(spec.flavors[found[1]], n_layers=int(found[2]))
-        MODELS["llama3"] = dataclasses.replace(spec, flavors={**spec.flavors, name: args})
-
-
-def read(path: str | Path, ranks: int, device: Device) -> JobConfig:
+def read(path: str | Path, ranks: int) -> JobConfig:
     """A row's recipe, known to work here."""
-    return load_job(path, [], ranks, device.type, is_here=True).config
+    return load_job(path, [], ranks, "cpu", is_here=True).config
 
 
 class Ranks:
     """The processes of a row, each waiting to be told what to do."""
 
-    def __init__(self, recipe: Path, model: str, count: int, arguments: argparse.Namespace) -> None:
+    def __init__(self, recipe: Path, count: int, arguments: argparse.Namespace) -> None:
         given = [f"--{key}={getattr(arguments, key)}" for key in ("steps", "warmup")]
-        given += [f"--recipe={recipe}", f"--models={model}", f"--ranks={count}"]
+        given += [f"--recipe={recipe}", f"--ranks={count}"]
         threads = max((os.cpu_count() or 1) // count, 1)
         environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
         # Files, since what is not read would fill a pipe.
@@ -207,116 +178,68 @@ class Failed(RuntimeError):
 def train(arguments: argparse.Namespace) -> None:
     """One rank of a row: does what comes in, line by line, and answers."""
     logger.setLevel(logging.ERROR)
-    (model,) = arguments.models
-    add_flavor(model)
-    device = pick(arguments.rank)
-    device.make_current()
     store = dist.FileStore(f"{arguments.recipe}.store", arguments.ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        device.backend, store=store, rank=arguments.rank, world_size=arguments.ranks
-    )
-    job = read(arguments.recipe, arguments.ranks, device)
-    before = resident() if device.type == "cpu" else 0.0
+    dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
+    job, device = read(arguments.recipe, arguments.ranks), Device("cpu")
+    before = resident()
     with open_world(job.degrees(arguments.ranks), job.comm, device) as world:
         run = build(job, world)
         with closing(run.batches), run.meter:
             trainer = Trainer(run)
-            steps(trainer, arguments.warmup, device)
+            steps(trainer, arguments.warmup)
             print(0, flush=True)
             for line in sys.stdin:
-                word, _, rest = line.strip().partition(" ")
-                answer: Any
-                if word == "memory":
+                if line.strip() == "memory":
                     answer = device.memory_peak() - before
-                elif word == "profile":
-                    answer = profiled(trainer, device, f"{rest}.rank{arguments.rank}.json.gz")
                 else:
-                    steps(trainer, 1, device)  # what it freed for the others it takes again
-                    answer = steps(trainer, arguments.steps, device)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                    steps(trainer, 1)  # what it freed for the others it takes again
+                    answer = steps(trainer, arguments.steps)
                 print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
 
 
-def steps(trainer: Trainer, count: int, device: Device) -> float:
+def steps(trainer: Trainer, count: int) -> float:
     """Seconds a step."""
     dist.barrier()
-    device.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
         trainer.step()
-    device.synchronize()
     return (time.perf_counter() - begin) / max(count, 1)
-
-
-def profiled(trainer: Trainer, device: Device, path: str) -> list[str]:
-    """The longest gaps of a step, whose trace is kept."""
-    with torch.profiler.profile() as profiler:
-        steps(trainer, 2, device)
-    profiler.export_chrome_trace(path)
-    kernels = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events() or []
-        # A range that a program names is busy and idle alike.
-        if event.device_type != torch.autograd.DeviceType.CPU and not event.is_user_annotation
-    ]
-    return gaps(kernels)
-
-
-def gaps(kernels: Sequence[tuple[float, float, str]], count: int = 5) -> list[str]:
-    """The longest times between kernels, (begin, end, name) in microseconds each, longest first."""
-    found, last, before = [], 0.0, ""
-    for begin, end, name in sorted(kernels):
-        if before and begin > last:
-            found.append((begin - last, f"after {before[:60]}, before {name[:60]}"))
-        if end > last:
-            last, before = end, name
-    longest = sorted(found, reverse=True)[:count]
-    return [f"{length:,.0f} us {where}" for length, where in longest]
 
 
 class Measured(NamedTuple):
     """Of a row: seconds a step in each round, its own and the first row's; GiB of the fullest
-    rank; the longest gaps, where they were looked for."""
+    rank."""
 
     seconds: list[float]
     first: list[float]
     memory: float
-    gaps: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of one model on so many ranks."""
+    """Rows on so many ranks."""
 
     title: str
-    model: str
-    size: Model
+    size: Size
     ranks: int
-    device: Device
     arguments: argparse.Namespace
 
     def recipes(self, rows: Mapping[str, str], folder: Path) -> Iterator[tuple[str, Path | str]]:
         """Each row's recipe, or why it is left out."""
-        sizes = {"folder": folder, "model": self.model, **self.size._asdict()}
+        sizes = {"folder": folder, **self.size._asdict()}
         (folder / "base.toml").write_text(BASE.format(**sizes, **vars(self.arguments)))
         for number, (name, text) in enumerate(rows.items()):
             path = folder / f"{number}.toml"
             path.write_text(f'extends = "base.toml"\n{text.format(**sizes)}')
             try:
-                job = read(path, self.ranks, self.device)
+                job = read(path, self.ranks)
             except RecipeError as error:
                 why = "; ".join(re.sub(r"^\S+\.toml:\d+: ", "", line) for line in error.lines)
                 yield name, f"left out: {why}"
                 continue
-            lacks = [converter.lacks(self.device.capability) for converter in job.convert]
-            if not any(lacks):
-                yield name, path
-            elif self.device.type == "cpu":
-                yield f"{name}, emulated", path
-            else:
-                yield name, f"left out: {next(filter(None, lacks))}"
+            is_emulated = any(converter.lacks(None) for converter in job.convert)
+            yield f"{name}, emulated" if is_emulated else name, path
 
     def measure(self, rows: Mapping[str, str], folder: Path) -> str:
         """All rows in turns with the first; the table."""
@@ -327,10 +250,10 @@ class Table:
             for name, recipe in recipes.items():
                 if isinstance(recipe, str):
                     continue
-                row = Ranks(recipe, self.model, self.ranks, self.arguments)
+                row = Ranks(recipe, self.ranks, self.arguments)
                 try:
                     row.answers()
-                    found[name] = self._take_turns(name, row, reference)
+                    found[name] = self._take_turns(row, reference)
                 except (Failed, BrokenPipeError) as error:
                     found[name] = f"failed: {error}"
                     row.close()
@@ -344,32 +267,18 @@ class Table:
                 reference.close()
         return self._show({name: found[name] for name in recipes})
 
-    def _take_turns(self, name: str, row: Ranks, reference: Ranks | None) -> Measured:
+    def _take_turns(self, row: Ranks, reference: Ranks | None) -> Measured:
         seconds: dict[Ranks, list[float]] = {row: [], reference or row: []}
         for number in range(self.arguments.rounds):
             # Who goes first alternates, so that a trend favours nobody.
             for one in list(seconds)[:: 1 if number % 2 else -1]:
                 seconds[one].append(max(one.ask("train")))
-        memory, gaps_of_row = max(row.ask("memory")), []
-        mfu = self._mfu(seconds[row])
-        if self.arguments.profile and (mfu is None or mfu < self.arguments.goal):
-            self.arguments.profile.mkdir(parents=True, exist_ok=True)
-            path = self.arguments.profile / re.sub(r"\W+", "_", f"{self.model} {name}")
-            gaps_of_row = row.ask(f"profile {path}")[0]
-        return Measured(seconds[row], seconds[reference or row], memory, gaps_of_row)
+        return Measured(seconds[row], seconds[reference or row], max(row.ask("memory")))
 
     @property
     def tokens(self) -> int:
         """Of a step, on all ranks."""
         return self.size.batch * self.size.seq_len * self.ranks
-
-    def _mfu(self, seconds: Sequence[float]) -> float | None:
-        """By the median; None where the peak of the device is not known."""
-        peak, spec = self.device.peak_flops(torch.bfloat16), MODELS["llama3"]
-        if peak is None:
-            return None
-        flops = spec.flops_per_unit(spec.flavors[self.model], self.size.seq_len)
-        return flops * self.tokens / statistics.median(seconds) / (peak * self.ranks)
 
     def _show(self, found: Mapping[str, Measured | str]) -> str:
         lines, notes = [HEAD.format(title=self.title)], []
@@ -379,14 +288,11 @@ class Table:
                 notes.append(f"{name}: {row}")
                 continue
             ratios = [a / b for a, b in zip(row.first, row.seconds, strict=True)]
-            mfu = self._mfu(row.seconds)
             cells = (
                 *(name, spread([self.tokens / s for s in row.seconds], 0), spread(ratios, 2)),
                 *(f"{row.memory:.2f}", f"{row.memory / first:.2f}"),
-                "-" if mfu is None else f"{mfu:.1%}",
             )
             lines.append(f"| {' | '.join(cells)} |")
-            notes += [f"{name}: idle for {gap}" for gap in row.gaps]
         return "\n".join(lines) + "".join(f"\n\n{note}" for note in notes)
 
 
@@ -396,9 +302,9 @@ PAGE = """\
 <!-- Written by benchmarks/precision.py. -->
 
 Tokens/s of all ranks, median (quartiles) of {rounds} rounds of {steps} steps; *ratio* to the first
-row of a table, round by round. GiB of the rank that has most: {memory}.
-MFU is by the dense bf16 peak, whatever is multiplied in. Weights are kept in float32 and multiplied
-in bfloat16, unless a row says otherwise.
+row of a table, round by round. GiB of the rank that has most: what a process has over an empty one
+with torch, the compiler included. Weights are kept in float32 and multiplied in bfloat16, unless a
+row says otherwise.
 
 `{command}`: {device}, {cores} cores, torch {torch}, torchao {torchao}, Python {python}, {date}.
 
@@ -407,22 +313,17 @@ in bfloat16, unless a row says otherwise.
 HEAD = """\
 ## {title}
 
-| | tokens/s | ratio | GiB | ratio | MFU |
-|---|---:|---:|---:|---:|---:|"""
-MEMORY = {
-    "cpu": "what a process has over an empty one with torch, the compiler included",
-    "cuda": "reserved by torch",
-}
+| | tokens/s | ratio | GiB | ratio |
+|---|---:|---:|---:|---:|"""
 
 
-def page(tables: Sequence[str], device: Device, arguments: argparse.Namespace) -> str:
+def page(tables: Sequence[str], arguments: argparse.Namespace) -> str:
     """The result, and what it depends on."""
     return PAGE.format(
         rounds=arguments.rounds,
         steps=arguments.steps,
-        memory=MEMORY[device.type],
         command=" ".join(["python", "benchmarks/precision.py", *sys.argv[1:]]),
-        device=device.name,
+        device=Device("cpu").name,
         cores=os.cpu_count(),
         torch=torch.__version__,
         torchao=importlib.metadata.version("torchao"),
@@ -432,35 +333,26 @@ def page(tables: Sequence[str], device: Device, arguments: argparse.Namespace) -
     )
 
 
-def tables(device: Device, arguments: argparse.Namespace) -> Iterator[str]:
-    models = models_for(device)
-    devices = 2 if device.type == "cpu" else torch.cuda.device_count()
-    for model in arguments.models or models:
-        add_flavor(model)
-        size = Model(1, 32, 512) if arguments.quick else models.get(model, Model(1, 8192, 16384))
-        for kind, rows in TABLES.items():
-            ranks = devices if kind == SHARDING else 1
-            title = f"{kind}: {model}, {size.batch} x {size.seq_len} tokens a rank"
-            title += f", {ranks} rank{'s' * (ranks > 1)}"
-            chosen = {name: text for name, text in rows.items() if name in (arguments.rows or rows)}
-            if chosen:
-                with tempfile.TemporaryDirectory() as folder:
-                    table = Table(title, model, size, ranks, device, arguments)
-                    yield table.measure(chosen, Path(folder))
+def tables(arguments: argparse.Namespace) -> Iterator[str]:
+    size = Size(1, 32) if arguments.quick else Size()
+    for kind, rows in TABLES.items():
+        ranks = 2 if kind == SHARDING else 1
+        title = f"{kind}: debugmodel, {size.batch} x {size.seq_len} tokens a rank"
+        title += f", {ranks} rank{'s' * (ranks > 1)}"
+        chosen = {name: text for name, text in rows.items() if name in (arguments.rows or rows)}
+        if chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                yield Table(title, size, ranks, arguments).measure(chosen, Path(folder))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [name for rows in TABLES.values() for name in rows]
-    parser.add_argument("--models", nargs="+", help='flavors of llama3, also "8B, 4 layers"')
     parser.add_argument("--rows", nargs="+", choices=names)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each row")
     parser.add_argument("--steps", type=int, default=5, help="steps in a round")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each row, not counted")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--recompute", default="selective", help="activation_checkpoint.mode")
-    parser.add_argument("--profile", type=Path, help="folder for traces")
-    parser.add_argument("--goal", type=float, default=1.0, help="MFU from which a trace is spared")
     parser.add_argument("--quick", action="store_true", help="see that it runs, measure nothing")
     parser.add_argument("--output", type=Path, help="file for the page")
     for key, kind in (("rank", int), ("ranks", int), ("recipe", Path)):
@@ -472,13 +364,12 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.warmup = 2, 1, 1
         arguments.backend = "aot_eager"
-    device = pick()
     done = []
-    for table in tables(device, arguments):
+    for table in tables(arguments):
         print(table, end="\n\n", flush=True)
         done.append(table)
         if arguments.output:  # after each table: what was measured is not lost with what was not
-            arguments.output.write_text(page(done, device, arguments))
+            arguments.output.write_text(page(done, arguments))
 
 
 if __name__ == "__main__":

@@ -145,9 +145,9 @@ def test_simple_fsdp_beside_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.gate
 def test_precision(tmp_path: Path) -> None:
-    output, traces = tmp_path / "page.md", tmp_path / "traces"
+    output = tmp_path / "page.md"
     chosen = ["bf16", "Float8 tensorwise, loss in chunks", "SimpleFSDP, loss in chunks"]
-    command = ["benchmarks/precision.py", "--quick", "--profile", traces, "--output", output]
+    command = ["benchmarks/precision.py", "--quick", "--output", output]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, *command, "--rows", *chosen],
@@ -157,23 +157,13 @@ def test_precision(tmp_path: Path) -> None:
         capture_output=True,
     )
     page = output.read_text()
-    found = [row for row in rows(page) if len(row) == 6 and row[5] == "-"]  # no MFU of a CPU
+    found = [row for row in rows(page) if len(row) == 5 and row[1] != "tokens/s"]
     assert [name for name, *_ in found] == ["bf16", "Float8 tensorwise, loss in chunks, emulated"]
-    for _, speed, ratio, memory, memory_ratio, _ in found:
+    for _, speed, ratio, memory, memory_ratio in found:
         assert all(re.fullmatch(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)", x) for x in (speed, ratio))
         assert float(memory) > 0
         assert float(memory_ratio) > 0
     assert re.search("SimpleFSDP, loss in chunks: left out: .*compile.backend: ", page)
-    assert len(list(traces.iterdir())) == 2
-
-
-def test_longest_times_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    gaps = importlib.import_module("precision").gaps
-    kernels = [(30.0, 40.0, "c"), (0.0, 10.0, "a"), (5.0, 22.0, "b"), (41.0, 50.0, "d")]
-    assert gaps(kernels) == ["8 us after b, before c", "1 us after c, before d"]
-    assert gaps(kernels, count=1) == ["8 us after b, before c"]
-    assert gaps([]) == []
 
 
 def test_collectives_of_a_layout(tmp_path: Path) -> None:
