@@ -171,6 +171,7 @@ def test_a_loss_without_weight_that_is_left_out_is_told() -> None:
 def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     """Weights of auxiliary losses by step, and what they train."""
     saves = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": {"total_steps": 4}}
+    saves["validation"] = {"enable": True, "freq": 2, "steps": 1}
     for folder, parts in {"whole": [(ALONE, 4)], "halves": [(SPLIT, 2), (PIPELINE, 4)]}.items():
         for layout, last in parts:
             job = recipe(
@@ -187,6 +188,12 @@ def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     for expected, found in zip(whole, halves, strict=True):
         for name in ("loss", "loss/z_loss", "loss/next_latent", "loss/multi_token_2"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    held_out = [
+        [row["validation_loss"] for row in rows(tmp_path / folder) if "validation_loss" in row]
+        for folder in ("whole", "halves")
+    ]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+    assert len(held_out[0]) == 2
 
 
 def compiled_parts(run: Run) -> list[str]:

@@ -38,8 +38,7 @@ def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     if not job.compile.compiles("model") or counts_once_where_recomputed():
         return
-    blocks = model.spec.blocks(model.empty()).values()
-    if any(auxiliary_losses(block) for block in blocks):
+    if of_own_blocks(model):
         message = (
             f"this version of torch cannot compile the blocks of {job.model.name}, which recompute "
             'what they add to the loss; use activation_checkpoint.mode = "none", or torch 2.13'
@@ -47,12 +46,30 @@ def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
 
 
+def of_own_blocks(model: Model) -> bool:
+    """Whether the blocks of a model have losses of their own."""
+    return any(auxiliary_losses(each) for each in model.spec.blocks(model.empty()).values())
+
+
+def is_inside(config: AuxiliaryLossConfig, job: JobConfig) -> bool:
+    """Whether the model computes a loss, and not what is given its outputs."""
+    return bool(job.loss.vocabulary_chunk) or not isinstance(config, ZLoss)
+
+
+def in_graphs(job: JobConfig) -> bool:
+    """Whether a compiled graph of the model adds up losses."""
+    model = model_of(job)
+    if model is None or not job.compile.compiles("model"):
+        return False
+    inside = any(is_inside(each, job) for each in job.auxiliary_losses if each.reported)
+    return (job.compile.granularity == "model" and inside) or of_own_blocks(model)
+
+
 def against(config: AuxiliaryLossConfig, job: JobConfig, model: Model) -> Iterator[str]:
     """Why a loss cannot be, each with what to do."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
-    is_inside = chunk or not isinstance(config, ZLoss)  # of the model, not of its outputs
-    if in_one and is_inside and (config.warmup_steps or config.decay_steps):
+    if in_one and is_inside(config, job) and (config.warmup_steps or config.decay_steps):
         yield (
             "its weight is a constant of the graph that the whole model is, which would be "
             'compiled again for each; use compile.granularity = "block", or a weight that changes '

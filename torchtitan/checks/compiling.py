@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torchtitan.checks.auxiliary import in_graphs
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
@@ -78,6 +79,11 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
     elif (accumulation := job.accumulation(degrees)) > 1:
         bigger = "use a larger training.local_batch_size"
         yield f"the {accumulation} microbatches of a step {OVERWRITE}; {bigger}"
+    if in_graphs(job):
+        yield (
+            "what graphs of the model add up as auxiliary losses stands elsewhere in each step; "
+            "leave those out"
+        )
     if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
         yield "nobody has recorded what context or async tensor parallelism sends"
     if t.enable_cpu_offload:
