@@ -257,6 +257,7 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2 x PP 2, documents, all auxiliary losses": case(
         2, shard=2, documents=True, **ALL_BESIDE
     ),
+    "DDP 2, all auxiliary losses": case(replicate=2, **ALL_BESIDE),
     "HSDP 2 x 2, all auxiliary losses": case(replicate=2, shard=2, **ALL_BESIDE),
     "CP 2, ring, all auxiliary losses": case(cp=2, **ALL_BESIDE, **RING),
     # SimpleFSDP.

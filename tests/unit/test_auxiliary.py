@@ -30,6 +30,7 @@ from torchtitan.models.llama3.model import Block, Llama3, Llama3Args, RotaryEmbe
 from torchtitan.models.output import AuxiliaryLoss
 from torchtitan.models.output import NextLatent as NextLatentModule
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
+from torchtitan.tools.check import summary
 
 pytestmark = [  # of the compiler's own doings
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -160,6 +161,13 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         "auxiliary_losses.2 is the same",
     ):
         assert words in said
+
+
+def test_what_a_pipeline_hands_on_is_told() -> None:
+    said = {pp: [*summary(recipe(MultiToken(depth=2), layout=case(pp)), pp)] for pp in (1, 2)}
+    line = "each stage hands on 3 times as much in training: later tokens too"
+    assert line in said[2]
+    assert line not in said[1]
 
 
 def test_a_loss_without_weight_that_is_left_out_is_told() -> None:

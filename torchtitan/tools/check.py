@@ -110,6 +110,8 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(t.local_batch_size)
         yield stages.describe(job.parallelism, len(spec.blocks(network)), microbatches)
+        if beside := spec.shapes(args, t.seq_len).beside:
+            yield f"each stage hands on {1 + beside} times as much in training: later tokens too"
     yield (
         f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"
