@@ -134,14 +134,21 @@ def count(job: JobConfig) -> Counted:
     last, before = -1, 0
     with counting_sends(sends):
         for run, row in training(job, Device("cpu"), uneven=False):
-            groups = run.agree.world.groups
+            world = run.agree.world
             if row["step"] == job.training.steps - 1:
                 last, before = recorded()[-1].number, len(sends)
     found = [collective for collective in recorded() if collective.number > last]
     is_single = [is_about_numbers(collective) for collective in found]
+    groups = world.groups
     axes = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
     expected: Counter[Message] = Counter()
-    for one in formulas(job, dist.get_world_size(), dist.get_rank(groups["pp"])):
+    stage, mesh = dist.get_rank(groups["pp"]), world.parameter_mesh.mesh
+    copy = dist.get_rank(groups["dp_replicate"])
+    for name, ranks in {"sharing": mesh[stage], "shards": mesh[stage, copy], "all": mesh}.items():
+        axes[name] = tuple(sorted(ranks.flatten().tolist()))
+    in_backward = job.communication.replicas.in_backward
+    place = axes["sharing" if in_backward else "shards"].index(dist.get_rank())
+    for one in formulas(job, dist.get_world_size(), stage, place):
         expected[Message(members(one, axes, dist.get_rank()), one.operation, one.bytes)] += (
             one.count
         )
@@ -186,12 +193,13 @@ def message(collective: Collective) -> Message:
     return Message(ranks, collective.operation, collective.bytes_in * parts)
 
 
-def formulas(job: JobConfig, ranks: int, stage_rank: int = 0) -> list[Traffic]:
+def formulas(job: JobConfig, ranks: int, stage_rank: int = 0, rank: int = 0) -> list[Traffic]:
     """What a step sends according to `torchtitan.parallel.traffic`."""
     spec, layout, degrees = MODELS[job.model.name], job.layout(), job.degrees(ranks)
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
-    return of_step(model, spec, args, layout, degrees, job.accumulation(degrees), stage_rank)
+    passes = job.accumulation(degrees)
+    return of_step(model, spec, args, layout, degrees, passes, job.optimizer, stage_rank, rank)
 
 
 def recipe(layout: dict[str, Any]) -> tuple[JobConfig, int]:

@@ -12,9 +12,10 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
-from benchmarks.collectives import Counted, count
-from tests import layouts
+from benchmarks.collectives import Counted, count, formulas
+from tests import layouts, tiny
 from tests.layouts import (
+    AFTERWARDS,
     ALL_BESIDE,
     BESIDE,
     FULL,
@@ -34,6 +35,7 @@ from tests.layouts import (
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.parallel.sharding import rotated
 from torchtitan.parallel.traffic_formulas import (
     Traffic,
@@ -144,6 +146,41 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
             assert not differences(found), f"rank {rank}"
         # That of latents is added up over tensor ranks for each microbatch.
         assert found.single_numbers <= 12 + 4 * bool(layout.auxiliary)
+
+
+MUON: dict[str, Case] = {
+    "FSDP 2": case(shard=2),
+    "FSDP 3, which divides nothing": CASES["FSDP 3, which divides nothing"],
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "TP 2": case(tp=2),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    "FSDP 2 x PP 2": case(2, shard=2),
+    "CP 2, ring, full recomputation": case(cp=2, recompute=FULL, **RING),
+    "HSDP 2 x 2, copies added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
+}
+
+
+@pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
+def test_muon_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an update, and of the logits that it limits."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    layout = MUON[name]
+    flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
+    optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1}
+    optimizer |= {"qk_clip": 1.0 if layout.pp * layout.cp > 1 else 0.0}
+    job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))
+    for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
+        assert sum(n for m, n in found.expected.items() if m.operation == "all_to_all") > 4
+        if rank == 0 or layout.tp == layout.replicate == 1:  # as above
+            assert not differences(found), f"rank {rank}"
+
+
+def test_what_galore_and_ranger21_send_is_in_no_formula() -> None:
+    for name in ("GaLore", "Ranger21"):
+        job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": name})
+        with pytest.raises(NotImplementedError, match=f"no formulas of what {name} sends"):
+            formulas(job, 2)
+        assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
 
 
 def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

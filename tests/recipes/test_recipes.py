@@ -148,7 +148,7 @@ def test_a_step_has_as_many_collectives_as_debugging_says() -> None:
     degrees, spec, layout = job.degrees(RANKS["llama3_8b"]), MODELS[job.model.name], job.layout()
     model = build_empty(spec.build, job.model_args(), layout.seq_len)
     accumulation = job.accumulation(degrees)
-    asked = of_step(model, spec, job.model_args(), layout, degrees, accumulation)
+    asked = of_step(model, spec, job.model_args(), layout, degrees, accumulation, job.optimizer)
     page = (FOLDER.parent / "docs/debugging.md").read_text(encoding="utf-8")
     collectives = sum(each.count for each in asked)
     assert f"a step of `llama3_8b.toml` has about {round(collectives, -3):,}." in page

@@ -1,6 +1,8 @@
 """Optimizer states in few bits, and steps in the backward, in whole runs: saved, resumed, ended."""
 
+import math
 import shutil
+import statistics
 import sys
 import time
 from contextlib import closing
@@ -18,13 +20,16 @@ from tests.runs import losses, train
 from torchtitan.build import Run, build
 from torchtitan.checkpoint import InMemoryState, saved_steps, staging
 from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
+from torchtitan.tools.verify.measure import training
 from torchtitan.trainer import Trainer
 
+DEBUG_MODEL = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 ALONE = case(batch=8)
 FSDP = case(shard=2)
 
@@ -176,3 +181,22 @@ def test_no_weight_changes_while_it_is_copied(tmp_path: Path) -> None:
         for name, (_, shape) in expected.shapes().items():
             blocks = (saved.read(name, [0] * len(shape), shape) for saved in (found, expected))
             assert torch.equal(*blocks), f"step {step}: {name}"
+
+
+def losses_of(job: JobConfig) -> list[float]:
+    return [row["loss"] for _, row in training(job, Device("cpu"), uneven=False)]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["Muon", "GaLore", "Ranger21"])
+def test_a_rate_and_nothing_else_trains_the_debug_model(name: str) -> None:
+    """From about the loss of guessing evenly among all 2,048 tokens."""
+    flags = [
+        *("--training.steps=8", "--training.seq_len=64", "--training.local_batch_size=2"),
+        *("--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=1"),
+        *("--lr_scheduler.warmup_steps=2", "--data.report_unigram_loss=false"),
+        *(f"--optimizer.name={name}", "--optimizer.lr=1e-3"),
+    ]
+    (found,) = run_ranks(losses_of, 1, load_job(DEBUG_MODEL, flags, 1, "cpu").config)
+    assert found[0] == pytest.approx(math.log(2048), rel=0.05)
+    assert statistics.fmean(found[-3:]) < found[0] - 0.8

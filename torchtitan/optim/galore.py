@@ -39,6 +39,7 @@ class GaLore(AdamWRule, OptimizerConfig):
     """AdamW whose moments of hidden matrices are of a low rank."""
 
     by_role: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
 
     name: Literal["GaLore"] = Field("GaLore", description="Which optimizer.")
     lr: float = Field(5e-3, gt=0, description="Peak learning rate.")

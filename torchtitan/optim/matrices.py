@@ -9,7 +9,7 @@ Copies of a parameter are ranks like others: they share the work and get the sam
 with what follows from shapes and placements alone, so ranks have nothing to agree on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,10 +63,60 @@ class Matrix(NamedTuple):
     area: Area
 
 
+class Lying(NamedTuple):
+    """How a parameter of two dims lies on ranks."""
+
+    parts: Sequence[Area]
+    """What each rank holds."""
+    copies: Sequence[tuple[int, ...]]
+    """Which of its copies each rank holds a part of."""
+
+
 Update = Callable[[Tensor], Tensor]
 """From matrices of one shape (number, rows, columns) to what takes their places."""
 Round = Sequence[Sequence[Matrix]]
 """By rank, the matrices that it computes with at the same time, all of one shape."""
+
+
+class Plan:
+    """Who computes with what, and when, of parameters that lie on the same ranks."""
+
+    def __init__(
+        self,
+        lying: Mapping[int, Lying],
+        matrices: Sequence[Matrix],
+        cost: Callable[[int, int], float],
+        limit: int,
+    ) -> None:
+        """For the arguments see `deal`."""
+        self.lying = lying
+        ranks = len(next(iter(lying.values())).parts) if lying else 1
+        self.rounds = deal(matrices, ranks, cost, limit)
+
+    def part(self, matrix: Matrix, rank: int) -> Area:
+        """What a rank holds of a matrix."""
+        return matrix.area & self.held(matrix, rank)
+
+    def held(self, matrix: Matrix, rank: int) -> Area:
+        """What a rank holds of its parameter."""
+        return self.lying[matrix.parameter].parts[rank]
+
+    def same_copy(self, matrix: Matrix, one: int, other: int) -> bool:
+        """Whether two ranks hold parts of the same copy of a matrix: one sends them the other."""
+        copies = self.lying[matrix.parameter].copies
+        return copies[one] == copies[other]
+
+    def messages(self, rank: int) -> Iterator[int]:
+        """Elements that a rank gives in each all-to-all, with what it gives itself."""
+        for current in self.rounds:
+            yield sum(
+                self.part(matrix, rank).size
+                for other, of_rank in enumerate(current)
+                for matrix in of_rank
+                if self.same_copy(matrix, rank, other)
+            )
+            others = range(len(current))
+            yield sum(self.part(matrix, o).size for matrix in current[rank] for o in others)
 
 
 class Exchange:
@@ -102,9 +152,9 @@ class Exchange:
         ]
 
     def __str__(self) -> str:
-        matrices = sum(len(of_rank) for g in self.groups for r in g.rounds for of_rank in r)
-        own = sum(len(r[g.rank]) for g in self.groups for r in g.rounds)
-        rounds = sum(len(g.rounds) for g in self.groups)
+        matrices = sum(len(of_rank) for g in self.groups for r in g.plan.rounds for of_rank in r)
+        own = sum(len(r[g.rank]) for g in self.groups for r in g.plan.rounds)
+        rounds = sum(len(g.plan.rounds) for g in self.groups)
         return f"{matrices} matrices in {rounds} rounds, {own} of them on this rank"
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
@@ -131,28 +181,26 @@ class _Group:
         self.group = None if mesh is None else over(mesh)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
-        self.parts = {
-            number: [Area(*extents(p.tensor, at)) for at in coordinates]
+        lying = {
+            number: Lying(
+                [Area(*extents(p.tensor, at)) for at in coordinates],
+                [
+                    tuple(i for i, how in zip(at, p.placements, strict=True) if how.is_replicate())
+                    for at in coordinates
+                ],
+            )
             for number, p in parameters.items()
         }
-        """Of each parameter, what each rank holds."""
-        self.copies = {
-            number: [
-                tuple(i for i, how in zip(at, p.placements, strict=True) if how.is_replicate())
-                for at in coordinates
-            ]
-            for number, p in parameters.items()
-        }
-        """Of each parameter, which of its copies each rank holds a part of."""
-        self.rounds = deal(matrices, len(coordinates), cost, limit)
+        self.plan = Plan(lying, matrices, cost, limit)
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
         """See `Exchange.apply`."""
-        arriving, leaving = self._gather(self.rounds[0], tensors), None
-        for number, current in enumerate(self.rounds):
+        rounds = self.plan.rounds
+        arriving, leaving = self._gather(rounds[0], tensors), None
+        for number, current in enumerate(rounds):
             whole = arriving()
-            if number + 1 < len(self.rounds):
-                arriving = self._gather(self.rounds[number + 1], tensors)
+            if number + 1 < len(rounds):
+                arriving = self._gather(rounds[number + 1], tensors)
             result = update(whole) if len(whole) else whole
             del whole  # as large as all that is computed with
             if leaving is not None:
@@ -167,20 +215,21 @@ class _Group:
 
         Each rank takes the parts from its own copy of a parameter.
         """
-        own = current[self.rank]
+        plan, here = self.plan, self.rank
+        own = current[here]
         sent = [
             [
-                self._part(matrix, self.rank).of(tensors[matrix.parameter], self._held(matrix))
+                plan.part(matrix, here).of(tensors[matrix.parameter], plan.held(matrix, here))
                 for matrix in of_rank
-                if self._same_copy(matrix, rank)
+                if plan.same_copy(matrix, rank, here)
             ]
             for rank, of_rank in enumerate(current)
         ]
         expected = [
             [
-                (number, self._part(matrix, rank))
+                (number, plan.part(matrix, rank))
                 for number, matrix in enumerate(own)
-                if self._same_copy(matrix, rank)
+                if plan.same_copy(matrix, rank, here)
             ]
             for rank in range(len(current))
         ]
@@ -204,19 +253,19 @@ class _Group:
         own = current[self.rank]
         sent = [
             [
-                self._part(matrix, rank).of(result, matrix.area)
+                self.plan.part(matrix, rank).of(result, matrix.area)
                 for matrix, result in zip(own, results, strict=True)
             ]
             for rank in range(len(current))
         ]
-        expected = [[(m, self._part(m, self.rank)) for m in of_rank] for of_rank in current]
+        expected = [[(m, self.plan.part(m, self.rank)) for m in of_rank] for of_rank in current]
         sizes = [[part.size for _, part in of_rank] for of_rank in expected]
         received = self._send(sent, sizes, tensors[0])
 
         def placed() -> None:
             for places, pieces in zip(expected, received(), strict=True):
                 for (matrix, part), piece in zip(places, pieces, strict=True):
-                    target = part.of(tensors[matrix.parameter], self._held(matrix))
+                    target = part.of(tensors[matrix.parameter], self.plan.held(matrix, self.rank))
                     target.copy_(piece.view(part.shape))
 
         return placed
@@ -251,18 +300,6 @@ class _Group:
             return [[next(pieces) for _ in of_rank] for of_rank in sizes]
 
         return wait
-
-    def _part(self, matrix: Matrix, rank: int) -> Area:
-        """What a rank holds of a matrix."""
-        return matrix.area & self.parts[matrix.parameter][rank]
-
-    def _held(self, matrix: Matrix) -> Area:
-        """What this rank holds of its parameter."""
-        return self.parts[matrix.parameter][self.rank]
-
-    def _same_copy(self, matrix: Matrix, rank: int) -> bool:
-        copies = self.copies[matrix.parameter]
-        return copies[rank] == copies[self.rank]
 
 
 def deal(

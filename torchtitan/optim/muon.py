@@ -18,7 +18,8 @@ from torch import Tensor
 from torchtitan.config import PlannedWorld, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
-from torchtitan.optim.matrices import Area, Exchange
+from torchtitan.optim.grouping import assign, groups_of
+from torchtitan.optim.matrices import Area, Exchange, Lying, Matrix, Plan
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
@@ -176,6 +177,30 @@ class Muon(OptimizerConfig):
             )
             yield Problem("roles", message, ("name",))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In what momentum and updates are sent."""
+        dtype: torch.dtype = getattr(torch, self.ns_dtype)
+        return dtype
+
+    @property
+    def limit(self) -> int:
+        """Elements that a rank has whole, in matrices of one shape."""
+        return self.whole_mib * MIB // self.dtype.itemsize
+
+    def sent_bytes(
+        self,
+        parameters: Sequence[NamedParameter],
+        lie: Callable[[NamedParameter], Lying],
+        rank: int,
+    ) -> Iterator[int]:
+        own = [a for a in assign(parameters, self) if a.chosen is self]
+        ordered = [p for group in groups_of(own) for p in group.parameters]
+        matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
+        lying = {number: lie(parameter) for number, parameter in enumerate(ordered)}
+        plan = Plan(lying, matrices, self.cost, self.limit)
+        return (elements * self.dtype.itemsize for elements in plan.messages(rank))
+
     def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
         if self.qk_clip:
             yield f"heads are scaled down whose attention logits are above {self.qk_clip:g}"
@@ -224,14 +249,13 @@ class MuonOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self.config = config
-        self.dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self.iterate: Callable[[Tensor, int], Tensor] = newton_schulz
         self.factors = {p.tensor: config.factor(*config.matrices(p)[0].shape) for p in parameters}
         self.exchange = Exchange(
             parameters,
             config.matrices,
             config.cost,
-            limit=config.whole_mib * MIB // self.dtype.itemsize,
+            limit=config.limit,
         )
 
     @torch.no_grad()
@@ -256,7 +280,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         momentum, found = group["momentum"], {}
         for parameter in group["params"]:
             if parameter.grad is None:
-                found[parameter] = torch.zeros_like(local(parameter), dtype=self.dtype)
+                found[parameter] = torch.zeros_like(local(parameter), dtype=self.config.dtype)
                 continue
             state, gradient = self.state[parameter], local(parameter.grad)
             if not state:
@@ -264,7 +288,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             buffer = local(state["momentum_buffer"])
             buffer.lerp_(gradient, 1 - momentum)
             ahead = gradient.lerp(buffer, momentum) if self.config.nesterov else buffer.clone()
-            found[parameter] = ahead.to(self.dtype)
+            found[parameter] = ahead.to(self.config.dtype)
         return found
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:

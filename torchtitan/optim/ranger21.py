@@ -23,7 +23,7 @@ the sum of v follows from sums over g, before g is centralized or normalized.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -43,6 +43,8 @@ SMALLEST_STD, SMALLEST_NORM = 1e-8, 1e-6
 
 class Ranger21(OptimizerConfig):
     """AdamW with adaptive clipping, two momenta, lookahead and more, each of which can be off."""
+
+    sends: ClassVar[bool] = True
 
     name: Literal["Ranger21"] = Field("Ranger21", description="Which optimizer.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")

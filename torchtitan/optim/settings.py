@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.optim.matrices import Lying
 from torchtitan.optim.parameters import NamedParameter
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -154,7 +155,7 @@ class OptimizerConfig(UpdateRule):
     multiplies_matrices: ClassVar[bool] = False
     """Whether its updates are products of matrices, which take a host long."""
     sends: ClassVar[bool] = False
-    """Whether ranks send each other parts for an update, of which there are no formulas."""
+    """Whether ranks that share parameters send each other something for an update."""
 
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
@@ -185,6 +186,21 @@ class OptimizerConfig(UpdateRule):
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """What updates a parameter: these settings, or those of a section within them."""
         return self
+
+    def sent_bytes(
+        self,
+        parameters: Sequence[NamedParameter],
+        lie: Callable[[NamedParameter], Lying],
+        rank: int,
+    ) -> Iterator[int]:
+        """Of an update, what a rank gives in each all-to-all of those that share `parameters`.
+
+        Raises:
+            NotImplementedError: where there are no formulas of what it sends.
+        """
+        if self.sends:
+            raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        return iter(())
 
     def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         """What is wrong with the settings, given all parameters of the model."""

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import NextLatent
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes, TensorRole, tensor_roles
-from torchtitan.parallel import Layout, stages
+from torchtitan.optim import NamedParameter, OptimizerConfig, name_parameters
+from torchtitan.optim.matrices import Area, Lying
+from torchtitan.parallel import FSDP2, Layout, stages
 from torchtitan.parallel import traffic_formulas as formulas
+from torchtitan.parallel.attention_logits import attentions
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.traffic_formulas import Traffic
 from torchtitan.parallel.world import Degrees
@@ -36,7 +40,9 @@ def of_step(
     layout: Layout,
     degrees: Degrees,
     accumulation: int,
+    optimizer: OptimizerConfig,
     stage_rank: int = 0,
+    rank: int = 0,
 ) -> list[Traffic]:
     """All that a rank takes part in during an optimizer step; a line for what is alike.
 
@@ -45,6 +51,8 @@ def of_step(
         accumulation: batches of `layout.local_batch_size` in a step.
         stage_rank: its place in the pipeline. On the tensor axis it is the first, whose part of the
             vocabulary no other exceeds.
+        rank: its place among those that share parameters with it. What they send each other for an
+            update, each sends as much as its parts are.
 
     Raises:
         NotImplementedError: where there are no formulas of what is sent, as with converters.
@@ -55,7 +63,7 @@ def of_step(
     shapes = layout.sample(spec, args)
     work = Work(layout, degrees, args, spec.task, shapes, order, layers, accumulation)
     plan = stages.plan(layout.parallelism, spec, args, model, layout.seq_len)
-    found = list(_of_borders(work, plan, stage_rank))
+    found, parts = list(_of_borders(work, plan, stage_rank)), []
     for stage in plan.of(stage_rank):
         module = stages.build(model, plan, stage)
         blocks = list(spec.all_blocks(module))
@@ -70,7 +78,11 @@ def of_step(
         found += layout.sharding.traffic(part)
         found += part.of_copies()
         found += part.of_activations()
-        found += part.of_attention()
+        found += part.of_attention(with_logits=bool(optimizer.logit_limit))
+        parts.append(part)
+    found += _of_update(optimizer, parts, spec, args, rank)
+    if optimizer.logit_limit:
+        found += _of_logits(spec, args, model)
     counts: Counter[Traffic] = Counter()
     for one in found:
         counts[replace(one, count=0)] += one.count
@@ -272,11 +284,19 @@ class Part:
                 size = weight.numel() * dtype.itemsize
                 yield from formulas.of_norms(size, sums=reductions if shards else 1)
 
-    def of_attention(self) -> Iterator[Traffic]:
-        """What context parallelism sends."""
+    def of_attention(self, with_logits: bool) -> Iterator[Traffic]:
+        """What context parallelism sends, and again for the largest logits."""
         work, args, degrees = self.work, self.work.args, self.work.degrees
         modules = [name for name, m in self.module.named_modules() if isinstance(m, SelfAttention)]
         again = 0 if work.spares_sums else sum(map(self.is_again, modules))
+        if degrees.cp > 1 and with_logits:
+            heads, dim = args.n_kv_heads // degrees.tp, args.dim // args.n_heads
+            yield from formulas.of_keys(
+                work.tokens() * heads * dim * work.layout.precision.compute.itemsize,
+                ranks=degrees.cp,
+                fetches=(len(modules) + again) * work.times,
+                ring=work.layout.parallelism.context_parallel_rotate_method == "ring",
+            )
         if degrees.cp > 1:
             heads = args.n_kv_heads // degrees.tp
             yield from formulas.of_keys_and_values(
@@ -300,9 +320,64 @@ class Part:
         """Whether the next hidden state is predicted here."""
         return any(isinstance(module, NextLatent) for module in self.module.modules())
 
+    def lie(self, parameter: NamedParameter) -> Lying:
+        """How a matrix lies on the ranks that share parameters."""
+        degrees, layout = self.work.degrees, self.work.layout
+        rows, columns = parameter.shape
+        role, tp = self.roles.get(parameter.name.rpartition(".")[0]), degrees.tp
+        by_rows, by_columns = role in SPLIT_IN_ROWS, role == "rowwise"
+        again = 1 if by_rows and rows % (tp * degrees.fsdp) else 0  # as in `shape`
+        areas, copies = [], []
+        replicas = degrees.dp_replicate if layout.communication.replicas.in_backward else 1
+        for copy, part, place in itertools.product(range(replicas), range(degrees.fsdp), range(tp)):
+            dims = [range(rows), range(columns)]
+            if by_rows or by_columns:
+                dims[by_columns] = _chunk(dims[by_columns], tp, place)
+            dims[again] = _chunk(dims[again], degrees.fsdp, part)
+            areas.append(Area(*dims))
+            copies.append((copy,) if by_rows or by_columns else (copy, place))
+        return Lying(areas, copies)
+
     def is_again(self, name: str) -> bool:
         """Whether what is called so is in a block that is recomputed."""
         return any(name.startswith(f"{block}.") for block in self.again)
+
+
+def _chunk(whole: range, parts: int, number: int) -> range:
+    size = -(-len(whole) // parts)
+    return whole[number * size : (number + 1) * size]
+
+
+def _of_update(
+    optimizer: OptimizerConfig,
+    parts: Sequence[Part],
+    spec: ModelSpec[Args],
+    args: Args,
+    rank: int,
+) -> Iterator[Traffic]:
+    """What ranks that share parameters send each other for an update."""
+    work = parts[0].work
+    copies = work.degrees.dp_replicate if work.layout.communication.replicas.in_backward else 1
+    if copies * work.degrees.fsdp * work.degrees.tp == 1 or not optimizer.sends:
+        return
+    if not isinstance(work.layout.sharding, FSDP2):
+        raise NotImplementedError("there are formulas for parts that FSDP2 makes")
+    owner = {
+        parameter: part
+        for part in parts
+        for parameter in name_parameters([part.module], spec.role, partial(spec.heads, args))
+    }
+    axis = "sharing" if copies == work.degrees.dp_replicate else "shards"
+    for size in optimizer.sent_bytes([*owner], lambda p: owner[p].lie(p), rank):
+        yield Traffic(axis, "momentum and updates", "all_to_all", size, 1)
+
+
+def _of_logits(spec: ModelSpec[Args], args: Args, model: nn.Module) -> Iterator[Traffic]:
+    """The largest attention logit of each head, which all ranks are told."""
+    assert spec.queries_and_keys is not None, "the recipe was checked"
+    of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(model))
+    heads = sum(found[1] for name in of_queries if (found := spec.heads(args, name)))
+    yield Traffic("all", "attention logits", "all_reduce", heads * formulas.FP32, 1)
 
 
 def _of_borders(work: Work, plan: Stages, mine: int) -> Iterator[Traffic]:

@@ -28,7 +28,8 @@ class Traffic:
     """Collectives alike in one step, or messages alike that one rank sends."""
 
     axis: str
-    """A key of `World.groups`."""
+    """A key of `World.groups`; "sharing": those that share parameters, copies among them;
+    "shards": those that share one copy; "all" ranks."""
     what: str
     operation: Operation
     bytes: int
@@ -168,6 +169,20 @@ def of_latents(row: int, *, ranks: int, balanced: bool, times: int) -> Iterator[
         times: microbatches in a step.
     """
     yield Traffic("cp", "latents", "all_gather", ranks * (1 + balanced) * row, times)
+
+
+def of_keys(size: int, *, ranks: int, fetches: int, ring: bool) -> Iterator[Traffic]:
+    """Context parallelism: keys come once more, for the largest logits of attention.
+
+    Args:
+        size: bytes of one rank's keys in a layer.
+        fetches: in a step: a layer's forward, and its forward recomputed.
+        ring: from one rank to the next, instead of all at once.
+    """
+    if ring:
+        yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)
+    else:
+        yield Traffic("cp", "keys", "all_gather", ranks * size, fetches)
 
 
 def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:

@@ -27,6 +27,12 @@ from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
 from torchtitan.tools.history import RunHistory
 
+SHARING = {
+    "sharing": ("dp_replicate", "fsdp", "tp"),
+    "shards": ("fsdp", "tp"),
+    "all": ("pp", "dp_replicate", "fsdp", "tp"),
+}
+"""The axes of ranks that formulas join, and no group of a run is called after."""
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Keys, by how they begin, that tell nothing about how a run trains."""
 DATA = ("data.", "debug.seed", "training.seq_len")
@@ -216,13 +222,12 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
 
     None: there are no formulas of all that it sends.
     """
-    if job.optimizer.sends:
-        return None
     degrees, layout, spec = job.degrees(ranks), job.layout(), MODELS[job.model.name]
     args = job.model_args()
     model = build_empty(spec.build, args, layout.seq_len)
     try:
-        traffic = of_step(model, spec, args, layout, degrees, job.accumulation(degrees))
+        passes = job.accumulation(degrees)
+        traffic = of_step(model, spec, args, layout, degrees, passes, job.optimizer)
     except NotImplementedError:
         return None
     found: dict[tuple[str, str], tuple[int, float]] = {}
@@ -230,6 +235,11 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
     used = [axis for axis, size in degrees._asdict().items() if size > 1]
     # A run names ranks that share parameters by the axis that they are all of.
     names = {"fsdp": "dp_shard" if degrees.cp == 1 else "fsdp"}
+    for joined, axes in SHARING.items():
+        sizes[joined] = math.prod(sizes[axis] for axis in axes)
+        apart = [axis for axis in axes if sizes[axis] > 1]
+        whole = "all" if sizes[joined] == ranks else "matrices"
+        names[joined] = names.get(apart[0], apart[0]) if len(apart) == 1 else whole
     for one in traffic:
         axis = used[0] if len(used) == 1 else names.get(one.axis, one.axis)
         kind = NEIGHBORS if one.ranks else axis, one.operation
