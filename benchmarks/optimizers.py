@@ -5,7 +5,8 @@
 
 The first makes the runs, and goes on where it was stopped; the second reads those that are there. A
 variant is called after its optimizer and its rate. The best rate of an optimizer is that of the
-lowest loss from the seed that all were run with; it is run from the others too.
+lowest loss from the seed that all were run with; it is run from the others too. Times are not those
+of the runs: here each takes a step in turn, so that what else the machine does slows all alike.
 """
 
 import argparse
@@ -13,15 +14,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size
 
+from torchtitan.device import Device
 from torchtitan.tools.compare.study import Study, read_study
+from torchtitan.tools.verify.measure import training
 
 STUDY = ROOT / "train_configs/studies/optimizers_debug.toml"
+WARM, TURNS = 5, 60
+"""Steps of each optimizer before its times count, and while they do."""
 
 PAGE = """\
 # What each optimizer learns, takes and keeps
@@ -35,7 +41,10 @@ has no such limit, as it is meant to have none, and weight decay is that of each
 
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-Others used the machine meanwhile, so **the times say little**, as their quartiles show.
+
+*ms a step* is of {turns} more steps, one of each optimizer in turn in one process, while others used the
+machine: so **compare times with each other only**. What a refresh of GaLore takes, in one of 20 steps, is
+not in a median.
 
 *Loss* is the mean of the last {last} steps, and over the seeds, ± their standard deviation. *Gap*
 is the loss minus that of {base} with the same seed: the mean, and the least and the most.
@@ -54,6 +63,10 @@ From one seed. A best rate at the end of a row may have a better one beyond it.
 - The bytes of states are exact. Embedding and head are {outside:.0%} of a model this small, and
   many matrices are too small for codes, so what keeps less of hidden matrices alone, or in few
   bits, shows less of it than in a large one.
+- At one rate, Muon and GaLore move matrices less than embedding, norms and head, which AdamW
+  updates for them: Muon's update has a root mean square of 0.2, GaLore's is multiplied by 0.25.
+  *AdamW by role* is AdamW in that way, with 4 times the rate outside of matrices. What it gains
+  over AdamW is nothing that they do to matrices, so **compare them with it**.
 - {seeds} seeds of {base} lie {chance:.3f} apart. Gaps are taken seed by seed. One that has one
   sign for all seeds suggests an order, which so few do not prove, and one with both signs shows
   nothing.
@@ -95,7 +108,36 @@ def best(found: Mapping[str, Variant]) -> dict[str, Variant]:
     return {kind: min(each, key=first_loss) for kind, each in by_optimizer(found).items()}
 
 
-def table(found: Mapping[str, Variant], base: Variant) -> str:
+def milliseconds(variants: Sequence[Variant]) -> dict[str, str]:
+    """Of a step of each, taken in turn: median and quartiles."""
+    jobs = [
+        each.job.model_copy(
+            update={
+                "training": each.job.training.model_copy(update={"steps": WARM + TURNS}),
+                "metrics": each.job.metrics.model_copy(update={"log_freq": 1}),
+            }
+        )
+        for each in variants
+    ]
+    seconds: dict[str, list[float]] = {each.name: [] for each in variants}
+    with ExitStack() as opened:  # closed in the opposite order: the first made the process group
+        runs = [
+            opened.enter_context(closing(training(job, Device("cpu"), uneven=False)))
+            for job in jobs
+        ]
+        for _ in range(WARM + TURNS):
+            for each, run in zip(variants, runs, strict=True):
+                begin = time.perf_counter()
+                next(run)
+                seconds[each.name].append(time.perf_counter() - begin)
+    found = {}
+    for name, of_steps in seconds.items():
+        quartile, median, other = statistics.quantiles([1000 * s for s in of_steps[WARM:]], n=4)
+        found[name] = f"{median:,.0f} ({quartile:,.0f} to {other:,.0f})"
+    return found
+
+
+def table(found: Mapping[str, Variant], base: Variant, times: Mapping[str, str]) -> str:
     """A row for each optimizer at its best rate."""
     rows = []
     for kind, each in best(found).items():
@@ -107,7 +149,7 @@ def table(found: Mapping[str, Variant], base: Variant) -> str:
         cells = [
             *(kind, each.name.rpartition(", ")[2], f"{kept:,}"),
             f"{kept / model_size(each.job):.2f}",
-            *(each.milliseconds, str(len(losses))),
+            *(times[each.name], str(len(losses))),
             f"{statistics.fmean(losses.values()):.3f}{deviation}",
             "" if each is base else gap,
         ]
@@ -124,7 +166,9 @@ def rates(found: Mapping[str, Variant]) -> str:
     return RATES.format(rows="\n".join(rows))
 
 
-def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) -> str:
+def page(
+    study: Study, found: Mapping[str, Variant], times: Mapping[str, str], plot: str, command: str
+) -> str:
     base = found[study.baseline]
     environment = base.first.history.environment
     steps, tokens = base.first.all[-1]["step"], base.first.all[0]["tokens"]
@@ -145,7 +189,8 @@ def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) ->
         base=base.name,
         seeds=len(base.losses),
         chance=max(base.losses.values()) - min(base.losses.values()),
-        table=table(found, base),
+        turns=TURNS,
+        table=table(found, base, times),
         rates=rates(found),
         plot=plot,
     )
@@ -160,14 +205,15 @@ def main() -> None:
     found = finished(study)
     plot = arguments.output.with_suffix(".svg").name if arguments.output else "optimizers.svg"
     command = " ".join(["python", "benchmarks/optimizers.py", *sys.argv[1:]])
-    text = page(study, found, plot, command)
+    times = milliseconds(list(best(found).values()))
+    text = page(study, found, times, plot, command)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
         picture = draw(list(best(found).values()), "optimizer at its best rate")
         arguments.output.with_suffix(".svg").write_text(str(picture))
     if arguments.docs:
-        quote("optimizers.py", table(found, found[study.baseline]), arguments.docs)
+        quote("optimizers.py", table(found, found[study.baseline], times), arguments.docs)
 
 
 if __name__ == "__main__":

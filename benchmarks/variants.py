@@ -94,7 +94,7 @@ def draw(variants: Sequence[Variant], what: str) -> Picture:
     Args:
         what: a row is of.
     """
-    left, right, row = 140, 600, 26
+    left, right, row = max(140, *(12 + 7 * len(each.name) for each in variants)), 600, 26
     bottom = 30 + row * len(variants)
     about = f"A row for each {what}; a dot for each seed at its loss, a bar at the mean."
     picture = Picture("Loss at the end, by seed", about, 640, bottom + 48)
