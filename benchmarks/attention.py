@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from quoted import quote
 
-from torchtitan.convert.hadamard import operations
 from torchtitan.convert.low_precision_attention import LowPrecisionAttention, RoundedAttention
 from torchtitan.models.attention import SelfAttention
 
@@ -71,14 +70,6 @@ def table(seeds: int) -> str:
     return "\n".join(lines)
 
 
-def costs() -> str:
-    """Operations of the transform beside those of a dense product."""
-    lines = ["| elements of a head | transform | dense product |", "|---|---|---|"]
-    for size in (64, 128, 256):
-        lines.append(f"| {size} | {operations(size):,} | {2 * size**2:,} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -94,9 +85,7 @@ def main() -> None:
         f"Python {platform.python_version()}, {datetime.date.today()}\n\n"
         "Relative error of the output in percent, over all channels / over those that do not stand "
         "out; columns are what a Hadamard transform rotates first. How: `benchmarks/attention.py`."
-        f"\n\n{found}\n\n"
-        "Multiplications and additions of a row, along axes of 16 and at once:\n\n"
-        f"{costs()}\n"
+        f"\n\n{found}\n"
     )
     if arguments.docs:
         quote("attention.py", found, arguments.docs)

@@ -52,11 +52,6 @@ def factors(size: int) -> list[int]:
     return [min(rest, STEP) for rest in rests]
 
 
-def operations(size: int) -> int:
-    """Multiplications and additions of one row."""
-    return sum(2 * size * factor for factor in factors(size))
-
-
 def _matrix(size: int, like: Tensor) -> Tensor:
     """The matrix: of row i and column j, the sign is the parity of the bits of i & j."""
     index = torch.arange(size, device=like.device)
