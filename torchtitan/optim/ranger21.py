@@ -23,7 +23,7 @@ the sum of v follows from sums over g, before g is centralized or normalized.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,12 +33,10 @@ from torch.nn.functional import softplus
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.norm import local
+from torchtitan.optim.ranger21_sums import Measured, Measurement, gradient_of
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
-from torchtitan.optim.unit_sums import Reduction, Units, sharing, units_of
+from torchtitan.optim.unit_sums import Reduction, sharing, units_of
 from torchtitan.torch_private.dtensor import laid_out_as
-
-SMALLEST_STD, SMALLEST_NORM = 1e-8, 1e-6
-"""Of gradients that are divided by them."""
 
 
 class Ranger21(OptimizerConfig):
@@ -129,6 +127,17 @@ class Ranger21(OptimizerConfig):
     def state_bytes(self, parameter_bytes: int) -> float:
         return (len(self.state_names()) - 1) * parameter_bytes
 
+    @property
+    def needs_sums(self) -> bool:
+        """Whether an update needs to know more than one element of what it updates."""
+        return bool(
+            self.adaptive_clip
+            or self.norm_loss
+            or self.centralize_gradients
+            or self.normalize_gradients
+            or self.stable_weight_decay
+        )
+
     def switched_on(self) -> list[str]:
         """Which of its additions to AdamW are on."""
         switches = {
@@ -163,22 +172,6 @@ class Ranger21(OptimizerConfig):
             yield Problem("offload_states", message, ("name",))
 
 
-class Measured(NamedTuple):
-    """What is known of a parameter and its gradient, in float64.
-
-    The gradient g becomes (factor g - mean) / std; std is 0-d, the others are of units: (units,).
-    """
-
-    factor: Tensor
-    mean: Tensor
-    std: Tensor
-    weight_norm: Tensor
-    square: Tensor
-    """0-d: the sum of squares of what the gradient becomes."""
-    variance: Tensor
-    """0-d: the sum of the second moment before this step."""
-
-
 class Ranger21Optimizer(torch.optim.Optimizer):
     """Ranger21 over parameters as they lie on the ranks."""
 
@@ -186,8 +179,9 @@ class Ranger21Optimizer(torch.optim.Optimizer):
         super().__init__([group.options() for group in groups], {})
         self.config = config
         parameters = [parameter for group in groups for parameter in group.parameters]
-        self.sharing, self.stages = sharing(parameters), groups[0].stages
-        self.units = units_of(parameters, self.sharing)
+        together, self.stages = sharing(parameters), groups[0].stages
+        self.units = units_of(parameters, together)
+        self.measurement = Measurement(config, self.units, together)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -205,78 +199,11 @@ class Ranger21Optimizer(torch.optim.Optimizer):
             if not state["step"] and "slow" in state:
                 local(state["slow"]).copy_(local(parameter))
             state["step"] += 1
-        known = self._measure([parameter for parameter, _ in due])
+        parameters = [parameter for parameter, _ in due]
+        known = self.measurement.of(parameters, self.state) if self.config.needs_sums else {}
         sigma = self._sigma(due, known) if self.config.stable_weight_decay else None
         for parameter, group in due:
             self._update(parameter, group, known.get(parameter), sigma)
-
-    def _measure(self, parameters: Sequence[Tensor]) -> dict[Tensor, Measured]:
-        """What sums over units and tensors say, by one reduction; nothing where none is used."""
-        config = self.config
-        if not (
-            config.adaptive_clip
-            or config.norm_loss
-            or config.centralize_gradients
-            or config.normalize_gradients
-            or config.stable_weight_decay
-        ):
-            return {}
-        reduction, own = Reduction(self.sharing), dict[Tensor, Tensor]()
-        for parameter in parameters:
-            units = self.units[parameter]
-            gradient, weight = gradient_of(parameter), local(parameter)
-            mine = torch.stack(
-                [units.sums(gradient), units.squares(gradient), units.squares(weight)]
-            )
-            own[parameter] = mine
-            if not units.are_whole:
-                mine = mine.new_zeros(3, units.count)
-                mine[:, units.rows] = own[parameter]
-                reduction.add(mine / units.copies)
-            else:
-                reduction.add(self._totals(units, mine) / units.copies)
-            variance = local(self.state[parameter]["exp_avg_sq"]).sum(dtype=torch.float64)
-            reduction.add(variance / units.copies)
-        found = reduction.sums()
-        known = {}
-        for parameter in parameters:
-            units, sums, totals = self.units[parameter], own[parameter], next(found)
-            if not units.are_whole:
-                sums, totals = totals[:, units.rows], self._totals(units, totals)
-            known[parameter] = self._measured(units, sums, totals, next(found))
-        return known
-
-    def _changes(self, units: Units, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Factor and mean of each unit, from its sums of g, g² and w² (3, units)."""
-        config = self.config
-        gradient, square, weight = sums
-        factor, mean = torch.ones_like(gradient), torch.zeros_like(gradient)
-        if config.adaptive_clip:
-            limit = config.adaptive_clip * weight.sqrt().clamp_min(config.adaptive_clip_norm)
-            norm = square.sqrt()
-            factor = torch.where(norm > limit, limit / norm.clamp_min(SMALLEST_NORM), 1.0)
-        # A unit of one number, such as a row of one column, would be left with none.
-        if config.centralize_gradients and len(units.parameter.shape) > 1 and units.size > 1:
-            mean = factor * gradient / units.size
-        return factor, mean
-
-    def _totals(self, units: Units, sums: Tensor) -> Tensor:
-        """Over those units: the sum of what the gradient becomes, and that of its squares."""
-        factor, mean = self._changes(units, sums)
-        gradient, square, _ = sums
-        total = factor * gradient - units.size * mean
-        squares = factor.square() * square - units.size * mean.square()
-        return torch.stack([total.sum(), squares.sum()])
-
-    def _measured(self, units: Units, sums: Tensor, totals: Tensor, variance: Tensor) -> Measured:
-        """From sums of the units of this rank, and what is known of the whole parameter."""
-        factor, mean = self._changes(units, sums)
-        (total, square), count = totals, units.parameter.shape.numel()
-        std = torch.ones_like(square)
-        if self.config.normalize_gradients and count > 2:
-            spread = (square - total.square() / count).clamp_min(0) / (count - 1)
-            std = spread.sqrt() + SMALLEST_STD
-        return Measured(factor, mean, std, sums[2].sqrt(), square / std.square(), variance)
 
     def _sigma(
         self, due: Sequence[tuple[Tensor, dict[str, Any]]], known: Mapping[Tensor, Measured]
@@ -351,12 +278,6 @@ class Ranger21Optimizer(torch.optim.Optimizer):
         if config.lookahead_steps and step % config.lookahead_steps == 0:
             weight.lerp_(moments["slow"], 1 - config.lookahead_alpha)
             moments["slow"].copy_(weight)
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    """What this rank has of it."""
-    assert parameter.grad is not None
-    return local(parameter.grad)
 
 
 def _computed(tensor: Tensor) -> torch.dtype:
