@@ -34,11 +34,11 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "right": Stage("one device against the CPU", 4, 150, True),
+    "right": Stage("one device against the CPU", 3, 150, True),
     "runs": Stage("runs as a person starts them", 3, 150, True),
-    "ranks": Stage("layouts whose ranks share the device", 8, 150, True),
+    "ranks": Stage("layouts whose ranks share the device", 6, 150, True),
     "fast": Stage("speed beside a loop by hand", 16, 120, False),
-    "many": Stage("one rank of many", 6, 180, False),
+    "many": Stage("one rank of many", 2, 120, False),
 }
 
 

@@ -63,11 +63,12 @@ class Model(NamedTuple):
 
 
 SOME = ("compiled", "Float8 tensorwise", "Float8 rowwise", "by hand, compiled by block")
+MORE = ("eager", "compiled, loss in chunks")
 MODELS_HERE = {
     "8B, 4 layers": Model("8B", 1, 8192, {"n_layers": 4}),
     # Less of the time goes to the optimizer and the output.
     "8B, 8 layers, 2 sequences": Model("8B", 2, 8192, {"n_layers": 8}, rows=SOME),
-    "1B": Model("1B", 1, 8192),
+    "1B": Model("1B", 1, 8192, rows=SOME + MORE),
 }
 TOY = Model("debugmodel", 2, 64, {}, 512)
 
