@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -78,6 +79,18 @@ def test_everything_is_read_by_its_name(saved: Path) -> None:
     assert {n: checkpoint.value(n) for n in checkpoint.values()} == {
         f"values.0.{name}": value for name, value in VALUES.items()
     }
+
+
+def test_enums_as_early_python_3_11_pickles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_name(self: Any, protocol: int) -> Any:
+        return getattr, (type(self), self.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    saved = save(tmp_path / "step-3", {"tensors": TENSORS, "values": [VALUES]})
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    test_everything_is_read_by_its_name(saved)
 
 
 @pytest.mark.parametrize("name", ["matrix", "transposed", "eighth"])

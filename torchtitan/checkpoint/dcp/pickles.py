@@ -58,12 +58,24 @@ class InertUnpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
+        if full == "builtins.getattr":
+            return self._member
         if full not in self.names:
-            raise ConfigError(
-                f"{self.where}: refused: it names {full}, which is no part of this format; a file "
-                "that does so may run anything when it is read by others. Nothing of it was run"
-            )
+            raise self._refusal(full)
         return self.kinds.setdefault(full, type(name, (Inert,), {}))
+
+    def _member(self, kind: Any, name: Any) -> Inert:
+        """Of an enum, as Python 3.11.0 to 3.11.3 pickles it: by its name, others by its value."""
+        if not any(kind is known for known in self.kinds.values() if known is not tuple):
+            raise self._refusal("builtins.getattr")
+        member: Inert = kind(name)
+        return member
+
+    def _refusal(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: refused: it names {name}, which is no part of this format; a file "
+            "that does so may run anything when it is read by others. Nothing of it was run"
+        )
 
     def persistent_load(self, pid: Any, /) -> Any:
         """Tensors' storages, where there may be some."""
