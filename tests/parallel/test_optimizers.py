@@ -109,7 +109,8 @@ def test_an_error_of_scale_breaks_the_bounds(number: int) -> None:
 RULES = (
     # Rounding is a tenth of the smallest gradients, which weigh as much as others in Adam's update.
     {"eps": 1e-6},
-    {"name": "SGD", "lr": 0.5, "momentum": 0.9},
+    # Nothing is clipped, so with a higher rate rounding itself grows.
+    {"name": "SGD", "lr": 0.2, "momentum": 0.9},
 )
 IN_BACKWARD = {
     "one rank": ONE,
