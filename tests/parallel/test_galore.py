@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import tiny
 from tests.layouts import ONE, SIMPLE, Case, case
-from tests.parallel.test_optimizers import ALLOWED, WITHOUT_COLUMNS, off
+from tests.parallel.test_optimizers import ALLOWED, off
 from tests.ranks import run_ranks
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
