@@ -316,7 +316,7 @@ DAILY = (
     *("one rank, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
     *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
-    *("TP 2, attention in Float8, full recomputation", "TP 2 x PP 2, auxiliary losses"),
+    "TP 2, attention in Float8, full recomputation",
     "FSDP 2, accumulating 4, all auxiliary losses",
 )
 """What `./scripts/test` compares with one rank: each technique, and each pair that interacts, some

@@ -200,6 +200,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "graphs"
 
 
+@pytest.mark.gate
 def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
     """The backward needs all six matrices but the first, since nobody asks for the input's."""
     settings: dict[str, tuple[Any, ...]] = {

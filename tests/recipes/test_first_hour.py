@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
 from torchtitan.launch import main as launch
 from torchtitan.tools.cli import main
 
@@ -95,7 +96,7 @@ def in_shell(**variables: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", tiers(SHELLS, ["bash"]))
 def test_shell_completes_verbs_and_settings(shell: str) -> None:
     script = in_shell(_TORCHTITAN_COMPLETE=f"source_{shell}")
     assert "torchtitan" in script
