@@ -27,6 +27,17 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "metrics": {"log_freq": 1},
 }
 
+VIT_MAE: dict[str, Any] = {
+    "name": "vit_mae",
+    "flavor": "debugmodel",
+    "dim": 32,
+    "n_layers": 3,
+    "ffn_dim": 64,
+    "image_size": 16,
+    "decoder_dim": 16,
+    "decoder_ffn_dim": 32,
+}
+"""The section of a model of images."""
 
 FLAVORS = {
     "tiny": ARGS,

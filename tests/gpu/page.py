@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
 Rows = dict[str, dict[str, Any]]
 """By case, the last result of each."""
 
@@ -66,13 +64,15 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def failures(stages: Mapping[str, Rows]) -> str:
-    """What failed, with its first lines, and what was left out and why."""
+    """What failed, with its first line and its last, and what was left out and why."""
     found = []
     for stage, rows in stages.items():
         for case, row in rows.items():
             if row["error"]:
-                first = " ".join(row["error"].replace(f"{ROOT}/", "").split())[:300]
-                found.append(f"- {stage}, {case}: {first}")
+                # Of a traceback of a rank, what lies between is where; the log has it.
+                lines = row["error"].strip().splitlines()
+                said = " ".join(dict.fromkeys((lines[0], lines[-1])))
+                found.append(f"- {stage}, {case}: {said:.300}")
             elif "left out" in row["figures"]:
                 found.append(f"- {stage}, {case}: left out: {row['figures']['left out']}")
     return "\n".join(["## Failed, or left out\n", *found]) if found else ""

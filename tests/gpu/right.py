@@ -84,19 +84,7 @@ def case(*sections: Sections, **rest: Any) -> Case:
 
 
 MUON = {"name": "Muon", "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
-PICTURES: Sections = {
-    "model": {
-        "name": "vit_mae",
-        "flavor": "debugmodel",
-        "dim": 32,
-        "n_layers": 3,
-        "ffn_dim": 64,
-        "image_size": 16,
-        "decoder_dim": 16,
-        "decoder_ffn_dim": 32,
-    },
-    "data": {"dataset": "scenes"},
-}
+PICTURES: Sections = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
 FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
 CASES: dict[str, Case] = {
     "float32": case(),

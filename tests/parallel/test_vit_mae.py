@@ -35,16 +35,7 @@ from torchtitan import parts
 from torchtitan.job import JobConfig
 from torchtitan.models.initialize import initialize
 
-MODEL: dict[str, Any] = {
-    "name": "vit_mae",
-    "flavor": "debugmodel",
-    "dim": 32,
-    "n_layers": 3,
-    "ffn_dim": 64,
-    "image_size": 16,
-    "decoder_dim": 16,
-    "decoder_ffn_dim": 32,
-}
+MODEL = tiny.VIT_MAE
 EVEN = {**MODEL, "n_layers": 2, "decoder_dim": 32, "decoder_ffn_dim": 64}
 """Matrices whose halves are in multiples of 16, as a converter needs them."""
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}

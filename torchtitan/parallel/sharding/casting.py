@@ -46,7 +46,7 @@ def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     """Mixed precision where nothing is sharded: parameters and inputs are cast where they are used.
 
     A gradient has the dtype of its parameter. FSDP2 over one rank gives the same numbers, by way of
-    copies: on an H100 with a tenth of the speed less, and a third more memory.
+    copies of every parameter and gradient (docs/gpu.md).
     """
 
     def cast_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
