@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from quoted import quote
 
-from torchtitan.convert.low_precision_attention import LowPrecisionAttention, RoundedAttention
 from torchtitan.models.attention import SelfAttention
+from torchtitan.research.hadamard_attention.low_precision_attention import (
+    LowPrecisionAttention,
+    RoundedAttention,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 ROTATIONS = ("none", "qk", "v", "qkv")

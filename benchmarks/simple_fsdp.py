@@ -27,8 +27,8 @@ from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.local_ranks import run_ranks
 from torchtitan.parallel import open_world
-from torchtitan.parallel.sharding import bucketing
-from torchtitan.parallel.sharding.bucketing import Tally
+from torchtitan.research.simple_fsdp import bucketing
+from torchtitan.research.simple_fsdp.bucketing import Tally
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.trainer import Trainer
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.data.images.opening import open_view
-from torchtitan.models.vit_mae.spec import FLAVORS
+from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.probe import accuracy, data_of, encode, run_probe
+from torchtitan.research.vit_mae.spec import FLAVORS
 from torchtitan.tools.evaluate.opening import Place
-from torchtitan.tools.evaluate.probe import accuracy, data_of, encode, run_probe
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/vit_mae_debug.toml"

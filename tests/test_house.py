@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
+    ["research"],
     ["tools.cli", "launch"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],

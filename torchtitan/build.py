@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchtitan.checkpoint import Checkpointer, InMemoryState, TrainState
 from torchtitan.data import DATASETS, Batch
-from torchtitan.data.images.opening import IMAGES
 from torchtitan.device import collect_garbage
 from torchtitan.job import JobConfig
 from torchtitan.metrics import Meter
@@ -24,6 +23,7 @@ from torchtitan.optim.qk_clip import QKClip, heads_of
 from torchtitan.parallel import Launch, World, stages
 from torchtitan.parallel.attention_logits import LargestLogits, attentions
 from torchtitan.parts import Observer, Parts
+from torchtitan.research.vit_mae.images.opening import IMAGES
 from torchtitan.resilience.replicas import ReplicaGroup
 from torchtitan.resilience.replicas.step import GroupBatches, GroupGuard, GroupModel
 from torchtitan.resilience.spikes import Guard

@@ -17,8 +17,8 @@ from tests.small_weights import SPEC
 from tests.test_docs import ROOT
 from tests.training.test_pictures import MODEL
 from torchtitan.models import MODELS
+from torchtitan.research.vit_mae.probe import PENALTY, fit
 from torchtitan.tools.cli import main
-from torchtitan.tools.evaluate.probe import PENALTY, fit
 
 
 @pytest.fixture(autouse=True)

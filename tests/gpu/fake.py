@@ -29,13 +29,13 @@ from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.vit_mae.model import ViTMAEArgs
 from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.optim.group import local
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
-from torchtitan.tasks.masked_autoencoder import MaskedImages
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages
+from torchtitan.research.vit_mae.model import ViTMAEArgs
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.timeline import Timeline
 

@@ -24,13 +24,13 @@ from torch import nn
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.convert.hadamard import hadamard
 from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import open_world
+from torchtitan.research.hadamard_attention.hadamard import hadamard
 from torchtitan.trainer import Trainer
 
 ROUNDS, STEPS, WARMUP = 5, 4, 3

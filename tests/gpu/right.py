@@ -17,11 +17,12 @@ import torch
 from tests import layouts, tiny
 from tests.runs import Trace, trace
 from torchtitan.auxiliary import AuxiliaryLossConfig
-from torchtitan.comm.codec import Codec, Form
-from torchtitan.convert import ConverterConfig, Float8, LowPrecisionAttention
+from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models.attention import causal_attention
+from torchtitan.research.common.codec import Codec, Form
+from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.torch_private.attention import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]

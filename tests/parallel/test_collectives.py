@@ -36,13 +36,13 @@ from tests.layouts import (
 from tests.ranks import run_ranks
 from tests.tiers import tiers
 from torchtitan.parallel import ParallelismConfig
-from torchtitan.parallel.sharding import rotated
 from torchtitan.parallel.traffic_formulas import (
     Traffic,
     of_keys_and_values,
     of_parameters,
     of_stream,
 )
+from torchtitan.research.rtp import rotated
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}

@@ -19,7 +19,9 @@ from tests.runs import Part, Trace, parts, trace, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
-from torchtitan.comm.decoupled import (
+from torchtitan.logging import logger
+from torchtitan.parallel.replicas import replicas
+from torchtitan.research.demo.demo import (
     Chosen,
     DecoupledConfig,
     Demo,
@@ -28,8 +30,6 @@ from torchtitan.comm.decoupled import (
     Striding,
     Tiles,
 )
-from torchtitan.logging import logger
-from torchtitan.parallel.replicas import replicas
 
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
 UNIT = Unit("", SHAPES, torch.device("cpu"))

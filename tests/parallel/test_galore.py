@@ -25,7 +25,8 @@ from tests.ranks import run_ranks
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
-from torchtitan.optim import GaLore, NamedParameter, Optimizers
+from torchtitan.optim import NamedParameter, Optimizers
+from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 
 SPLIT: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {

@@ -18,12 +18,12 @@ from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.comm import Unit
-from torchtitan.comm.codec import Codec
-from torchtitan.comm.loco import LoCo, LoCoReplicas
-from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.research.common.codec import Codec
+from torchtitan.research.loco.loco import LoCo, LoCoReplicas
+from torchtitan.research.qsdp.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.tools.verify.measure import training
 
 SHAPES = {

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
-from torchtitan.optim.ranger21 import Ranger21Optimizer
-from torchtitan.optim.unit_sums import Reduction
+from torchtitan.research.common.unit_sums import Reduction
+from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer
 
 RANGER: dict[str, Any] = {"name": "Ranger21", "lr": 1e-3, "lookahead_steps": 2}
 """All on, with two averages in 5 steps."""

@@ -24,8 +24,8 @@ from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.sharding import Precision, Target
-from torchtitan.parallel.sharding.ring import Neighbours
-from torchtitan.parallel.sharding.rotated import Ring
+from torchtitan.research.rtp.ring import Neighbours
+from torchtitan.research.rtp.rotated import Ring
 
 WIDTH, VOCABULARY = 24, 13
 PIECE = 64

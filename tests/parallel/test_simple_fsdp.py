@@ -19,7 +19,7 @@ from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import CompileConfig, Precision, compile
 from torchtitan.parallel.sharding import bucketing, simple_fsdp
-from torchtitan.parallel.sharding.bucketing import Plan, Tally
+from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
 from torchtitan.torch_private.dtensor import local_extent

@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from tests import tiny
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.comm.quantized import QuantizedReduce
 from torchtitan.data import Batch
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
+from torchtitan.research.common.quantized import QuantizedReduce
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import Difference, Step
 from torchtitan.tools.verify.ranks import SPARED

@@ -15,7 +15,11 @@ from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import ModelConfig
-from torchtitan.tasks.masked_autoencoder import MaskedAutoencoder, MaskedImages, normalized
+from torchtitan.research.vit_mae.masked_autoencoder import (
+    MaskedAutoencoder,
+    MaskedImages,
+    normalized,
+)
 
 MODEL: dict[str, Any] = {
     "name": "vit_mae",

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tests import tiny
 from torchtitan import convert
-from torchtitan.convert import LowPrecisionAttention
-from torchtitan.convert.hadamard import hadamard
-from torchtitan.convert.low_precision_attention import (
+from torchtitan.models.attention import SelfAttention
+from torchtitan.models.llama3.model import Llama3
+from torchtitan.models.spec import build_empty
+from torchtitan.research.hadamard_attention.hadamard import hadamard
+from torchtitan.research.hadamard_attention.low_precision_attention import (
+    LowPrecisionAttention,
     RoundedAttention,
     largest_elements,
     straight_through,
 )
-from torchtitan.models.attention import SelfAttention
-from torchtitan.models.llama3.model import Llama3
-from torchtitan.models.spec import build_empty
 
 
 @pytest.mark.parametrize("size", [2**power for power in range(1, 16)])

@@ -10,14 +10,14 @@ from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert import (
     Conversion,
     LinearConverterConfig,
-    LowPrecisionAttention,
     linears,
 )
-from torchtitan.convert.hadamard import is_power_of_two
 from torchtitan.job import JobConfig
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
+from torchtitan.research.hadamard_attention.hadamard import is_power_of_two
+from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.tasks import TASKS
 
 SECTIONS = ("convert", "model", "training", "parallelism")

@@ -6,30 +6,17 @@ process group, and knows no mesh.
 
 from typing import Annotated
 
-from torchtitan.comm.decoupled import Demo, Random, Slicing, Striding
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
-from torchtitan.comm.loco import LoCo, LoCoReplicas
-from torchtitan.comm.qsdp import QSDPGradients, QSDPWeights
 from torchtitan.comm.replicas import Agree, AllReduce, Nothing, ReplicasConfig
 from torchtitan.comm.unit import Unit, Way
 from torchtitan.comm.weights import Gather, PlainGather, PlainWeights, WeightsConfig
-from torchtitan.config import Config, OneOf
+from torchtitan.config import Config, OneOf, Registry
 
-WEIGHTS: dict[str, type[WeightsConfig]] = {"plain": PlainWeights, "qsdp": QSDPWeights}
-GRADIENTS: dict[str, type[GradientsConfig]] = {
-    "plain": PlainGradients,
-    "loco": LoCo,
-    "qsdp": QSDPGradients,
-}
-REPLICAS: dict[str, type[ReplicasConfig]] = {
-    "all_reduce": AllReduce,
-    "loco": LoCoReplicas,
-    "demo": Demo,
-    "random": Random,
-    "striding": Striding,
-    "slicing": Slicing,
-    "none": Nothing,
-}
+WEIGHTS = Registry[type[WeightsConfig]]("communication.weights", {"plain": PlainWeights})
+GRADIENTS = Registry[type[GradientsConfig]]("communication.gradients", {"plain": PlainGradients})
+REPLICAS = Registry[type[ReplicasConfig]](
+    "communication.replicas", {"all_reduce": AllReduce, "none": Nothing}
+)
 
 __all__ = [
     "GRADIENTS",

@@ -5,6 +5,7 @@ from torchtitan.config.files import read_file, read_text
 from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Recipe, load
 from torchtitan.config.problems import PlannedWorld, Problem
+from torchtitan.config.registry import Registry
 from torchtitan.config.schema import flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -30,6 +31,7 @@ __all__ = [
     "Problem",
     "Recipe",
     "RecipeError",
+    "Registry",
     "Setting",
     "Translation",
     "allowed_names",

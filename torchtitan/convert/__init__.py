@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from torchtitan.config import Registry
 from torchtitan.convert.float8 import Float8
-from torchtitan.convert.low_precision_attention import LowPrecisionAttention
 from torchtitan.convert.mxfp8 import MXFP8
 from torchtitan.convert.settings import (
     Conversion,
@@ -26,11 +26,13 @@ from torchtitan.convert.settings import (
 from torchtitan.logging import logger
 from torchtitan.torch_private.torchao import quiet_torchao
 
-CONVERTERS: dict[str, type[ConverterConfig]] = {
-    "float8": Float8,
-    "mxfp8": MXFP8,
-    "low_precision_attention": LowPrecisionAttention,
-}
+CONVERTERS = Registry[type[ConverterConfig]](
+    "convert",
+    {
+        "float8": Float8,
+        "mxfp8": MXFP8,
+    },
+)
 
 __all__ = [
     "CONVERTERS",
@@ -39,7 +41,6 @@ __all__ = [
     "ConverterConfig",
     "Float8",
     "LinearConverterConfig",
-    "LowPrecisionAttention",
     "Rounding",
     "Target",
     "Wire",

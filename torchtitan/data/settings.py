@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from torchtitan.config import Config, PlannedWorld, Problem, allowed_names, exists
-from torchtitan.data.images.settings import ImagesConfig
+from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.convert import ConverterConfig, Rounding
-from torchtitan.convert.low_precision_attention import RoundedAttention
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
+from torchtitan.research.hadamard_attention.low_precision_attention import RoundedAttention
 
 Found = dict[tuple[str, str], dict[str, Tensor]]
 """By name of layer, and what of it: the shares alone, since tensors would fill the memory."""

@@ -3,15 +3,17 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchtitan.config import Registry
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.models.vit_mae.spec import VIT_MAE
 
-MODELS: dict[str, ModelSpec[Any]] = {
-    "llama3": LLAMA3,
-    "vit_mae": VIT_MAE,
-}
+MODELS = Registry[ModelSpec[Any]](
+    "model",
+    {
+        "llama3": LLAMA3,
+    },
+)
 
 
 class _SettingsOfModels(Mapping[str, type[ModelConfig]]):

@@ -5,17 +5,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.config import Registry
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.adam import Adam, AdamW
-from torchtitan.optim.galore import GaLore
 from torchtitan.optim.group import Optimizers
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.parameters import NamedParameter, name_parameters
-from torchtitan.optim.ranger21 import Ranger21
 from torchtitan.optim.schedule import (
     SCHEDULES,
     ScheduleConfig,
@@ -31,14 +30,15 @@ from torchtitan.optim.settings import (
 )
 from torchtitan.optim.sgd import SGD
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    "AdamW": AdamW,
-    "Adam": Adam,
-    "SGD": SGD,
-    "Muon": Muon,
-    "GaLore": GaLore,
-    "Ranger21": Ranger21,
-}
+OPTIMIZERS = Registry[type[OptimizerConfig]](
+    "optimizer",
+    {
+        "AdamW": AdamW,
+        "Adam": Adam,
+        "SGD": SGD,
+        "Muon": Muon,
+    },
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -47,14 +47,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "Compiled",
-    "GaLore",
     "GroupConfig",
     "Muon",
     "NamedParameter",
     "OptimizerConfig",
     "Optimizers",
     "ParameterGroup",
-    "Ranger21",
     "ScheduleConfig",
     "UpdateRule",
     "WarmupStableDecay",

@@ -1,13 +1,15 @@
 """What models are trained to do: `ModelSpec.task` is a key of `TASKS`."""
 
+from torchtitan.config import Registry
 from torchtitan.data.batch import Batch
-from torchtitan.tasks.masked_autoencoder import MaskedAutoencoder
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.tasks.task import Task
 
-TASKS: dict[str, type[Task]] = {
-    "next_token": NextToken,
-    "masked_autoencoder": MaskedAutoencoder,
-}
+TASKS = Registry[type[Task]](
+    "task",
+    {
+        "next_token": NextToken,
+    },
+)
 
-__all__ = ["TASKS", "Batch", "MaskedAutoencoder", "NextToken", "Task"]
+__all__ = ["TASKS", "Batch", "NextToken", "Task"]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtitan.comm.codec import Codec, Envelope, Form
-from torchtitan.comm.levels import learn
 from torchtitan.comm.unit import Unit
+from torchtitan.research.common.codec import Codec, Envelope, Form
+from torchtitan.research.qsdp.levels import learn
 
 FORMS: list[Form] = ["symmetric", "minmax"]
 SCALES = [torch.float32, torch.bfloat16]

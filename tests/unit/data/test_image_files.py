@@ -13,10 +13,10 @@ from PIL import Image
 
 from torchtitan.config import ConfigError, PlannedWorld
 from torchtitan.data import DataConfig
-from torchtitan.data.images import decoding
-from torchtitan.data.images.decoding import CorruptImage, decode
-from torchtitan.data.images.opening import open_images, open_view
-from torchtitan.data.images.settings import ImagesConfig
+from torchtitan.research.vit_mae.images import decoding
+from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
+from torchtitan.research.vit_mae.images.opening import open_images, open_view
+from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
 PLAIN = ImagesConfig(crop="none", augment=False)
 

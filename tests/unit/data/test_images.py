@@ -11,16 +11,16 @@ from torch import Tensor
 
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig
-from torchtitan.data.images.decoding import CorruptImage
-from torchtitan.data.images.opening import open_images, open_view
-from torchtitan.data.images.scenes import Scenes
-from torchtitan.data.images.settings import ImagesConfig
-from torchtitan.data.images.source import ImageView, ShuffledImages
-from torchtitan.data.images.views import view
 from torchtitan.data.order import Document, Position
 from torchtitan.data.stream import DataStream, merge_states
-from torchtitan.models.vit_mae.spec import FLAVORS
-from torchtitan.tasks.masked_autoencoder import MaskedImages, MaskedPatches
+from torchtitan.research.vit_mae.images.decoding import CorruptImage
+from torchtitan.research.vit_mae.images.opening import open_images, open_view
+from torchtitan.research.vit_mae.images.scenes import Scenes
+from torchtitan.research.vit_mae.images.settings import ImagesConfig
+from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages
+from torchtitan.research.vit_mae.images.views import view
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages, MaskedPatches
+from torchtitan.research.vit_mae.spec import FLAVORS
 
 
 def taken(source: ShuffledImages, lane: int, lanes: int, count: int) -> list[Document]:

@@ -18,16 +18,20 @@ from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data import DataConfig
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
-from torchtitan.models.vit_mae.model import (
+from torchtitan.research.vit_mae.masked_autoencoder import (
+    MaskedAutoencoder,
+    MaskedImages,
+    mask_order,
+    normalized,
+)
+from torchtitan.research.vit_mae.model import (
     ViTMAE,
     ViTMAEArgs,
     patchify,
     take,
     unpatchify,
 )
-from torchtitan.models.vit_mae.spec import VIT_MAE, flops_per_unit, kept_by_block
-from torchtitan.tasks import MaskedAutoencoder
-from torchtitan.tasks.masked_autoencoder import MaskedImages, mask_order, normalized
+from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit, kept_by_block
 
 PUBLISHED = {"base": 87, "huge": 635, "1B": 914, "3B": 3067, "5B": 5349, "15B": 14720}
 """Millions of parameters of the encoder, arXiv:2404.11706."""

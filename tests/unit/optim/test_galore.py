@@ -22,10 +22,10 @@ from torchtitan.optim import (
     Optimizers,
     name_parameters,
 )
-from torchtitan.optim.galore import state_elements
 from torchtitan.optim.grouping import assign
-from torchtitan.optim.low_rank import Method, Projection, Reduced, complete, find_bases
 from torchtitan.optim.parameters import NamedParameter
+from torchtitan.research.galore.galore import state_elements
+from torchtitan.research.galore.low_rank import Method, Projection, Reduced, complete, find_bases
 
 
 def decaying(rows: int, columns: int, seed: int = 0, power: float = 0.7) -> Tensor:

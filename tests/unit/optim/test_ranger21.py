@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.named import named
 from torchtitan.optim import AdamW, OptimizerConfig, Optimizers
-from torchtitan.optim.ranger21 import Ranger21
+from torchtitan.research.ranger21.ranger21 import Ranger21
 
 OFF: dict[str, Any] = {
     "adaptive_clip": 0.0,

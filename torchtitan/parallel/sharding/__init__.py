@@ -3,24 +3,22 @@
 Adding one is a file here and a line below.
 """
 
+from torchtitan.config import Registry
 from torchtitan.parallel.sharding.fsdp2 import FSDP2
-from torchtitan.parallel.sharding.rotated import Rotated
 from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
-from torchtitan.parallel.sharding.simple_fsdp import SimpleFSDP
 
-SHARDING: dict[str, type[ShardingConfig]] = {
-    "fsdp2": FSDP2,
-    "simple_fsdp": SimpleFSDP,
-    "rotated": Rotated,
-}
+SHARDING = Registry[type[ShardingConfig]](
+    "sharding",
+    {
+        "fsdp2": FSDP2,
+    },
+)
 
 __all__ = [
     "FSDP2",
     "SHARDING",
     "Precision",
-    "Rotated",
     "Sharding",
     "ShardingConfig",
-    "SimpleFSDP",
     "Target",
 ]

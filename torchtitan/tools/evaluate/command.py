@@ -8,6 +8,7 @@ import torch
 import typer
 
 from torchtitan.config import ConfigError
+from torchtitan.research.vit_mae.probe import PROBE, as_lines, run_probe
 from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.options import (
@@ -18,7 +19,6 @@ from torchtitan.tools.evaluate.options import (
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.evaluate.probe import PROBE, as_lines, run_probe
 from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, verb
 

@@ -22,8 +22,8 @@ from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
+from torchtitan.research.common.modelled import places, write_modelled_steps
 from torchtitan.tools.verify.measure import compare_steps, write_steps
-from torchtitan.tools.verify.modelled import places, write_modelled_steps
 from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
 from torchtitan.tools.verify.recipe import Checked, as_checked, in_float64
 from torchtitan.tools.verify.report import Comparison

@@ -22,7 +22,7 @@ from torchtitan.parallel import (
     stages,
 )
 from torchtitan.parallel.schedules import SCHEDULES
-from torchtitan.tools.verify.modelled import is_exact
+from torchtitan.research.common.modelled import is_exact
 
 # What a shrunk recipe has at most. The vocabulary has room for bytes.
 LAYERS = 4

@@ -1,0 +1,42 @@
+"""Systems from papers, one folder each, with a README that puts equations beside the code.
+
+The registries of the main road find them here by name, and import them when a recipe asks.
+Nothing else names them. A folder can be removed; its names are then unknown to recipes.
+"""
+
+from pathlib import Path
+
+ENTRIES = {
+    "communication.weights": {"qsdp": "qsdp.qsdp:QSDPWeights"},
+    "communication.gradients": {"loco": "loco.loco:LoCo", "qsdp": "qsdp.qsdp:QSDPGradients"},
+    "communication.replicas": {
+        "loco": "loco.loco:LoCoReplicas",
+        "demo": "demo.demo:Demo",
+        "random": "demo.demo:Random",
+        "striding": "demo.demo:Striding",
+        "slicing": "demo.demo:Slicing",
+    },
+    "convert": {
+        "low_precision_attention": (
+            "hadamard_attention.low_precision_attention:LowPrecisionAttention"
+        ),
+    },
+    "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
+    "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
+    "sharding": {
+        "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
+        "rotated": "rtp.rotated:Rotated",
+    },
+    "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
+}
+"""By kind and name: folder, module and attribute."""
+
+
+def entries(kind: str) -> dict[str, str]:
+    """The places of the entries of one registry, "package.module:name", by name."""
+    folders = Path(__file__).parent
+    return {
+        name: f"{__name__}.{place}"
+        for name, place in ENTRIES.get(kind, {}).items()
+        if (folders / place.split(".")[0]).is_dir()
+    }

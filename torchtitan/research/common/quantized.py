@@ -1,0 +1,100 @@
+"""What all ways to send in few bits have in common: settings, a clock, and a reduction."""
+
+from hashlib import blake2b
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import AfterValidator, Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.gradients import GradientsConfig, Reduce
+from torchtitan.comm.unit import Unit, Way
+from torchtitan.config import Config
+from torchtitan.research.common.codec import GROUP, Codec, Envelope, Form
+
+
+def _in_groups(value: int) -> int:
+    if value % GROUP:
+        raise ValueError(f"wanted a multiple of {GROUP}")
+    return value
+
+
+Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
+
+
+class Quantized(Config):
+    """Settings of a message in few bits."""
+
+    bits: int = Field(8, ge=2, le=8, description="Of each number that is sent.")
+    bucket: Bucket = Field(1024, description="Numbers that share a scale; a multiple of 8.")
+    scales: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Dtype of the scales that are sent with them."
+    )
+
+    def envelope(self, unit: Unit, form: Form) -> Envelope:
+        """How `unit` is sent."""
+        return Envelope(unit, Codec(self.bits, self.bucket, form, getattr(torch, self.scales)))
+
+
+class Clock(Way):
+    """Counts steps; by that what is drawn at random is drawn alike by all ranks, and again when a
+    run resumes.
+    """
+
+    def __init__(self, unit: Unit, group: ProcessGroup) -> None:
+        self.unit, self.group = unit, group
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.calls = 0
+        """Since the last step."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {"step": self.step}
+
+    def end_step(self) -> None:
+        self.step += 1
+        self.calls = 0
+
+    def seed(self, what: str) -> int:
+        """What `what` is drawn by in this step; another for each unit."""
+        text = f"{self.unit.name}/{int(self.step)}/{what}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class QuantizedReduce(Clock, Reduce):
+    """Rows are sent in few bits to the rank they belong to, which adds them up in float32."""
+
+    def __init__(self, envelope: Envelope, group: ProcessGroup) -> None:
+        super().__init__(envelope.unit, group)
+        self.envelope, self.codec = envelope, envelope.codec
+        self.levels: Tensor | None = None
+        """Those that all ranks send in, if they are not at equal distances."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Codes (R, bytes) of what is sent in few bits (R, c)."""
+        raise NotImplementedError
+
+    def __call__(self, part: Tensor, whole: Tensor) -> None:
+        coarse, exact = self.envelope.split(whole.view(self.group.size(), -1))
+        sent = self.envelope.seal(self.encode(coarse), exact)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        codes, rest = self.envelope.open(received, whole.dtype)
+        numbers = self.codec.decode(codes, self.envelope.coarse, levels=self.levels)
+        sums = numbers.sum(0, keepdim=True)
+        part.copy_(self.envelope.join(sums, rest.float().sum(0, keepdim=True))[0])
+        self.calls += 1
+
+
+class QuantizedGradients(Quantized, GradientsConfig):
+    """Settings of a reduction in few bits; `form` is that of its codes."""
+
+    operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "all_to_all"
+
+    @property
+    def form(self) -> Form:
+        return "symmetric"
+
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return ranks * self.envelope(unit, self.form).bytes(dtype)

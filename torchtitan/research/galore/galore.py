@@ -1,0 +1,282 @@
+"""GaLore (Zhao et al., 2024, arXiv:2403.03507; GaLore 2, 2025, arXiv:2504.20437): Adam's moments of
+a projection of the gradient to a low rank.
+
+Every `refresh_period` steps each hidden matrix takes a new basis from the leading singular vectors
+of its gradient (`low_rank`). In every step its gradient is projected to that basis, Adam's moments
+are of what is left, and the update that they give is projected back. All else is updated by AdamW
+with the same settings.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Size, Tensor
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.optim import low_bit
+from torchtitan.optim.adam import AdamGroup, AdamWRule
+from torchtitan.optim.grouping import assign
+from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import NamedParameter, in_layers
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.research.galore.low_rank import Method, Projection, find_bases
+from torchtitan.torch_private.compiler import any_number_of_shapes
+
+
+class GaLoreGroup(AdamGroup):
+    """Settings of GaLore and its AdamW that differ for some parameters; the first match applies."""
+
+    rank: int | None = Field(None, ge=1, description="Of the projection; absent: the optimizer's.")
+    scale: float | None = Field(
+        None, gt=0, description="Multiplies updates of projected matrices; absent: the optimizer's."
+    )
+
+
+class GaLore(AdamWRule, OptimizerConfig):
+    """AdamW whose moments of hidden matrices are of a low rank."""
+
+    by_role: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
+
+    name: Literal["GaLore"] = Field("GaLore", description="Which optimizer.")
+    lr: float = Field(5e-3, gt=0, description="Peak learning rate.")
+    eps: float = Field(1e-6, gt=0, description="Added to the root of the second moment.")
+    rank: int | None = Field(
+        None,
+        ge=1,
+        description="Of the projection, at most the smaller side of a matrix; absent: a quarter of "
+        "that.",
+    )
+    refresh_period: int = Field(
+        200, ge=1, description="Steps after which matrices take new bases from their gradients."
+    )
+    scale: float = Field(0.25, gt=0, description="Multiplies updates of projected matrices.")
+    project: Literal["shorter", "longer", "rows", "columns"] = Field(
+        "shorter",
+        description="Which side of a matrix is projected to the rank: the shorter (the columns, if "
+        "both are equal), the longer, its rows or its columns. Moments have the other side.",
+    )
+    svd: Literal["randomized", "exact"] = Field(
+        "randomized", description="How the singular vectors of a gradient are found."
+    )
+    power_iterations: int = Field(
+        2, ge=0, description="With svd = randomized: passes that separate close singular values."
+    )
+    oversampling: int = Field(
+        8, ge=0, description="With svd = randomized: columns more than the rank."
+    )
+    moments: Literal["keep", "rotate"] = Field(
+        "keep",
+        description="What becomes of the moments at a refresh: they stay as they are, as "
+        "published, or are turned from the old basis into the new.",
+    )
+    groups: tuple[GaLoreGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
+
+    def rule_for(self, parameter: NamedParameter) -> UpdateRule:
+        if parameter.role == "matrix":
+            return self
+        return AdamWRule.model_validate(self.model_dump(include=set(AdamWRule.model_fields)))
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"scale": self.scale}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        return LowRankAdamW(groups, self)
+
+    def state_names(self) -> frozenset[str]:
+        return super().state_names() | {"projector"}
+
+    def rank_of(self, shape: Sequence[int]) -> int:
+        """The rank of a matrix's projection."""
+        return self.rank or max(min(shape) // 4, 1)
+
+    def projected_dim(self, shape: Sequence[int]) -> int:
+        """The dim of a matrix that is projected: 1, its columns, or 0, its rows."""
+        rows, columns = shape
+        is_columns = {
+            "shorter": columns <= rows,
+            "longer": columns > rows,
+            "rows": False,
+            "columns": True,
+        }
+        return int(is_columns[self.project])
+
+    def bytes_of(self, shape: Size, parameter_bytes: int, rows: int = 1, columns: int = 1) -> float:
+        projected = self.projected_dim(shape)
+        found = state_elements(shape, self.rank_of(shape), projected)
+        of_moments = found.moments / 2 * self.state_bytes(parameter_bytes) / (rows * columns)
+        of_projector = found.projector * max(parameter_bytes, 4)
+        return of_moments + of_projector / (columns if projected else rows)
+
+    def method(self) -> Method:
+        """How bases are found."""
+        return Method(self.svd == "exact", self.power_iterations, self.oversampling)
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        for key in ("power_iterations", "oversampling"):
+            if self.svd == "exact" and key in self.model_fields_set:
+                yield Problem(key, 'with self.svd = "exact" there is nothing random', ("svd",))
+        if self.moments == "rotate" and not (self.beta1 or self.beta2):
+            message = 'with self.beta1 and self.beta2 0 there is nothing to turn; use "keep"'
+            yield Problem("moments", message, ("beta1", "beta2"))
+        if self.offload_states:
+            message = "ranks compute updates together, on their devices; use false"
+            yield Problem("offload_states", message, ("name",))
+
+    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+        too_high: dict[str, dict[str, Size]] = {}
+        projected = [a for a in assign(parameters, self) if a.chosen is self]
+        flat = [a for a in projected if len(a.parameter.shape) == 2]
+        if others := {in_layers(a.parameter.name): None for a in projected if a not in flat}:
+            message = (
+                f"only matrices of two dims are projected, and {', '.join(others)} have others"
+            )
+            yield Problem("name", message)
+        for parameter, _, rule, group in flat:
+            assert isinstance(rule, GaLore)
+            if rule.rank and rule.rank > min(parameter.shape):
+                is_of_group = group is not None and self.groups[group].rank is not None
+                key = f"groups.{group}.rank" if is_of_group else "rank"
+                too_high.setdefault(key, {})[in_layers(parameter.name)] = parameter.shape
+        for key, shapes in too_high.items():
+            which = ", ".join(f"{name} ({m} x {n})" for name, (m, n) in shapes.items())
+            least = min(min(shape) for shape in shapes.values())
+            yield Problem(key, f"it is above the smaller side of {which}; use at most {least}")
+
+    def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
+        kinds: Counter[tuple[int, int, int, int]] = Counter()
+        numbers = whole = 0
+        for one in assign(parameters, self):
+            rule, shape = one.rule, one.parameter.shape
+            if isinstance(rule, GaLore):
+                rank, dim = rule.rank_of(shape), rule.projected_dim(shape)
+                kinds[shape[0], shape[1], rank, dim] += 1
+                numbers += sum(state_elements(shape, rank, dim))
+                whole += 2 * shape.numel()
+        of = [
+            f"{count} of {m} x {n} by their {'columns' if dim else 'rows'} to rank {rank}"
+            for (m, n, rank, dim), count in kinds.items()
+        ]
+        yield f"GaLore projects {kinds.total()} matrices: {'; '.join(of)}"
+        yield f"their states are {numbers:,} numbers, of AdamW {whole:,}"
+
+    def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
+        found = list(states)
+        sizes = {
+            key: sum(low_bit.size(state) for name, state in found if name.endswith(f".{key}"))
+            for key in ("exp_avg", "exp_avg_sq", "projector")
+        }
+        moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
+        return (
+            f"GaLore: {moments:,} bytes of moments in {self.state_dtype} and "
+            f"{sizes['projector']:,} of projectors on this rank"
+        )
+
+
+class Elements(NamedTuple):
+    """Numbers that are kept of a matrix."""
+
+    moments: int
+    """Both."""
+    projector: int
+
+
+def state_elements(shape: Sequence[int], rank: int, projected: int) -> Elements:
+    """Of a matrix whose dim `projected` becomes `rank`."""
+    return Elements(2 * rank * shape[1 - projected], rank * shape[projected])
+
+
+class LowRankAdamW(torch.optim.Optimizer):
+    """AdamW in a low rank, with its state made from the start: zeros.
+
+    Of a matrix (m, n) whose columns are projected, the moments are (m, rank), and the projector is
+    (n, rank); of one whose rows are, (n, rank) and (m, rank).
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], config: GaLore) -> None:
+        super().__init__([group.options() for group in groups], {})
+        self.config = config
+        self.adam = low_bit.CompiledAdam(decoupled=True) if config.is_compiled else adam
+        self.projections: dict[Tensor, Projection] = {}
+        for group in groups:
+            rule: Any = group.rule
+            for parameter in group.parameters:
+                rank, dim = rule.rank_of(parameter.shape), rule.projected_dim(parameter.shape)
+                projection = Projection(parameter, rank, dim)
+                self.projections[parameter.tensor] = projection
+                self.state[parameter.tensor] = self._zeros(projection)
+
+    def _zeros(self, projection: Projection) -> dict[str, Tensor]:
+        weight = local(projection.parameter.tensor).detach()
+        part, dtype = weight.new_zeros(projection.rows, projection.rank), self.config.state_dtype
+        moments = {
+            name: projection.state(low_bit.zeros(part, dtype, signed=name == "exp_avg"))
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        columns = projection.columns.stop - projection.columns.start
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        basis = weight.new_zeros(columns, projection.rank, dtype=wide)
+        return {"step": torch.tensor(0.0), **moments, "projector": projection.basis(basis)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        period = self.config.refresh_period
+        if due := [p for p in given if not int(self.state[p]["step"]) % period]:
+            self._refresh(due)
+        with any_number_of_shapes():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+
+    def _refresh(self, parameters: Sequence[Tensor]) -> None:
+        """Take new bases."""
+        projections = [self.projections[parameter] for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        seeds = [
+            f"{projection.parameter.name}/{int(state['step'])}"
+            for projection, state in zip(projections, states, strict=True)
+        ]
+        bases = find_bases(projections, seeds, self.config.method())
+        for projection, state, basis in zip(projections, states, bases, strict=True):
+            old = local(state["projector"])
+            if self.config.moments == "rotate" and state["step"]:
+                turn = projection.turned(old, basis)
+                for name, by in (("exp_avg", turn), ("exp_avg_sq", turn.square())):
+                    moment = local(state[name])
+                    moment.copy_(low_bit.dequantized(moment).to(by.dtype) @ by)
+            old.copy_(basis)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, projection = self.state[parameter], self.projections[parameter]
+        gradient, basis = parameter.grad, local(state["projector"])
+        assert gradient is not None
+        state["step"] += 1
+        low = projection.down(local(gradient), basis)
+        update = torch.zeros_like(low)
+        if low.numel():
+            # It moves zeros, at a rate of one.
+            self.adam(update, low, state, group | {"lr": torch.tensor(1.0), "weight_decay": 0.0})
+        weight = local(parameter).detach()
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(projection.up(update, basis), alpha=group["lr"] * group["scale"])
+
+
+def adam(
+    update: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> None:
+    """Subtract from `update` what Adam subtracts at a rate of one; all are plain tensors."""
+    beta1, beta2 = group["betas"]
+    step, first, second = int(state["step"]), local(state["exp_avg"]), local(state["exp_avg_sq"])
+    first.copy_(first.to(gradient.dtype).lerp(gradient, 1 - beta1))
+    second.copy_(second.to(gradient.dtype).lerp(gradient.square(), 1 - beta2))
+    root = (second.to(gradient.dtype) / (1 - beta2**step)).sqrt()
+    update.sub_(first.to(gradient.dtype) / (1 - beta1**step) / (root + group["eps"]))

@@ -1,0 +1,167 @@
+"""Attention to queries, keys and values of 8 bits, made alike by a rotation before.
+
+What is multiplied is rounded to Float8 (e4m3) or int8 after a scale has brought its largest element
+to the largest number of the format. A channel that is much larger than the others takes all of the
+scale. A rotation by the Walsh-Hadamard matrix H (`hadamard`) spreads it over a head; it is
+orthogonal, so before rounding nothing changes (HadaCore: Agarwal et al., 2024, arXiv:2412.08832):
+
+    (q H) (k H)' = q k'          and          softmax(...) (v H) H = softmax(...) v
+
+Queries and keys are rotated after their rotary positions, which turn them too. Their products are
+computed in the dtype of the model, from the rounded numbers, and gradients pass straight through
+the rounding (Bengio et al., 2013, arXiv:1308.3432): this shows what 8 bits do to a run, and is not
+faster. Attention kernels that multiply in 8 bits have no backward.
+
+A scale is of one token and head, of one head of a sequence, or of all heads of it, and never of a
+microbatch: so it is the same on every layout. Ranks that share a sequence, or its heads, agree on
+the largest element.
+
+Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.convert.settings import Conversion, ConverterConfig, Rounding, Target, replace
+from torchtitan.models.attention import SelfAttention
+from torchtitan.research.hadamard_attention.hadamard import hadamard
+from torchtitan.torch_private.collectives import max_over
+
+Format = Literal["float8", "int8"]
+Scales = Literal["token", "head", "tensor"]
+Rotation = Literal["none", "qk", "v", "qkv"]
+
+LARGEST: Mapping[Format, float] = {"float8": 448.0, "int8": 127.0}
+SHARED_DIMS: Mapping[Scales, tuple[int, ...]] = {"token": (-1,), "head": (-2, -1), "tensor": ()}
+"""Of (B, heads, S, E), those that share a scale; (): all but the first."""
+SHARING: Mapping[Scales, tuple[str, ...]] = {
+    "token": (),
+    "head": ("cp",),
+    "tensor": ("cp", "tp"),
+}
+"""The axes of the mesh whose ranks have parts of what shares a scale."""
+
+
+class LowPrecisionAttention(ConverterConfig):
+    """Attention to queries, keys and values that are rotated and rounded to 8 bits."""
+
+    name: Literal["low_precision_attention"] = Field(
+        "low_precision_attention", description="Which converter."
+    )
+    filter_fqns: tuple[str, ...] = Field(
+        (), description="Attention whose name contains one of these is not converted."
+    )
+    dtype: Format = Field(
+        "float8", description="To what queries, keys and values are rounded: e4m3, or int8."
+    )
+    scale: Scales = Field(
+        "token",
+        description="What has one scale: each token of a head, each head of a sequence, or the "
+        "whole tensor of a sequence.",
+    )
+    rotation: Rotation = Field(
+        "none",
+        description="What a Hadamard transform rotates before it is rounded: queries and keys, "
+        "values, or all; the head dim is a power of two then.",
+    )
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.scale != "token":
+            message = (
+                "a scale follows from all tokens of a sequence, so a token is rounded otherwise "
+                'for what comes after it; "token" does not look ahead'
+            )
+            yield Problem("scale", message, (), "note")
+
+    def convert(self, model: nn.Module, target: Target) -> Conversion:
+        done = Conversion(how=f" ({self.described()})", kind="attention modules")
+        groups = [target.groups[axis] for axis in SHARING[self.scale] if axis in target.groups]
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, SelfAttention):
+                continue
+            if any(part in name for part in self.filter_fqns):
+                done.skipped[name] = "filter"
+            elif isinstance(module, RoundedAttention):
+                done.skipped[name] = "converted before"
+            else:
+                done.changed.append(name)
+                replace(model, name, RoundedAttention(self, groups))
+        return done
+
+    def described(self) -> str:
+        """What is rounded to, and how, in a few words."""
+        rotated = "not rotated" if self.rotation == "none" else f"{self.rotation} rotated"
+        return f"{self.dtype}, a scale for each {self.scale}, {rotated}"
+
+
+class RoundedAttention(SelfAttention):
+    """`SelfAttention`, by whatever core it has, to rounded queries, keys and values."""
+
+    def __init__(self, config: LowPrecisionAttention, groups: list[ProcessGroup]) -> None:
+        """`groups` are those of the ranks that have parts of what shares a scale."""
+        super().__init__()
+        self.config, self.groups = config, [group.group_name for group in groups]
+        self.watch: Callable[[str, Rounding], None] | None = None
+        """Called with how each of q, k and v is rounded."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        given = {"q": q, "k": k, "v": v}
+        wide = {
+            name: hadamard(x) if name in self.config.rotation else at_least_float32(x)
+            for name, x in given.items()
+        }
+        q, k, v = (x.to(q.dtype) for x in self.rounded(*wide.values()))
+        mixed = self.core(q, k, v, documents)
+        return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
+
+    def rounded(self, *tensors: Tensor) -> list[Tensor]:
+        """q, k and v, each (B, heads, S, E), rounded, by the largest elements of all ranks."""
+        largest = [largest_elements(x.detach(), self.config.scale) for x in tensors]
+        for group in self.groups:
+            sizes = [each.shape[1] for each in largest]
+            largest = list(torch.split(max_over(torch.cat(largest, 1), group), sizes, 1))
+        found, format = [], self.config.dtype
+        for name, x, most in zip("qkv", tensors, largest, strict=True):
+            if self.watch is not None:
+                self.watch(name, rounding(x.detach(), most, format))
+            found.append(straight_through(x, most, format))
+        return found
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """In which scales are applied."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def largest_elements(x: Tensor, scale: Scales) -> Tensor:
+    """Of what shares a scale in `x` (B, heads, S, E), on this rank; with as many dims."""
+    return x.abs().amax(SHARED_DIMS[scale] or (1, 2, 3), keepdim=True)
+
+
+def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
+    """`x` as it is rounded; the gradient of `x` is that of the result."""
+    exact = x.detach()
+    _, rounded, scale = _in_format(exact, largest, format)
+    return rounded * scale + (x - exact)  # what is added is zero, and has the gradient
+
+
+def rounding(x: Tensor, largest: Tensor, format: Format) -> Rounding:
+    """How that rounds `x`."""
+    scaled, rounded, scale = _in_format(x, largest, format)
+    return Rounding(scaled, rounded, 1 / scale, LARGEST[format])
+
+
+def _in_format(x: Tensor, largest: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` divided by its scale, that in the format, and the scale."""
+    scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
+    scaled = x / scale
+    clamped = scaled.clamp(-LARGEST[format], LARGEST[format])
+    in_float8 = format == "float8"
+    rounded = clamped.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else clamped.round()
+    return scaled, rounded, scale

@@ -1,0 +1,195 @@
+"""LoCo: gradients in few bits, with a moving average of what rounding took away
+(Xie et al., 2024, arXiv:2407.04480).
+
+For each row that a rank sends, with e = 0 at first,
+
+    h = g + e
+    send Q(h)
+    e = beta e + (1 - beta) (h - Q(h))
+
+So e' - e = (1 - beta) (g - Q(h)): over T calls the gradients and what was sent for them differ by
+(e_T - e_0) / (1 - beta) in sum, which does not grow. With beta = 0 this is error feedback as of
+Seide et al. (2014). The names are those of DeepSpeed; the paper's beta is 1 - beta here.
+
+Ranks of a shard group reduce so (`[communication.gradients]`), and so do replicas
+(`[communication.replicas]`): with both, that is the form in two hops, each with errors of its own.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.replicas import Agree, Agreement
+from torchtitan.comm.unit import Operation, Unit
+from torchtitan.research.common.codec import Codec, Envelope
+from torchtitan.research.common.quantized import (
+    Bucket,
+    Quantized,
+    QuantizedGradients,
+    QuantizedReduce,
+)
+from torchtitan.torch_private.collectives import all_gather
+
+
+class Compensated(Quantized):
+    """Settings of a message of which what rounding takes away is sent later."""
+
+    bits: int = Field(4, ge=2, le=8, description="Of each number that is sent.")
+    bucket: Bucket = Field(256, description="Numbers that share a scale; a multiple of 8.")
+    compensate: bool = Field(
+        True, description="Send later what rounding takes away; false: it is lost."
+    )
+    beta: float = Field(
+        0.8,
+        ge=0,
+        lt=1,
+        description="How much of the errors before stays in their average; 0: the last alone.",
+    )
+    reset_steps: int = Field(
+        1024, ge=0, description="Steps after which the errors are forgotten; 0: never."
+    )
+    error_bits: Literal[8, 32] = Field(8, description="Of each error that is kept.")
+
+
+class Compensation:
+    """Encodes rows, and keeps what rounding took away of each."""
+
+    def __init__(
+        self, config: Compensated, codec: Codec, rows: int, length: int, device: torch.device
+    ) -> None:
+        self.config, self.codec = config, codec
+        self.stored = Codec(8, config.bucket) if config.error_bits == 8 else None
+        shape = (
+            rows if config.compensate else 0,  # else nothing is kept
+            self.stored.bytes_of(length) if self.stored else length,
+        )
+        kind = torch.uint8 if self.stored else torch.float32
+        self.error = torch.zeros(shape, dtype=kind, device=device)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Codes (R, bytes) of rows (R, n)."""
+        if not self.config.compensate:
+            return self.codec.encode(rows)
+        length = rows.shape[1]
+        error = self.stored.decode(self.error, length) if self.stored else self.error
+        wanted = rows.float() + error
+        sent = self.codec.encode(wanted)
+        missed = wanted - self.codec.decode(sent, length)
+        # A step that is not finite is skipped, and should not be remembered.
+        error = torch.lerp(missed, error, self.config.beta).nan_to_num(0.0, 0.0, 0.0)
+        self.error.copy_(self.stored.encode(error) if self.stored else error)
+        return sent
+
+    def end_step(self, step: int) -> None:
+        """After `step` steps."""
+        if self.config.reset_steps and step % self.config.reset_steps == 0:
+            self.error.zero_()
+
+
+class LoCo(Compensated, QuantizedGradients):
+    """Gradients are sent in few bits; what rounding takes away is sent later."""
+
+    remembers: ClassVar[bool] = True
+
+    name: Literal["loco"] = Field("loco", description="Which way to reduce.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
+        return LoCoReduce(self, self.envelope(unit, self.form), group)
+
+
+class LoCoReduce(QuantizedReduce):
+    """A reduction that keeps, for each rank it sends to, what rounding took away.
+
+    That is as many numbers as the whole unit has: a byte for each, whatever the number of ranks.
+    """
+
+    def __init__(self, config: LoCo, envelope: Envelope, group: ProcessGroup) -> None:
+        super().__init__(envelope, group)
+        rows, device = group.size(), envelope.unit.device
+        self.sending = Compensation(config, self.codec, rows, envelope.coarse, device)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return self.sending.encode(rows)
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {"error": self.sending.error} if self.sending.config.compensate else {}
+        return super().state() | kept
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.sending.end_step(int(self.step))
+
+
+class LoCoReplicas(Compensated, Agreement):
+    """Replicas add up gradients in few bits; what rounding takes away is sent later."""
+
+    name: Literal["loco"] = Field("loco", description="Which way to agree.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "LoCoAgree":
+        return LoCoAgree(self, self.envelope(unit, "symmetric"), group)
+
+    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
+        envelope = self.envelope(unit, "symmetric")
+        row = ranks * envelope.codec.bytes_of(-(-envelope.coarse // ranks))
+        exact = unit.elements - envelope.coarse
+        size = 4 if self.runs_apart else dtype.itemsize
+        return [("all_to_all", row), ("all_gather", row), ("all_reduce", exact * size)]
+
+
+class LoCoAgree(Agree):
+    """An all-reduce in few bits: each replica adds up a part, and sends the sum to all.
+
+    Both are compensated, each by errors of its own; all replicas read the same codes of the sums.
+    """
+
+    def __init__(self, config: LoCoReplicas, envelope: Envelope, group: ProcessGroup) -> None:
+        self.group, self.codec = group, envelope.codec
+        names = zip(envelope.unit.shapes, envelope.parts, strict=True)
+        self.coarse = {name for name, (is_coarse, _) in names if is_coarse}
+        ranks, device = group.size(), envelope.unit.device
+        self.length = -(-envelope.coarse // ranks)
+        self.parts = Compensation(config, self.codec, ranks, self.length, device)
+        self.sums = Compensation(config, self.codec, 1, self.length, device)
+        self.step = torch.zeros((), dtype=torch.int64)
+
+    def state(self) -> dict[str, Tensor]:
+        errors = {"error.parts": self.parts.error, "error.sums": self.sums.error}
+        return {"step": self.step} | (errors if self.parts.config.compensate else {})
+
+    @torch.no_grad()
+    def __call__(self, gradients: Mapping[str, Tensor]) -> None:
+        coarse = [each for name, each in gradients.items() if name in self.coarse]
+        exact = [each for name, each in gradients.items() if name not in self.coarse]
+        if coarse:
+            _copy(self._sum(torch.cat([each.flatten().float() for each in coarse])), coarse)
+        if exact:
+            message = torch.cat([each.flatten() for each in exact])
+            dist.all_reduce(message, group=self.group)
+            _copy(message, exact)
+        self.step += 1
+        for compensation in (self.parts, self.sums):
+            compensation.end_step(int(self.step))
+
+    def _sum(self, numbers: Tensor) -> Tensor:
+        """Over all replicas, of numbers (n)."""
+        missing = self.length * self.group.size() - len(numbers)
+        rows = torch.cat([numbers, numbers.new_zeros(missing)]).view(-1, self.length)
+        sent = self.parts.encode(rows)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        own = self.codec.decode(received, self.length).sum(0, keepdim=True)
+        everyones = all_gather(self.sums.encode(own)[0], self.group)
+        return self.codec.decode(everyones, self.length).flatten()[: len(numbers)]
+
+
+def _copy(numbers: Tensor, tensors: list[Tensor]) -> None:
+    """Cut numbers (n) into tensors, in order."""
+    for tensor, part in zip(
+        tensors, torch.split(numbers, [each.numel() for each in tensors]), strict=True
+    ):
+        tensor.copy_(part.view_as(tensor))

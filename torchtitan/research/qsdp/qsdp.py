@@ -1,0 +1,141 @@
+"""QSDP: weights are gathered, and gradients reduced, in few bits
+(Markov et al., 2023, arXiv:2302.02390).
+
+Weights are rounded to a lattice after a random shift that all ranks share and that changes with
+each step, so that the mean over shifts is the weight itself; gradients are rounded at random. Both
+in buckets between the smallest and the largest of each. The owner of a weight keeps it in full, but
+computes with the rounded one, as all ranks do. For few bits, levels are learned (`comm.levels`).
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.comm.unit import Unit
+from torchtitan.comm.weights import Gather, WeightsConfig
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.research.common.codec import Envelope, Form
+from torchtitan.research.common.quantized import (
+    Clock,
+    Quantized,
+    QuantizedGradients,
+    QuantizedReduce,
+)
+from torchtitan.research.qsdp.levels import Levels
+from torchtitan.torch_private.collectives import all_gather_into
+
+MOST_BITS = 5
+"""Of levels that are learned."""
+
+
+class WithLevels(Quantized):
+    """Settings of levels that may be learned."""
+
+    levels: Literal["uniform", "learned"] = Field(
+        "uniform",
+        description="The levels that numbers are rounded to: at equal distances, or where most "
+        "numbers are; for fewer than 6 bits.",
+    )
+    learn_steps: int = Field(
+        1000, ge=1, description="Steps after which levels are learned anew; first in the first."
+    )
+    learn_rate: float = Field(
+        0.01, gt=0, lt=1, description="How far a number moves the level closest to it."
+    )
+
+    def open_levels(self, envelope: Envelope, group: ProcessGroup) -> Levels | None:
+        """What learns levels; None: they are at equal distances."""
+        if self.levels == "uniform" or not envelope.coarse:
+            return None
+        return Levels(envelope, group, self.learn_steps, self.learn_rate)
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        if self.levels == "learned" and self.bits > MOST_BITS:
+            message = (
+                f"2^{self.bits} levels have nothing to learn from the numbers of a bucket; use "
+                f'"uniform", or bits = {MOST_BITS} at most'
+            )
+            yield Problem("levels", message, ("bits",))
+
+
+class QSDPWeights(WithLevels, WeightsConfig):
+    """Weights are rounded to a lattice that is shifted at random, by all ranks alike."""
+
+    reads_numbers: ClassVar[bool] = True
+
+    name: Literal["qsdp"] = Field("qsdp", description="Which way to gather.")
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
+        envelope = self.envelope(unit, "minmax")
+        return QSDPGather(envelope, group, self.open_levels(envelope, group))
+
+    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
+        return ranks * self.envelope(unit, "minmax").bytes(dtype)
+
+
+class QSDPGather(Clock, Gather):
+    """The same shift for all gathers of a step: the backward has the weights of the forward."""
+
+    def __init__(
+        self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None
+    ) -> None:
+        super().__init__(envelope.unit, group)
+        self.envelope, self.codec, self.levels = envelope, envelope.codec, levels
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | (self.levels.state() if self.levels else {})
+
+    @property
+    def shift(self) -> float:
+        """Uniform between -1/2 and 1/2."""
+        generator = torch.Generator().manual_seed(self.seed("shift"))
+        return float(torch.rand((), generator=generator)) - 0.5
+
+    def __call__(self, whole: Tensor, part: Tensor) -> None:
+        coarse, exact = self.envelope.split(part[None])
+        shift = self.shift
+        levels = self.levels(coarse, int(self.step)) if self.levels else None
+        sent = self.envelope.seal(self.codec.encode(coarse, shift, levels=levels), exact)
+        received = sent.new_empty(self.group.size(), sent.shape[1])
+        all_gather_into(received.flatten(), sent.flatten(), self.group)
+        codes, rest = self.envelope.open(received, part.dtype)
+        found = self.codec.decode(codes, self.envelope.coarse, shift, levels)
+        whole.copy_(self.envelope.join(found.to(whole.dtype), rest).flatten())
+
+
+class QSDPGradients(WithLevels, QuantizedGradients):
+    """Gradients are rounded at random, so that the mean is the gradient itself."""
+
+    name: Literal["qsdp"] = Field("qsdp", description="Which way to reduce.")
+
+    @property
+    def form(self) -> Form:
+        return "minmax"
+
+    def open(self, unit: Unit, group: ProcessGroup) -> "QSDPReduce":
+        envelope = self.envelope(unit, self.form)
+        return QSDPReduce(envelope, group, self.open_levels(envelope, group))
+
+
+class QSDPReduce(QuantizedReduce):
+    """What is drawn differs by rank, by call and by step."""
+
+    def __init__(
+        self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None
+    ) -> None:
+        super().__init__(envelope, group)
+        self.learned = levels
+
+    def encode(self, rows: Tensor) -> Tensor:
+        seed = self.seed(f"gradients/{self.calls}/{self.group.rank()}")
+        noise = torch.Generator(rows.device).manual_seed(seed)
+        if self.learned:
+            self.levels = self.learned(rows, int(self.step))
+        return self.codec.encode(rows, noise=noise, levels=self.levels)
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | (self.learned.state() if self.learned else {})

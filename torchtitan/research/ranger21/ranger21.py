@@ -1,0 +1,285 @@
+"""Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731): AdamW and nine additions to it.
+
+Each is a switch; without any of them this is AdamW, to the bit. What follows is what the paper
+says. Its code decays the last parameter alone, takes no maximum, and mixes up two coefficients of
+the momentum; that is not repeated here.
+
+    clip        a unit's gradient g has at most a hundredth of the norm of its weights
+    centralize  g -= mean(g) of each unit;   normalize   g /= std(g) of each tensor
+    v = beta2 v + (1 - beta2) g²
+    decay       w *= 1 - lr wd / sigma, sigma² the mean over all parameters of v / (1 - beta2^t)
+    norm loss   w *= 1 - 2 lr c (1 - 1 / |w|) for each unit, which draws its norm to 1
+    momentum    m of odd steps, m' of even ones: m = beta1² m + (1 - beta1²) g
+                u = ((1 + beta0) m - beta0 m') / sqrt((1 + beta0)² + beta0²)
+    maximum     v is the largest v so far
+    softplus    d = softplus(sqrt(v / (1 - beta2^t)) + eps)
+    w -= lr / (1 - beta1^t) u / d
+    lookahead   every 5 steps: w = slow = (w + slow) / 2
+
+A unit is a row of a matrix; of a vector, all of it. What the first three and the decay need to know
+of other ranks is known after one reduction among those that share tensors, and one among stages:
+the sum of v follows from sums over g, before g is centralized or normalized.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from torchtitan.config import PlannedWorld, Problem
+from torchtitan.optim.adam import AdamGroup, AdamWRule
+from torchtitan.optim.norm import local
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
+from torchtitan.research.common.unit_sums import Reduction, sharing, units_of
+from torchtitan.research.ranger21.sums import Measured, Measurement, gradient_of
+from torchtitan.torch_private.dtensor import laid_out_as
+
+
+class Ranger21(OptimizerConfig):
+    """AdamW with adaptive clipping, two momenta, lookahead and more, each of which can be off."""
+
+    sends: ClassVar[bool] = True
+
+    name: Literal["Ranger21"] = Field("Ranger21", description="Which optimizer.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    adaptive_clip: float = Field(
+        0.01,
+        ge=0,
+        description="Limit of the gradient norm of each unit (a row of a matrix, a whole vector), "
+        "in parts of the norm of its weights; 0: no limit.",
+    )
+    adaptive_clip_norm: float = Field(
+        1e-3, gt=0, description="For adaptive_clip, weights count as having at least this norm."
+    )
+    centralize_gradients: bool = Field(
+        True, description="Subtract from the gradient of each unit its mean; not of vectors."
+    )
+    normalize_gradients: bool = Field(
+        True, description="Divide the gradient of each tensor by its standard deviation."
+    )
+    positive_negative_momentum: bool = Field(
+        True, description="Keep the momenta of odd and even steps, and step along a difference."
+    )
+    beta0: float = Field(
+        0.9, ge=0, description="Weight of the other momentum in positive_negative_momentum."
+    )
+    stable_weight_decay: bool = Field(
+        True, description="Divide weight decay by the root mean square of all gradients."
+    )
+    norm_loss: float = Field(
+        1e-4, ge=0, description="How much the norm of each unit is drawn to 1; 0: not at all."
+    )
+    softplus: float = Field(
+        50.0,
+        ge=0,
+        description="Smooth the denominator by a softplus of this slope, so that it is at least "
+        "ln 2 / slope; 0: use it as it is.",
+    )
+    amsgrad: bool = Field(True, description="Use the largest second moment so far.")
+    lookahead_steps: int = Field(
+        5, ge=0, description="Steps between two averages of weights with slow ones; 0: none."
+    )
+    lookahead_alpha: float = Field(
+        0.5, gt=0, le=1, description="Weight of the new weights in that average."
+    )
+    groups: tuple[AdamGroup, ...] = Field(
+        (), description="Settings that differ for some parameters."
+    )
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        # AdamW's fused kernel rounds otherwise than any loop over tensors.
+        return Ranger21Optimizer(groups, self) if self.switched_on() else AdamWRule().build(groups)
+
+    def allocate(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.switched_on():
+            super().allocate(optimizer)
+        for group in optimizer.param_groups if self.switched_on() else ():
+            for parameter in group["params"]:
+                optimizer.state[parameter] = self.begin(parameter)
+
+    def begin(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter before the first step."""
+        state = {
+            name: laid_out_as(parameter, torch.zeros_like(local(parameter).detach()))
+            for name in sorted(self.state_names() - {"step"})
+        }
+        return {"step": torch.tensor(0.0), **state}
+
+    def state_names(self) -> frozenset[str]:
+        kept = {
+            "exp_avg_even": self.positive_negative_momentum,
+            "max_exp_avg_sq": self.amsgrad,
+            "slow": bool(self.lookahead_steps),
+        }
+        return frozenset({"step", "exp_avg", "exp_avg_sq", *(name for name in kept if kept[name])})
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return (len(self.state_names()) - 1) * parameter_bytes
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether an update needs to know more than one element of what it updates."""
+        return bool(
+            self.adaptive_clip
+            or self.norm_loss
+            or self.centralize_gradients
+            or self.normalize_gradients
+            or self.stable_weight_decay
+        )
+
+    def switched_on(self) -> list[str]:
+        """Which of its additions to AdamW are on."""
+        switches = {
+            "adaptive clipping": self.adaptive_clip,
+            "centralization": self.centralize_gradients,
+            "normalization": self.normalize_gradients,
+            "positive-negative momentum": self.positive_negative_momentum,
+            "stable weight decay": self.stable_weight_decay,
+            "norm loss": self.norm_loss,
+            "softplus": self.softplus,
+            "maximum": self.amsgrad,
+            "lookahead": self.lookahead_steps,
+        }
+        return [name for name, is_on in switches.items() if is_on]
+
+    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+        yield from super().problems(recipe, world)
+        kept = len(self.state_names()) - 1
+        message = (
+            f"it keeps {kept} values for each parameter, {kept / 2:g} times Adam's 2; AdamW with "
+            f"{', '.join(self.switched_on()) or 'nothing else'}"
+        )
+        yield Problem("name", message, (), "note")
+        if self.early_step_in_backward:
+            message = "Ranger21 sums over all gradients before it updates the first weight; use "
+            yield Problem("early_step_in_backward", f"{message}false", ("name",))
+        if self.offload_states:
+            message = (
+                "Ranger21's updates depend on each other, and are not computed one by one while "
+                "others are copied; use false"
+            )
+            yield Problem("offload_states", message, ("name",))
+
+
+class Ranger21Optimizer(torch.optim.Optimizer):
+    """Ranger21 over parameters as they lie on the ranks."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], config: Ranger21) -> None:
+        super().__init__([group.options() for group in groups], {})
+        self.config = config
+        parameters = [parameter for group in groups for parameter in group.parameters]
+        together, self.stages = sharing(parameters), groups[0].stages
+        self.units = units_of(parameters, together)
+        self.measurement = Measurement(config, self.units, together)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        due = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for parameter, _ in due:
+            state = self.state[parameter]
+            if not state:
+                state.update(self.config.begin(parameter))
+            if not state["step"] and "slow" in state:
+                local(state["slow"]).copy_(local(parameter))
+            state["step"] += 1
+        parameters = [parameter for parameter, _ in due]
+        known = self.measurement.of(parameters, self.state) if self.config.needs_sums else {}
+        sigma = self._sigma(due, known) if self.config.stable_weight_decay else None
+        for parameter, group in due:
+            self._update(parameter, group, known.get(parameter), sigma)
+
+    def _sigma(
+        self, due: Sequence[tuple[Tensor, dict[str, Any]]], known: Mapping[Tensor, Measured]
+    ) -> Tensor:
+        """The root mean square of all gradients, by their second moments of this step: 0-d."""
+        terms, count = [], 0.0
+        for parameter, group in due:
+            beta2, step = group["betas"][1], self.state[parameter]["step"].item()
+            of = known[parameter]
+            moment = beta2 * of.variance + (1 - beta2) * of.square
+            terms.append(moment / (1 - beta2**step))
+            count += self.units[parameter].parameter.shape.numel()
+        total = torch.stack(terms).sum()
+        reduction = Reduction(self.stages)
+        reduction.add(torch.stack([total, torch.full_like(total, count)]))
+        total, elements = next(reduction.sums())
+        return torch.sqrt(total / elements)
+
+    def _update(
+        self,
+        parameter: Tensor,
+        group: dict[str, Any],
+        known: Measured | None,
+        sigma: Tensor | None,
+    ) -> None:
+        config, units, state = self.config, self.units[parameter], self.state[parameter]
+        weight, gradient = local(parameter), gradient_of(parameter)
+        rate, (beta1, beta2), step = group["lr"], group["betas"], int(state["step"].item())
+        moments = {name: local(value) for name, value in state.items()}
+
+        decay: Tensor | float = group["weight_decay"]
+        if sigma is not None:
+            # Where no gradient was ever other than 0, there is nothing to compare with.
+            decay = torch.where(sigma > 0, decay / sigma, 0.0)
+        keep = 1 - rate * decay
+        if known and config.norm_loss:
+            norm = known.weight_norm * abs(keep) + group["eps"]
+            keep = keep * (1 - 2 * rate * config.norm_loss * (1 - 1 / norm))
+        if isinstance(keep, Tensor):
+            keep = units.spread(keep).to(_computed(weight)) if keep.ndim else keep.to(weight)
+        weight.mul_(keep)
+
+        if known:
+            factor, mean, std = (
+                units.spread(each).to(_computed(gradient))
+                for each in (known.factor, known.mean, known.std)
+            )
+            gradient = ((gradient * factor).sub_(mean).div_(std)).to(gradient)
+
+        momentum = moments["exp_avg"]
+        if config.positive_negative_momentum:
+            other = moments["exp_avg_even"]
+            if step % 2 == 0:
+                momentum, other = other, momentum
+            momentum.lerp_(gradient, 1 - beta1**2)
+            amplitude = math.hypot(1 + config.beta0, config.beta0)
+            direction = (momentum * (1 + config.beta0)).sub_(other, alpha=config.beta0)
+            direction.div_(amplitude)
+        else:
+            direction = momentum.lerp_(gradient, 1 - beta1)
+
+        variance = moments["exp_avg_sq"]
+        variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if config.amsgrad:
+            highest = moments["max_exp_avg_sq"]
+            variance = torch.maximum(highest, variance, out=highest)
+        denominator = (variance.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        if config.softplus:
+            denominator = softplus(denominator, beta=config.softplus)
+        weight.addcdiv_(direction, denominator, value=-rate / (1 - beta1**step))
+
+        if config.lookahead_steps and step % config.lookahead_steps == 0:
+            weight.lerp_(moments["slow"], 1 - config.lookahead_alpha)
+            moments["slow"].copy_(weight)
+
+
+def _computed(tensor: Tensor) -> torch.dtype:
+    """What factors of its units are computed in."""
+    return torch.promote_types(tensor.dtype, torch.float32)

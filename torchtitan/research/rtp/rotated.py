@@ -1,0 +1,247 @@
+"""Data parallelism whose weights travel around a ring (RTP; Luo et al., 2023, arXiv:2311.01635).
+
+Every rank owns a part of each matrix, and computes its own inputs with the parts of one rank after
+the other (`ring`). So no rank ever has a whole matrix. What a part is follows from the model's
+`tensor_plan`, as for tensor parallelism:
+
+    embedding                 rows of the vocabulary: what is looked up adds up
+    linear                    outputs, which are put side by side
+    linear, "rowwise"         inputs: its results add up
+    module, "input_gather"    heads of attention, or features between two linears: the parts of all
+                              linears inside travel together, and its results add up
+    loss in chunks            rows of the vocabulary: log-sum-exps add up
+
+An attention whose heads the ranks do not divide, or that shares a sequence with other ranks, has
+its linears travel one by one. What is no matrix is gathered where it is read (`simple_fsdp`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+
+from torchtitan.losses import summed
+from torchtitan.models.attention import attends
+from torchtitan.models.output import LinearLoss
+from torchtitan.models.spec import TensorRole, tensor_roles
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.research.rtp.ring import Neighbours, Visit, travel
+from torchtitan.research.simple_fsdp import simple_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from torchtitan.parallel.traffic import Part
+
+PIECE = 2**20
+"""Bytes that are replaced at a time, where parts are replaced in place."""
+
+
+class Rotated(ShardingConfig):
+    """Weights travel around a ring of ranks."""
+
+    never_whole: ClassVar[bool] = True
+
+    name: Literal["rotated"] = Field("rotated", description="Which way to shard.")
+    in_place: bool = Field(
+        False,
+        description="Parts that arrive replace those that were sent, a megabyte at a time: less "
+        "memory, and nothing is sent during computation.",
+    )
+
+    def open(self, target: Target) -> "Ring":
+        group = target.mesh.get_group(target.mesh.ndim - 1)
+        return Ring(target, Neighbours(group, self.in_place, PIECE))
+
+    def traffic(self, part: "Part") -> Iterator[Traffic]:
+        """A message for each part and hop; what is no matrix is gathered wherever it is read."""
+        work, precision = part.work, part.work.layout.precision
+        hops, times = work.degrees.fsdp - 1, work.times
+        for name, parameter in part.module.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            module, again = part.module.get_submodule(owner), part.is_again(name)
+            if not (_travels(module) and kind == "weight"):
+                reads = times * (2 if again else 1)
+                shapes = {name: part.shape(name, parameter.shape)}
+                yield from part.of_unit(shapes, gathers=reads, scatters=times, sums=times)
+                continue
+            elements = _part(parameter.shape, _dim(part.plan.get(owner)), hops + 1).numel()
+            is_end = isinstance(module, nn.Embedding) or part.plan.get(owner) == "logits"
+            uses = [isinstance(module, nn.Linear)] * (work.heads if is_end else 1)
+            if isinstance(module, nn.Embedding) and getattr(work.args, "tied", False):
+                uses += [True] * work.heads
+            for is_product in uses:
+                # A look-up needs no weights in its backward.
+                passes = 1 + again + is_product
+                for what, dtype, count in (
+                    ("parameters", precision.compute, hops * passes),
+                    ("gradients", precision.reduce, hops),
+                ):
+                    for size, pieces in self._pieces(elements * dtype.itemsize):
+                        yield Traffic("fsdp", what, "send", size, count * pieces * times)
+
+            copies = work.degrees.dp_replicate
+            if copies > 1 and work.layout.communication.replicas.in_backward:
+                size = elements * precision.parameters.itemsize
+                yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
+
+    def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
+        """Bytes of the messages that a part takes, and how many there are of each."""
+        if not self.in_place:
+            yield size, 1
+            return
+        whole, rest = divmod(size, PIECE)
+        yield PIECE, whole
+        yield rest, bool(rest)
+
+
+class Matrix(NamedTuple):
+    """A weight of which each rank has a part, split on a dim."""
+
+    weight: nn.Parameter
+    dim: int
+
+    @property
+    def own(self) -> Tensor:
+        local: Tensor = cast("DTensor", self.weight).to_local()
+        return local
+
+    def shape(self, ranks: int) -> torch.Size:
+        """Of a part, filled up so that all are equal."""
+        return _part(self.weight.shape, self.dim, ranks)
+
+
+class Ring(Sharding):
+    """Rotated weights at work."""
+
+    def __init__(self, target: Target, ring: Neighbours) -> None:
+        self.target, self.ring = target, ring
+        mesh = target.mesh
+        self.copies = [mesh.get_group(axis) for axis in range(mesh.ndim - 1)]
+        self.matrices: dict[nn.Module, Matrix] = {}
+
+    def apply(self, part: nn.Module, blocks: "Mapping[str, nn.Module]") -> None:
+        target = self.target
+        roles = tensor_roles(part, target.tensor_plan)
+        for name, module in part.named_modules():
+            if _travels(module):
+                dim = _dim(roles.get(name))
+                whole = cast(nn.Parameter, module.weight)
+                module.register_parameter("weight", simple_fsdp.laid_out(whole, target.mesh, dim))
+                self.matrices[module] = Matrix(cast(nn.Parameter, module.weight), dim)
+        inside = set()
+        for name, module in part.named_modules():
+            if roles.get(name) == "input_gather" and self._can_share(module):
+                inside |= self._travel_together(module)
+            elif isinstance(module, LinearLoss) and target.vocabulary_chunk:
+                module.core = self._loss
+        kinds: dict[type[nn.Module], Callable[..., Tensor]]
+        kinds = {nn.Linear: _product, nn.Embedding: _embedded}
+        for module in self.matrices.keys() - inside:
+            compute = kinds[type(module)]
+            module.forward = partial(compute, module, self.matrices[module], self._travel)
+        weights = {matrix.weight for matrix in self.matrices.values()}
+        simple_fsdp.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
+
+    def after_backward(self) -> None:
+        """Copies add up what the ring has brought home."""
+        for group in self.copies:
+            for weight, _ in self.matrices.values():
+                if weight.grad is not None:
+                    dist.all_reduce(cast("DTensor", weight.grad).to_local(), group=group)
+
+    def _travel(
+        self, matrices: Sequence[Matrix], compute: "Compute"
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        own = [matrix.own for matrix in matrices]
+        shapes = [matrix.shape(self.ring.size) for matrix in matrices]
+        return travel(own, shapes, self.ring, self.target.precision, compute)
+
+    def _can_share(self, module: nn.Module) -> bool:
+        """Whether each rank can have heads or features of its own."""
+        linears = [each for each in module.modules() if each in self.matrices]
+        are_whole = not attends(module) or self.target.heads % self.ring.size == 0
+        return are_whole and all(getattr(each, "bias", None) is None for each in linears)
+
+    def _travel_together(self, module: nn.Module) -> set[nn.Module]:
+        """Have a module compute with the parts of all linears inside at once."""
+        forward, linears = module.forward, [m for m in module.modules() if m in self.matrices]
+        visits: list[Visit] = []
+        for index, linear in enumerate(linears):
+            linear.forward = partial(lambda index, x: visits[-1].linear(x, index), index)
+
+        matrices = [self.matrices[linear] for linear in linears]
+
+        def rotating(*inputs: Any, **named: Any) -> Tensor:
+            def compute(visit: Visit) -> tuple[Tensor, ...]:
+                visits[:] = [visit]
+                return (forward(*inputs, **named),)
+
+            try:
+                return _added(self._travel(matrices, compute))
+            finally:  # recomputation ends by an exception
+                visits.clear()
+
+        module.forward = rotating
+        return set(linears)
+
+    def _loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The core of a `LinearLoss`: chunks of the logits of one part after the other."""
+        compiler = self.target.compile
+        backend = compiler.backend if compiler.compiles("loss") else ""
+        matrix = next(m for m in self.matrices.values() if m.weight is weight)
+
+        def compute(visit: Visit) -> tuple[Tensor, ...]:
+            hidden, rows = x.flatten(0, -2), len(weight)
+            chunk = self.target.vocabulary_chunk
+            return visit.statistics(hidden, targets.flatten(), chunk, backend, rows)
+
+        parts = [out for _, out in self._travel([matrix], compute)]
+        lse, of_target = (torch.stack(part) for part in zip(*parts, strict=True))
+        return summed(lse.logsumexp(0), of_target.sum(0), targets.flatten())
+
+
+Compute = Callable[[Visit], tuple[Tensor, ...]]
+Travel = Callable[[Sequence[Matrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
+
+
+def _product(module: nn.Linear, matrix: Matrix, travel: Travel, x: Tensor) -> Tensor:
+    """A linear by itself."""
+    if matrix.dim == 0:
+        by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
+        out = torch.cat([out for _, (out,) in sorted(by_rank.items())], -1)
+        out = out[..., : module.out_features]
+    else:
+        out = _added(travel([matrix], lambda visit: (visit.linear(visit.inputs(x)),)))
+    return out if module.bias is None else out + module.bias
+
+
+def _embedded(module: nn.Embedding, matrix: Matrix, travel: Travel, tokens: Tensor) -> Tensor:
+    return _added(travel([matrix], lambda visit: (visit.embedding(tokens),)))
+
+
+def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
+    _, (total,) = next(parts)
+    for _, (out,) in parts:
+        total = total + out
+    return total
+
+
+def _travels(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
+def _dim(role: TensorRole | None) -> int:
+    """On which dim a weight is split."""
+    return 1 if role == "rowwise" else 0
+
+
+def _part(shape: torch.Size, dim: int, ranks: int) -> torch.Size:
+    sizes = list(shape)
+    sizes[dim] = -(-sizes[dim] // ranks)
+    return torch.Size(sizes)

@@ -1,0 +1,144 @@
+"""Bytes of an image to numbers: photographs by pillow, rasters by numpy or tifffile.
+
+Both libraries are optional, and imported where an image is decoded. What they do not understand
+becomes a `CorruptImage` with their reason.
+"""
+
+import importlib.util
+import io
+import struct
+import tokenize
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan.config import ConfigError
+from torchtitan.research.vit_mae.images.settings import ImagesConfig
+
+PHOTOGRAPHS: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
+NUMPY: Final = (".npy",)
+TIFF: Final = (".tif", ".tiff")
+RASTERS: Final = NUMPY + TIFF
+SUFFIXES: Final = PHOTOGRAPHS + RASTERS
+PACKAGES: Final = {"pillow": ("PIL", PHOTOGRAPHS), "tifffile": ("tifffile", TIFF)}
+"""What decodes which suffixes, and its name in Python."""
+MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's, by the number of bands."""
+DAMAGE: Final = (
+    *(OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError),
+    *(struct.error, zlib.error, tokenize.TokenError),
+)
+"""What decoders raise of bytes that are not what they say."""
+
+
+class CorruptImage(ConfigError):
+    """An image cannot be decoded; the message names it and the reason."""
+
+
+def check_packages(suffixes: set[str]) -> None:
+    """Refuse files whose decoder is not installed.
+
+    Raises:
+        ConfigError: with what to install.
+    """
+    for package, (module, decoded) in PACKAGES.items():
+        needed = sorted(suffixes.intersection(decoded))
+        if needed and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{package}, which decodes {' and '.join(needed)} files, is not installed: "
+                'pip install "torchtitan[vision]"'
+            )
+
+
+def decode(content: bytes, suffix: str, name: str, config: ImagesConfig, bands: int) -> Tensor:
+    """An image, (bands, H, W) float32 in 0..1.
+
+    Args:
+        bands: how many a photograph is converted to; a raster has what it has.
+
+    Raises:
+        CorruptImage: it cannot be decoded.
+    """
+    with _named(name):
+        if suffix in PHOTOGRAPHS:
+            pixels = _photograph(content, bands)
+        elif suffix in NUMPY:
+            pixels = bands_first(np.load(io.BytesIO(content), allow_pickle=False))
+        else:
+            pixels = _tiff(content)
+    return scaled(pixels, name, config)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGE as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CorruptImage(f"{name}: it cannot be decoded: {reason}") from None
+
+
+def _photograph(content: bytes, bands: int) -> npt.NDArray[Any]:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            if image.mode.startswith(("I", "F")):  # 16 bits; pillow would cut them off at 255
+                gray = np.asarray(image).astype(np.uint16)
+                return np.repeat(gray[None], bands if bands in MODES else 1, 0)
+            pixels = np.array(image.convert(MODES.get(bands, "RGB")))
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _tiff(content: bytes) -> npt.NDArray[Any]:
+    import tifffile
+
+    with tifffile.TiffFile(io.BytesIO(content)) as file:
+        series = file.series[0]
+        pixels, axes = series.asarray(), series.axes
+    if pixels.ndim == 3 and axes.endswith("YXS"):
+        pixels = pixels.transpose(2, 0, 1)
+    return bands_first(pixels)
+
+
+def bands_first(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(bands, H, W) of that or of (H, W).
+
+    Raises:
+        ValueError: it has another number of dims.
+    """
+    if pixels.ndim not in (2, 3):
+        raise ValueError(f"it has the shape {pixels.shape}; wanted (bands, H, W) or (H, W)")
+    return pixels[None] if pixels.ndim == 2 else pixels
+
+
+def scaled(pixels: npt.NDArray[Any], name: str, config: ImagesConfig) -> Tensor:
+    """The bands that are asked for, as float32, what is the largest value as 1.
+
+    Raises:
+        CorruptImage: a value is not a finite number.
+        ConfigError: there is no such band.
+    """
+    if config.bands:
+        if max(config.bands) >= len(pixels):
+            raise ConfigError(
+                f"{name}: it has {len(pixels)} bands, and data.images.bands asks for band "
+                f"{max(config.bands)}, counted from 0"
+            )
+        pixels = pixels[list(config.bands)]
+    kind = pixels.dtype
+    if kind.kind not in "uif" or not pixels.size:
+        raise CorruptImage(f"{name}: it holds {pixels.shape} numbers of type {kind}")
+    largest = float(np.iinfo(kind).max) if kind.kind in "ui" else 1.0
+    found = torch.from_numpy(pixels.astype(np.float32)) / (config.max_value or largest)
+    if kind.kind == "f" and not bool(found.isfinite().all()):
+        raise CorruptImage(f"{name}: it holds values that are not finite, such as NaN")
+    return found

@@ -1,0 +1,188 @@
+"""Restoring what is hidden of images (He et al., 2021, arXiv:2111.06377).
+
+Which patches of an image are hidden is drawn from the seed, the epoch and the number of the image:
+so no layout has a say, and held-out images are hidden alike at every validation. The target is a
+hidden patch with its own mean taken away, divided by its own deviation; the loss is the mean square
+error over all numbers of the hidden patches, and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.data import DataConfig
+from torchtitan.data.batch import Batch
+from torchtitan.data.lanes import Record, WholeLane, WholeSample
+from torchtitan.data.order import Document, Identity, Source
+from torchtitan.losses import at_least_float32, sum_over_ranks
+from torchtitan.models.settings import ModelConfig
+from torchtitan.research.vit_mae.images.opening import check_images, open_images
+from torchtitan.research.vit_mae.images.picture import rows_of, visible
+from torchtitan.research.vit_mae.model import (
+    ViTMAEArgs,
+    normalize,
+    patchify,
+    restore,
+    take,
+    unpatchify,
+)
+from torchtitan.tasks.task import LossFunction, Task
+
+PICTURED = 8
+"""Images in a picture."""
+EPSILON = 1e-6
+"""Added to the variance of a patch."""
+MASKS = 1
+"""Tells the draws of masks from others of the same seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedImages(Batch):
+    """A microbatch of images, of which the network sees some patches.
+
+    Shapes: B images, N patches, V of them visible and M masked, P numbers of a patch.
+    """
+
+    visible: Tensor
+    """(B, V, P) float32."""
+    targets: Tensor
+    """(B, M, P) float32: the masked patches as they are."""
+    order: Tensor
+    """(B, N) int64: which patch of the image each is, the visible ones first."""
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.visible
+
+    def context(self) -> dict[str, Tensor]:
+        return {"order": self.order}
+
+    def count(self) -> Tensor:
+        """Images."""
+        return torch.tensor(len(self.visible), device=self.visible.device)
+
+    def images(self, patch_size: int) -> Tensor:
+        """The whole images, (B, C, height, width), as the network would take them."""
+        patches = torch.cat((self.visible, self.targets), 1)
+        return unpatchify(take(patches, self.order.argsort(1)), patch_size)
+
+
+def mask_order(seed: int, epoch: int, number: int, patches: int) -> Tensor:
+    """The order of an image's patches; the first are visible. (patches,) int64."""
+    noise = np.random.default_rng([seed, epoch, number, MASKS]).random(patches)
+    return torch.from_numpy(noise.argsort(kind="stable"))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedPatches:
+    """Each image is a sample, some of whose patches are hidden."""
+
+    args: ViTMAEArgs
+    seed: int
+
+    @property
+    def identity(self) -> Identity:
+        """What a run resumes only on equal."""
+        return {"masks": f"{self.args.visible} of {self.args.patches} patches are visible"}
+
+    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> WholeLane:
+        """The samples of a lane, from where it stood."""
+        return WholeLane(number, documents, start)
+
+    def collate(self, samples: Sequence[WholeSample]) -> MaskedImages:
+        """A batch of the samples, each an `ImageSample`."""
+        args = self.args
+        images = torch.stack([sample.content.image for sample in samples])
+        patches = patchify(normalize(images, args), args.patch_size)
+        order = torch.stack(
+            [
+                mask_order(self.seed, sample.content.epoch, sample.content.number, args.patches)
+                for sample in samples
+            ]
+        )
+        shuffled = take(patches, order)
+        visible, masked = shuffled[:, : args.visible], shuffled[:, args.visible :]
+        return MaskedImages(visible.contiguous(), masked.contiguous(), order)
+
+
+class MaskedAutoencoder(Task):
+    """Hidden patches are restored from those that are visible."""
+
+    unit, rate, content = "images", "images_per_second", "images"
+    outputs = "numbers of a patch"
+    has_picture = True
+
+    def __init__(self, model: ModelConfig, args: Any) -> None:
+        assert isinstance(args, ViTMAEArgs), "the arguments of a masked autoencoder"
+        self.args = args
+
+    def packing(self, config: DataConfig, seq_len: int, seed: int) -> MaskedPatches:
+        return MaskedPatches(self.args, seed)
+
+    def open_source(self, config: DataConfig, seed: int) -> Source:
+        return open_images(config, size=self.args.image_size, bands=self.args.channels, seed=seed)
+
+    @classmethod
+    def check_files(cls, config: DataConfig) -> None:
+        check_images(config)
+
+    def preview(self, batch: Batch) -> str:
+        assert isinstance(batch, MaskedImages)
+        visible, patches = batch.visible.shape[1], batch.order.shape[1]
+        size = " x ".join(map(str, batch.images(self.args.patch_size).shape[1:]))
+        return f"an image of {size}, {visible} of its {patches} patches visible"
+
+    def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """Some images, below them what the network sees of each, and below that each restored.
+
+        Hidden patches have the mean color; a restored one is given the mean and the deviation of
+        the patch that is hidden, which the network does not predict.
+        """
+        assert isinstance(batch, MaskedImages)
+        batch, outputs = batch.split(PICTURED)[0], outputs[:PICTURED].float()
+        variance, mean = torch.var_mean(batch.targets.float(), -1, keepdim=True)
+        restored = outputs * (variance + EPSILON).sqrt() + mean
+        rows = (batch.targets, torch.zeros_like(batch.targets), restored)
+        whole = [
+            dataclasses.replace(batch, targets=row).images(self.args.patch_size) for row in rows
+        ]
+        return rows_of([visible(restore(images, self.args)) for images in whole])
+
+    @classmethod
+    def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
+        return squares(outputs, normalized(targets)) / targets[0].numel()
+
+    @classmethod
+    def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
+        return partial(split_squares, group=group)
+
+    @classmethod
+    def split_sums(cls, positions: int) -> Sequence[int]:
+        return [1]
+
+
+def normalized(patches: Tensor) -> Tensor:
+    """Each patch with its own mean taken away, and divided by its own deviation; float32."""
+    wide = at_least_float32(patches)
+    variance, mean = torch.var_mean(wide, -1, keepdim=True)
+    return (wide - mean) / (variance + EPSILON).sqrt()
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the squared differences, in float32."""
+    return (at_least_float32(outputs) - targets).square().sum()
+
+
+def split_squares(outputs: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The loss, of outputs whose last dim is split over the ranks of `group`, in equal parts but
+    the last."""
+    size, rank = targets.shape[-1], dist.get_rank(group)
+    part = -(-size // dist.get_world_size(group))
+    own = normalized(targets)[..., part * rank : part * (rank + 1)]
+    return sum_over_ranks(squares(outputs, own), group) / targets[0].numel()

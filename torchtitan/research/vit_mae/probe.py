@@ -1,0 +1,261 @@
+"""A linear probe: how much of the class of an image a linear function of frozen features tells.
+
+The features of an image are the mean over its patches of what the encoder gives, nothing masked.
+They are standardized by mean and deviation over the training images (a batch norm without learned
+numbers), and a multinomial logistic regression is fitted to them, all images at once: the mean
+cross entropy plus `PENALTY` / 2 times the sum of squared weights, which has one minimum, found by
+L-BFGS in float64. So there is no rate, no number of epochs, and nothing is drawn. Every fifth
+image of the data set, by its number, is held out.
+
+An encoder with new weights is probed the same way, to compare with: random features tell something
+too.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.inspect import find
+from torchtitan.checkpoint.weights.foreign import weights_of
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.checkpoint.weights.opening import OPEN, find_format
+from torchtitan.config import ConfigError
+from torchtitan.data import DataConfig
+from torchtitan.device import pick
+from torchtitan.logging import logger
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import build_empty
+from torchtitan.research.vit_mae.images.decoding import CorruptImage
+from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
+from torchtitan.research.vit_mae.model import ViTMAE, normalize
+from torchtitan.tools.evaluate.opening import Place
+from torchtitan.tools.options import import_modules
+
+PROBE = "linear_probe"
+"""What the task is called."""
+HELD_OUT = 5
+PENALTY = 1e-3
+MOST_ITERATIONS = 500
+Encode = Callable[[Tensor], Tensor]
+"""Images (N, bands, H, W) in 0..1 to features (N, D) float64."""
+ORDER_SEED = 0
+"""Of the choice of images where not all are used: a folder has its classes one after the other."""
+
+
+class Found(NamedTuple):
+    """What a probe finds; accuracies are of held-out images, from 0 to 1."""
+
+    accuracy: float
+    random_encoder: float
+    """With new weights, drawn by the seed of the run."""
+    most_frequent: float
+    """Of always guessing the class that is the most frequent in training."""
+    classes: int
+    images: int
+    held_out: int
+
+
+class Features(NamedTuple):
+    """Of images, what an encoder gives, and what they are."""
+
+    found: list[Tensor]
+    """Of each encoder, (N, D) float64."""
+    labels: Tensor
+    """(N,) int64."""
+    is_held_out: Tensor
+    """(N,) bool."""
+
+
+def run_probe(
+    place: Place,
+    dataset: tuple[str | None, str | None],
+    limit: int | None,
+    batch: int,
+    dtype: torch.dtype,
+) -> Found:
+    """Probe the encoder at a place.
+
+    Args:
+        dataset: name, and file or folder; None: as the run was trained on.
+        limit: images to use at most.
+        batch: images that are encoded together.
+
+    Raises:
+        ConfigError: there is no such encoder, or its images have no classes.
+    """
+    import_modules(place.imports, "--imports")
+    kind = place.format or find_format(place.path)
+    opened = OPEN[kind](place.path, place.model, place.flavor)
+    network = opened.network
+    if network.spec.build is not ViTMAE:
+        raise ConfigError(f"--tasks: got {PROBE}; {network} is no model of images")
+    weights_of(opened.source, network)
+    recipe = _recipe(place) if kind == "ours" else {}
+    args = network.args
+    config = data_of(recipe, *dataset)
+    view = open_view(config, size=args.image_size, bands=args.channels)
+    check_classes(view)
+    device = pick(0).torch_device
+
+    trained = _encoder(network, device)
+    for name, weight in trained.state_dict().items():
+        weight.copy_(opened.source.read(f"model.{name}"))
+    new = _encoder(network, device)
+    initialize(
+        new.named_parameters(),
+        partial(network.spec.init_std, args),
+        recipe.get("debug.seed", 0),
+    )
+    encoders = [partial(features, each.to(dtype)) for each in (trained, new)]
+    made = encode(view, limit, batch, encoders)
+    train, held_out = made.labels[~made.is_held_out], made.labels[made.is_held_out]
+    counts = train.bincount()
+    kinds = int((counts > 0).sum())
+    if kinds < 2 or not len(held_out):
+        raise ConfigError(
+            "a probe needs images of two classes to train on, and some held out; got "
+            f"{len(train)} of {kinds} classes, and {len(held_out)}"
+        )
+    count = int(made.labels.max()) + 1
+    of_trained, of_new = (accuracy(each, made, count) for each in made.found)
+    frequent = float((held_out == counts.argmax()).double().mean())
+    return Found(of_trained, of_new, frequent, count, len(made.labels), len(held_out))
+
+
+def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> DataConfig:
+    """The section `[data]` of a recorded recipe, of another data set if one is named.
+
+    Raises:
+        ConfigError: neither names one.
+    """
+    said: dict[str, Any] = {}
+    for key, value in recipe.items():
+        section, _, rest = key.partition(".")
+        if section == "data" and value is not None:
+            inner, _, leaf = rest.partition(".")
+            (said.setdefault(inner, {}) if leaf else said)[leaf or inner] = value
+    if name is not None:
+        said |= {"dataset": name, "dataset_path": path}
+    elif path is not None:
+        said["dataset_path"] = path
+    if "dataset" not in said:
+        raise ConfigError("--dataset names the images of a probe; these weights do not say them")
+    said["images"] = said.get("images", {}) | {"augment": False}
+    return DataConfig.model_validate(said)
+
+
+def check_classes(view: ImageView) -> None:
+    """Refuse images without classes.
+
+    Raises:
+        ConfigError: with what gives them some.
+    """
+    if not view.images.has_classes:
+        raise ConfigError(
+            f"{view.images.name(0)} and the other images have no classes, which a probe needs: "
+            "subfolders of an image_folder or of rasters, or .cls files in image_shards"
+        )
+
+
+@torch.no_grad()
+def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[Encode]) -> Features:
+    """What encoders make of each image of a data set, or of so many of them."""
+    numbers = np.random.default_rng(ORDER_SEED).permutation(len(view))[:limit]
+    found: list[list[Tensor]] = [[] for _ in encoders]
+    labels: list[int] = []
+    held_out: list[bool] = []
+    for start in range(0, len(numbers), batch):
+        some = numbers[start : start + batch].tolist()
+        samples = [sample for number in some if (sample := _sample(view, number))]
+        labels += [view.images.label(sample.number) for sample in samples]
+        held_out += [sample.number % HELD_OUT == HELD_OUT - 1 for sample in samples]
+        for encoder, rows in zip(encoders, found, strict=True):
+            if samples:
+                rows.append(encoder(torch.stack([sample.image for sample in samples])))
+    made = [torch.cat(rows) if rows else torch.empty(0, 0) for rows in found]
+    return Features(made, torch.tensor(labels, dtype=torch.int64), torch.tensor(held_out))
+
+
+def _sample(view: ImageView, number: int) -> ImageSample | None:
+    try:
+        return view.sample(number)
+    except CorruptImage as error:
+        if view.config.corrupt == "stop":
+            raise
+        logger.warning("left out: %s", error)
+        return None
+
+
+def _recipe(place: Place) -> dict[str, Any]:
+    path = find(place.path)[-1]
+    recipe: dict[str, Any] = read_state(path, look_at(path))["recipe"]
+    return recipe
+
+
+def _encoder(network: Network, device: torch.device) -> ViTMAE:
+    made = build_empty(network.spec.build, network.args, 1, torch.float32).to_empty(device=device)
+    assert isinstance(made, ViTMAE)
+    made.init_buffers()
+    return made.requires_grad_(False)
+
+
+def features(encoder: ViTMAE, images: Tensor) -> Tensor:
+    """The mean over the patches of each image (N, bands, H, W) in 0..1: (N, D) float64."""
+    weight = next(encoder.parameters())
+    given = normalize(images.to(weight.device), encoder.args).to(weight.dtype)
+    return encoder.encode(given)[:, 1:].double().mean(1).cpu()
+
+
+def accuracy(found: Tensor, made: Features, classes: int) -> float:
+    """The part of held-out images whose class a regression on the others tells."""
+    train = ~made.is_held_out
+    logits = fit(found[train], made.labels[train], classes)(found[made.is_held_out])
+    return float((logits.argmax(1) == made.labels[made.is_held_out]).double().mean())
+
+
+def fit(found: Tensor, labels: Tensor, classes: int) -> Any:
+    """A logistic regression of `labels` (N,) on standardized `found` (N, D), ready to be applied.
+
+    It maps features (M, D) to logits (M, classes).
+    """
+    mean, std = found.mean(0), found.std(0, correction=0)
+
+    def standardized(x: Tensor) -> Tensor:
+        return (x - mean) / std.clamp_min(1e-12)
+
+    x = standardized(found)
+    line = nn.Linear(x.shape[1], classes, dtype=torch.float64)
+    nn.init.zeros_(line.weight)
+    nn.init.zeros_(line.bias)
+    search = torch.optim.LBFGS(
+        line.parameters(),
+        max_iter=MOST_ITERATIONS,
+        tolerance_grad=1e-8,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        search.zero_grad()
+        loss = F.cross_entropy(line(x), labels) + PENALTY / 2 * line.weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    search.step(closure)  # type: ignore[no-untyped-call]
+    return lambda others: line(standardized(others)).detach()
+
+
+def as_lines(found: Found) -> Sequence[str]:
+    """Results for people."""
+    return (
+        f"{PROBE}  accuracy        {found.accuracy:.4f}  of {found.held_out} held-out images in "
+        f"{found.classes} classes",
+        f"{PROBE}  random encoder  {found.random_encoder:.4f}",
+        f"{PROBE}  most frequent   {found.most_frequent:.4f}",
+    )

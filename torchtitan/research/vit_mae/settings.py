@@ -1,0 +1,67 @@
+"""The sizes of a ViT-MAE that a recipe can set, and which of them fit each other."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import Problem
+from torchtitan.models.settings import MAX_LAYERS, ModelConfig, size
+from torchtitan.research.vit_mae.model import ViTMAEArgs
+
+MAX_WIDTH, MAX_SIDE, MAX_BANDS = 2**20, 2**14, 2**12
+"""Beyond what any model has; what follows from them can still be counted."""
+
+
+class ViTMAEConfig(ModelConfig):
+    """ViT-MAE: a vision transformer, and the decoder of a masked autoencoder."""
+
+    dim: int | None = size("Width of the encoder; a multiple of 4", gt=0, le=MAX_WIDTH)
+    n_layers: int | None = size("Blocks of the encoder", gt=0)
+    n_heads: int | None = size("Heads of the encoder; they divide dim", gt=0)
+    ffn_dim: int | None = size("Width inside a feed-forward of the encoder", gt=0, le=MAX_WIDTH)
+    image_size: int | None = size("Height and width of an image, in pixels", gt=0, le=MAX_SIDE)
+    patch_size: int | None = size("Height and width of a patch; it divides image_size", gt=0)
+    channels: int | None = size(
+        "Numbers of a pixel: 3 of a photograph, more of a raster", gt=0, le=MAX_BANDS
+    )
+    mask_ratio: float | None = size("Part of the patches that is hidden", gt=0, lt=1)
+    decoder_dim: int | None = size("Width of the decoder; a multiple of 4", gt=0, le=MAX_WIDTH)
+    decoder_layers: int | None = size("Blocks of the decoder", gt=0, le=MAX_LAYERS)
+    decoder_heads: int | None = size("Heads of the decoder; they divide decoder_dim", gt=0)
+    decoder_ffn_dim: int | None = size(
+        "Width inside a feed-forward of the decoder", gt=0, le=MAX_WIDTH
+    )
+    norm_eps: float | None = size("Added to the variance in a norm", gt=0)
+    pixel_mean: tuple[float, ...] | None = size("Of each channel, taken away from its numbers")
+    pixel_std: tuple[float, ...] | None = size("Of each channel, by which they are then divided")
+
+    def misfits(self, args: ViTMAEArgs) -> Iterator[Problem]:
+        for prefix, heads in (("", args.n_heads), ("decoder_", args.decoder_heads)):
+            key, name = f"{prefix}dim", f"{prefix}heads" if prefix else "n_heads"
+            dim = getattr(args, key)
+            if dim % heads:
+                message = f"the {heads} heads do not divide the {key} {dim}"
+                yield Problem(self.origin(name, key), message)
+            if dim % 4:
+                message = (
+                    f"got {dim}; wanted a multiple of 4, as a position is a sine and a cosine of "
+                    "a row and of a column"
+                )
+                yield Problem(self.origin(key), message)
+        image, patch = args.image_size, args.patch_size
+        if image % patch:
+            near = max(round(image / patch), 1) * patch
+            message = f"patches of {patch} pixels do not divide an image of {image}; use {near}"
+            yield Problem(self.origin("image_size", "patch_size"), message)
+        elif not 0 < args.visible < args.patches:
+            left = "nothing to see" if args.visible == 0 else "nothing to restore"
+            key = self.origin("mask_ratio", "image_size", "patch_size")
+            message = f"mask_ratio {args.mask_ratio} of {args.patches} patches leaves {left}"
+            yield Problem(key, message)
+        for key in ("pixel_mean", "pixel_std"):
+            numbers = getattr(args, key)
+            if len(numbers) != args.channels:
+                message = (
+                    f"{key} has {len(numbers)} numbers; wanted one for each of {args.channels} "
+                )
+                yield Problem(self.origin(key, "channels"), f"{message}channels")
+        if any(number <= 0 for number in args.pixel_std):
+            yield Problem(self.origin("pixel_std"), "wanted numbers > 0")
