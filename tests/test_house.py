@@ -27,6 +27,7 @@ LAYERS = [
     ["train"],
     ["trainer"],
     ["build"],
+    ["features"],
     ["parts"],
     ["provenance"],
     ["checks"],

@@ -119,11 +119,6 @@ class Parts:
             return True
         return self.state.step >= self.job.training.steps
 
-    def before_step(self) -> None:
-        """Tell those who look on which step begins."""
-        self.startup.before_step()
-        self.observer.before_step(self.state.step + 1)
-
     def wait_until_writable(self) -> None:
         """Return when nothing copies the weights for a checkpoint any more."""
         if self.checkpoint.is_staging:

@@ -95,6 +95,11 @@ class Task:
             ConfigError: they cannot be read, and why.
         """
 
+    @classmethod
+    def left_out(cls, config: DataConfig) -> str | None:
+        """The metric that counts documents which are left out; None if none ever is."""
+        return None
+
     def reference(self, config: DataConfig, seed: int) -> str | None:
         """A loss to compare with that needs no model, in words, where the recipe asks for it."""
         return None

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.data import DataConfig
+from torchtitan.data import DATASETS, DataConfig
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import Record, WholeLane, WholeSample
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
-from torchtitan.research.vit_mae.images.opening import check_images, open_images
+from torchtitan.research.vit_mae.images.opening import IMAGES, check_images, open_images
 from torchtitan.research.vit_mae.images.picture import rows_of, visible
 from torchtitan.research.vit_mae.model import (
     ViTMAEArgs,
@@ -131,6 +131,11 @@ class MaskedAutoencoder(Task):
     @classmethod
     def check_files(cls, config: DataConfig) -> None:
         check_images(config)
+
+    @classmethod
+    def left_out(cls, config: DataConfig) -> str | None:
+        reads_files = DATASETS[config.dataset].kind in IMAGES
+        return "corrupt_images" if reads_files and config.images.corrupt == "skip" else None
 
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, MaskedImages)
