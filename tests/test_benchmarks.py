@@ -239,6 +239,29 @@ def test_pages_that_disown_their_times_name_no_fastest() -> None:
     assert [name for name in disowned if "fastest" in pages[name]] == []
 
 
+def test_the_page_of_gpus_quotes_its_results() -> None:
+    results = (ROOT / "benchmarks/results/gpu_h100.md").read_text()
+    quoted = {name: cells for name, *cells in rows((ROOT / "docs/gpu.md").read_text())}
+    for column, model in enumerate(("8B, 4 layers", "8B, 8 layers, 2 sequences", "1B")):
+        table = results.partition(f"### {model}\n")[2].partition("\n### ")[0]
+        found = {name: cells for name, *cells in rows(table)}
+        ours, hand = found["compiled"], found["by hand, compiled by block"]
+        speed, by_hand = (float(row[0].split()[0].replace(",", "")) for row in (ours, hand))
+        for name, expected in {
+            "MFU, bf16, compiled by block": ours[2].replace("%", " %"),
+            "speed, in parts of the loop by hand, by block": f"{speed / by_hand:.3f}",
+            "memory, GiB, and of the loop by hand": f"{ours[4]}, {hand[4]}",
+        }.items():
+            assert quoted[name][column] == expected
+        for kind in ("tensorwise", "rowwise"):
+            (cells,) = (
+                cells for name, cells in quoted.items() if name.startswith(f"Float8 {kind}")
+            )
+            assert float(cells[column]) == pytest.approx(
+                float(found[f"Float8 {kind}"][1]), abs=5e-3
+            )
+
+
 def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     attention = importlib.import_module("attention")
