@@ -164,7 +164,7 @@ def around_step(parts: Parts) -> Run:
         tasks.append(validation(parts))
     tasks += [
         lambda state: parts.profiler.step(state.step),
-        lambda state: state.step % job.training.gc_freq or collect_garbage(),
+        lambda state: collect_garbage(state.step, job.training.gc_freq),
         once(world.after_first_step),
         once(parts.model.confirm),
         lambda state: parts.model.after_step(state.step, parts.is_finished()),
