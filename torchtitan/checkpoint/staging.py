@@ -111,7 +111,7 @@ class Staging:
 
 
 def after(event: torch.Event, copies: Copies, device: Device) -> Copies:
-    """The copies, once the event is reached; for a thread, which waits on the device of its rank."""
+    """Wait on the device of this rank, in a thread, until an event is reached: the copies."""
     device.make_current()
     event.synchronize()
     return copies
