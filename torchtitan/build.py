@@ -336,7 +336,7 @@ class StatisticsProbe:
 class LogitLimit:
     """Measures the logits of attention in a step, and scales heads down after the update."""
 
-    def __init__(self, parts: Parts, after_update: Callable[[], None]) -> None:
+    def __init__(self, parts: Parts, after_update: Callable[[], None] | None) -> None:
         """`after_update` is what else is done then, after it."""
         job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
         self.meter, self.after_update = parts.meter, after_update
@@ -367,7 +367,8 @@ class LogitLimit:
     def apply(self) -> None:
         """After its update."""
         self.clip.apply(self.largest)
-        self.after_update()
+        if self.after_update is not None:
+            self.after_update()
 
 
 def open_replica_group(parts: Parts) -> ReplicaGroup:

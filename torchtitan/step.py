@@ -199,14 +199,14 @@ class StepOptimizers:
         timeline: Timeline,
         wait_until_writable: Callable[[], None] = lambda: None,
         norm_of_all: Callable[[Tensor], Tensor] = lambda norm: norm,
-        after_update: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             max_norm: limit of the global gradient norm; 0: none.
             wait_until_writable: returns when weights may change.
             norm_of_all: from the norm of these ranks to that of all who take part in the step.
-            after_update: what copies of the model do with their new weights.
+            after_update: does more to the new weights, which may then be others; None: nothing.
         """
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
         self.wait_until_writable, self.norm_of_all = wait_until_writable, norm_of_all
@@ -236,7 +236,9 @@ class StepOptimizers:
             if self.max_norm > 0 and highest_norm > 0.99 * self.max_norm:
                 self.inner.clip(self.max_norm, norm)
             self.inner.step()
-            self.after_update()
+            if self.after_update is not None:
+                self.after_update()
+                self.inner.weights_changed()
 
 
 class UpdateGuard(Protocol):
