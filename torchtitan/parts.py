@@ -93,6 +93,7 @@ class Parts:
         self.contents = Checkpointable(
             *(self.model.parts, self.optimizers, self.state, self.data, world, self.model.state),
             copies=degrees.dp_replicate if runs_apart else 1,
+            start_over=self.model.start_over,
         )
         about = about_run(job) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
