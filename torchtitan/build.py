@@ -98,43 +98,11 @@ def assemble(parts: Parts) -> Run:
     )
     if group:
         model = GroupModel(model, group, optimizers.gradients, timeline)
-<<<<<<< HEAD
         batches = GroupBatches(batches, group, parts.state, parts.meter, timeline)
     before_forward = [hook.before_forward for hook in hooks if hook.before_forward]
     after_backward = [hook.after_backward for hook in hooks if hook.after_backward]
     if before_forward or after_backward:
         model = HookedModel(model, before_forward, after_backward)
-=======
-        step_optimizers.norm_of_all = group.max
-        guard = group_guard = GroupGuard(guard, group)
-        session.append(group.join())
-        tasks.append(lambda state: group_guard.is_void and not (parts.is_finished() and state.step))
-    tasks.append(parts.observer.after_step)
-    if job.metrics.precision_freq:
-        model = ProbedModel(model, before=precision_probe(parts))
-    if job.metrics.statistics_freq:
-        statistics = StatisticsProbe(parts)
-        model = ProbedModel(model, after=statistics.measure)
-        tasks.append(statistics.report)
-    if job.checkpoint.enable:
-        save = Saving(parts)
-        flags.append(Flag(lambda: parts.checkpoint.is_busy, save.agree))
-        tasks.append(save.advance)
-    tasks.append(parts.divergence.after_step)
-    if job.checkpoint.enable:
-        tasks.append(save.save)
-    if job.validation.enable:
-        tasks.append(validation(parts))
-    tasks += [
-        lambda state: parts.profiler.step(state.step),
-        lambda state: collect_garbage(state.step, job.training.gc_freq),
-        once(world.after_first_step),
-        once(parts.model.confirm),
-        lambda state: parts.model.after_step(state.step, parts.is_finished()),
-        lambda state: parts.startup.after_step(state.step),
-    ]
-
->>>>>>> w-host
     return Run(
         state=parts.state,
         batches=batches,

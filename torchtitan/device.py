@@ -112,6 +112,10 @@ class Device:
         if self.type == "cuda":
             torch.cuda.set_device(self.index)
 
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that this device reads by itself; on a CPU, the tensor as it is."""
+        return tensor.pin_memory() if self.type == "cuda" else tensor
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
         if self.type == "cuda":

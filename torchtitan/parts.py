@@ -11,6 +11,7 @@ import torch
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
 from torchtitan.config import local_path
 from torchtitan.data import Batch, DataStream
+from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -88,6 +89,7 @@ class Parts:
             rank=groups.group * degrees.data + world.data_rank,
             ranks=job.data_ranks(degrees),
             groups=groups.groups,
+            device=world.device,
         )
         runs_apart = job.communication.replicas.runs_apart
         self.contents = Checkpointable(
@@ -135,8 +137,9 @@ def open_stream(
     rank: int,
     ranks: int,
     groups: int = 1,
+    device: Device | None = None,
 ) -> DataStream:
-    """The data of this rank."""
+    """The data of this rank, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
@@ -146,6 +149,7 @@ def open_stream(
         rank=rank,
         ranks=ranks,
         groups=groups,
+        device=device,
     )
 
 
