@@ -44,7 +44,7 @@ def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         message = f"batches of the task {task} cannot be of uneven numbers; say how many"
         yield Problem("validation.steps", message, ("model",))
     for name in job.validation.datasets:
-        if name in DATASETS and DATASETS[name].kind == "synthetic":
+        if name in DATASETS and DATASETS[name].drawn:
             message = f'the data set "{name}" has no end; say how many'
             yield Problem("validation.steps", message, ("validation.dataset",))
 

@@ -26,13 +26,13 @@ from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checkpoint.weights.opening import OPEN, find_format
 from torchtitan.config import ConfigError
-from torchtitan.data import DataConfig
 from torchtitan.device import pick
 from torchtitan.logging import logger
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
 from torchtitan.tools.evaluate.opening import Place
@@ -129,7 +129,7 @@ def run_probe(
     return Found(of_trained, of_new, frequent, count, len(made.labels), len(held_out))
 
 
-def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> DataConfig:
+def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> ImageData:
     """The section `[data]` of a recorded recipe, of another data set if one is named.
 
     Raises:
@@ -148,7 +148,7 @@ def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> DataC
     if "dataset" not in said:
         raise ConfigError("--dataset names the images of a probe; these weights do not say them")
     said["images"] = said.get("images", {}) | {"augment": False}
-    return DataConfig.model_validate(said)
+    return ImageData.model_validate(said)
 
 
 def check_classes(view: ImageView) -> None:
