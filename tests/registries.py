@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torchtitan.build  # noqa: F401  (imports every module that has a registry)
+import torchtitan.build  # noqa: F401  (imports the modules that have registries)
+import torchtitan.tools.evaluate.evaluation  # noqa: F401
 from torchtitan.config import Registry
 
 Registries = dict[str, dict[str, Any]]

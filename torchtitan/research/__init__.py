@@ -29,6 +29,7 @@ ENTRIES = {
         "image_shards": "vit_mae.images.datasets:IMAGE_SHARDS",
         "rasters": "vit_mae.images.datasets:RASTERS",
     },
+    "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
     "sharding": {

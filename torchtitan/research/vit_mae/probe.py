@@ -35,8 +35,8 @@ from torchtitan.research.vit_mae.images.opening import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
+from torchtitan.tools.evaluate.evaluation import Request, Result
 from torchtitan.tools.evaluate.opening import Place
-from torchtitan.tools.options import import_modules
 
 PROBE = "linear_probe"
 """What the task is called."""
@@ -73,6 +73,13 @@ class Features(NamedTuple):
     """(N,) bool."""
 
 
+def linear_probe(request: Request) -> Result:
+    """The evaluation that `torchtitan evaluate --tasks linear_probe` runs."""
+    place, name, path, limit, batch_size, dtype = request
+    found = run_probe(place, (name, path), limit, batch_size, dtype)
+    return Result(found._asdict(), as_lines(found))
+
+
 def run_probe(
     place: Place,
     dataset: tuple[str | None, str | None],
@@ -90,7 +97,6 @@ def run_probe(
     Raises:
         ConfigError: there is no such encoder, or its images have no classes.
     """
-    import_modules(place.imports, "--imports")
     kind = place.format or find_format(place.path)
     opened = OPEN[kind](place.path, place.model, place.flavor)
     network = opened.network
