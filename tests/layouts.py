@@ -11,9 +11,9 @@ from torchtitan.convert import (
     ConverterConfig,
     Float8,
     LinearConverterConfig,
-    LowPrecisionAttention,
 )
 from torchtitan.job import JobConfig
+from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
 

@@ -18,7 +18,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import CompileConfig, Precision, compile
-from torchtitan.parallel.sharding import bucketing, simple_fsdp
+from torchtitan.research.simple_fsdp import bucketing, simple_fsdp
 from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
