@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torchtitan.build  # noqa: F401  (imports the modules that have registries)
+import torchtitan.build
 import torchtitan.tools.evaluate.evaluation  # noqa: F401
 from torchtitan.config import Registry
 

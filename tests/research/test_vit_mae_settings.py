@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.test_docs import ROOT
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
@@ -82,3 +83,13 @@ def test_a_section_that_is_nearly_it(tmp_path: Path) -> None:
     recipe.write_text("[data.image]\ncrop = 'none'\n")
     with pytest.raises(RecipeError, match=r"bad.toml:1: data.image: .*did you mean data.images\?"):
         load_job(recipe, (), None, "cpu")
+
+
+def test_a_limit_of_attention_logits_is_refused() -> None:
+    model = {"name": "vit_mae", "flavor": "debugmodel"}
+    job = tiny.job(
+        optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
+    )
+    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
+    message = "vit_mae does not say which weights make the queries and keys"
+    assert message in found["optimizer.qk_clip"]

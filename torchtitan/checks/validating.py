@@ -55,7 +55,7 @@ def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     draws = v.enable and v.picture and TASKS[MODELS[job.model.name].task].has_picture
     if draws and not p.has_outputs:
         message = (
-            "nothing is drawn, as no rank has all that the model makes of an image: with stages "
+            "nothing is drawn, as no rank has all that the model makes of a sample: with stages "
             "of a pipeline none, with tensor ranks by parallelism.disable_loss_parallel = true"
         )
         yield Problem("validation.picture", message, ("parallelism",), "note")
