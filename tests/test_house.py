@@ -164,6 +164,16 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_main_road_knows_no_images(path: Path) -> None:
+    """They belong to a system of research/: its data sets, settings, pictures and counts."""
+    words = (
+        r"images\b|\bvit_|ViT|masked_autoencoder|corrupt_|linear_probe|\bscenes|raster|photograph"
+    )
+    if "research" not in path.relative_to(PACKAGE).parts:
+        assert not re.findall(words, path.read_text())
+
+
 def modules_of_verbs() -> list[str]:
     return [module for verbs in VERBS.values() for module in verbs.values()]
 

@@ -157,7 +157,15 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
     optimizers.step(norm, 0.2)  # well below the limit
     # Where the backward updates the weights, they have to be writable before it.
     clipped = ["wait", "clip 0.8 to 0.3", "step", "updated", "changed"]
-    assert done == [*["wait"] * in_backward, "begin", *clipped, "wait", "step", "updated", "changed"]
+    assert done == [
+        *["wait"] * in_backward,
+        "begin",
+        *clipped,
+        "wait",
+        "step",
+        "updated",
+        "changed",
+    ]
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 
