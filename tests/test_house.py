@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from torchtitan.job import JobConfig
+from torchtitan.research import ENTRIES
 from torchtitan.tools.cli import VERBS
 
 PACKAGE = Path(__file__).parent.parent / "torchtitan"
@@ -160,7 +161,36 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
             f"from torchtitan.train import main\nmain('--job.config_file {words}'.split())"
         )
     assert "torchtitan.trainer" in loaded
+    systems = {name for name in loaded if name.startswith("torchtitan.research.")}
+    assert not {name for name in systems if name.split(".")[2] not in MOVING}, "nobody asked"
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
+
+
+MOVING = {"vit_mae", "masked_autoencoder"}
+"""Names of a system that the main road still knows."""
+WORDS = {"common", "modelled", "random", "rotated", "slicing", "striding"}
+"""Names in research/ that are words of every day."""
+SYSTEMS = {
+    name
+    for entries in ENTRIES.values()
+    for entry, place in entries.items()
+    for name in (entry, place.split(".")[0], place.split(":")[1])
+    if name.lower() not in MOVING | WORDS
+}
+OLD_KEYS = "legacy_recipes/table.py"
+"""The keys of older recipes, some of which named a system."""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_main_road_names_no_system_from_a_paper(path: Path) -> None:
+    """So that each folder of research/ can be removed."""
+    place = path.relative_to(PACKAGE).as_posix()
+    if place.startswith("research/") or place == OLD_KEYS:
+        return
+    text = path.read_text()
+    assert not re.findall(rf"(?i)\b({'|'.join(SYSTEMS)})\b", text)
+    named = set(re.findall(r"torchtitan\.research(?:\.\w+)?", text))
+    assert not named or place == "config/registry.py" or {n.split(".")[-1] for n in named} <= MOVING
 
 
 def modules_of_verbs() -> list[str]:

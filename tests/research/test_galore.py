@@ -16,7 +16,6 @@ from torchtitan.models.llama3.model import Llama3Args
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import (
     AdamW,
-    GaLore,
     Muon,
     OptimizerConfig,
     Optimizers,
@@ -24,7 +23,7 @@ from torchtitan.optim import (
 )
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.parameters import NamedParameter
-from torchtitan.research.galore.galore import state_elements
+from torchtitan.research.galore.galore import GaLore, state_elements
 from torchtitan.research.galore.low_rank import Method, Projection, Reduced, complete, find_bases
 
 
