@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from torchtitan.job import JobConfig
+from torchtitan.research import ENTRIES
 from torchtitan.tools.cli import VERBS
 
 PACKAGE = Path(__file__).parent.parent / "torchtitan"
@@ -161,6 +162,7 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
             f"from torchtitan.train import main\nmain('--job.config_file {words}'.split())"
         )
     assert "torchtitan.trainer" in loaded
+    assert not {name for name in loaded if name.startswith("torchtitan.research.")}
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
 
 
@@ -172,6 +174,30 @@ def test_the_main_road_knows_no_images(path: Path) -> None:
     )
     if "research" not in path.relative_to(PACKAGE).parts:
         assert not re.findall(words, path.read_text())
+
+
+WORDS = {"common", "modelled", "random", "rotated", "slicing", "striding"}
+"""Names in research/ that are words of every day."""
+SYSTEMS = {
+    name
+    for entries in ENTRIES.values()
+    for entry, place in entries.items()
+    for name in (entry, place.split(".")[0], place.split(":")[1])
+    if name.lower() not in WORDS
+}
+OLD_KEYS = "legacy_recipes/table.py"
+"""The keys of older recipes, some of which named a system."""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_main_road_names_no_system_from_a_paper(path: Path) -> None:
+    """So that each folder of research/ can be removed."""
+    place = path.relative_to(PACKAGE).as_posix()
+    if place.startswith("research/") or place == OLD_KEYS:
+        return
+    text = path.read_text()
+    assert not re.findall(rf"(?i)\b({'|'.join(SYSTEMS)})\b", text)
+    assert "torchtitan.research" not in text or place == "config/registry.py"
 
 
 def modules_of_verbs() -> list[str]:

@@ -40,7 +40,11 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, LONG))
 def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
-    layout = LAYOUTS[name]
+    is_the_run_of_one_rank(LAYOUTS[name], device)
+
+
+def is_the_run_of_one_rank(layout: Case, device: str) -> None:
+    """After each of the steps, by each optimizer."""
     if device == "cuda" and torch.cuda.device_count() < layout.ranks:
         pytest.skip(f"needs {layout.ranks} GPUs")
     jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]

@@ -19,9 +19,7 @@ from tests.layouts import (
     OPTIMIZERS,
     REGATHER,
     RESHARD,
-    ROTATED,
     ROWWISE,
-    SIMPLE,
     TENSORWISE,
     WHOLE,
     Case,
@@ -29,6 +27,7 @@ from tests.layouts import (
     schedule,
 )
 from tests.ranks import run_ranks
+from tests.research.layouts import ROTATED, SIMPLE
 from tests.runs import Trace, assert_complete, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan import parts

@@ -65,6 +65,14 @@ class Config(BaseModel):
         """
         return iter(())
 
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """What cannot work between this section and others, by keys of the whole recipe.
+
+        Args:
+            key: this section's own.
+        """
+        return iter(())
+
 
 @dataclass(frozen=True)
 class OneOf:

@@ -193,12 +193,9 @@ def parallelize(
                 compile_config=layout.compile,
                 auxiliary=auxiliary,
             )
-        loss.apply_latent(
-            part,
-            world.groups["cp"] if degrees.cp > 1 else None,
-            chosen.context_parallel_load_balancer,
-            stream,
-        )
+        for added in layout.auxiliary_losses:
+            sequence = world.groups["cp"] if degrees.cp > 1 else None
+            added.distribute(part, sequence, chosen.context_parallel_load_balancer, stream)
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
         in_one = layout.compile.granularity == "model"

@@ -7,6 +7,7 @@ Nothing else names them. A folder can be removed; its names are then unknown to 
 from pathlib import Path
 
 ENTRIES = {
+    "auxiliary_loss": {"next_latent": "auxiliary_tasks.next_latent:NextLatentLoss"},
     "communication.weights": {"qsdp": "qsdp.qsdp:QSDPWeights"},
     "communication.gradients": {"loco": "loco.loco:LoCo", "qsdp": "qsdp.qsdp:QSDPGradients"},
     "communication.replicas": {
@@ -32,11 +33,13 @@ ENTRIES = {
     "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
+    "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},
     "sharding": {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
         "rotated": "rtp.rotated:Rotated",
     },
     "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
+    "verify": {"modelled": "common.modelled:modelled_steps"},
 }
 """By kind and name: folder, module and attribute."""
 

@@ -44,10 +44,6 @@ class DecoupledConfig(Agreement):
         True, description="Update by the sign of what replicas agree on; false: by its value."
     )
 
-    @property
-    def gives_signs(self) -> bool:
-        return self.sign
-
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         if self.sign and self.every > 1:
             message = (
@@ -55,6 +51,15 @@ class DecoupledConfig(Agreement):
                 "every = 1"
             )
             yield Problem("sign", message, ("every",))
+
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """What replicas agree on can be clipped."""
+        if self.sign and recipe.training.max_norm:
+            message = (
+                "the norm of signs is that of their number, and clipping it would change the "
+                "learning rate; use training.max_norm = 0, or false here"
+            )
+            yield Problem(f"{key}.sign", message, ("training.max_norm",))
 
 
 class Decoupled(Agree):

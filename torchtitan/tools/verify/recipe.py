@@ -18,11 +18,11 @@ from torchtitan.models.spec import MinShape
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Degrees,
     ParallelismConfig,
     stages,
 )
 from torchtitan.parallel.schedules import SCHEDULES
-from torchtitan.research.common.modelled import is_exact
 
 # What a shrunk recipe has at most. The vocabulary has room for bytes.
 LAYERS = 4
@@ -94,6 +94,13 @@ def as_checked(
     return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes, exact)
 
 
+def is_exact(job: JobConfig, degrees: Degrees) -> bool:
+    """Whether a layout trains the run of one rank."""
+    ways = job.communication
+    shared = degrees.fsdp == 1 or (ways.weights.is_exact and ways.gradients.is_exact)
+    return shared and (degrees.dp_replicate == 1 or ways.replicas.is_exact)
+
+
 def in_float64(job: JobConfig) -> JobConfig:
     """A recipe that computes in float64, which none can ask for."""
     keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
@@ -131,9 +138,9 @@ def _make_exact(draft: Draft) -> None:
     if "ns_dtype" in draft.tree["optimizer"]:
         draft.set("optimizer.ns_dtype", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "it takes long, and its rounding is its own")
+    for key, (value, why) in draft.job.sharding.verified_as().items():
+        draft.set(f"sharding.{key}", value, why)
     if draft.job.sharding.in_graph:
-        if "bucketing" in draft.tree["sharding"]:
-            draft.set("sharding.bucketing", "none", "the compiler does it")
         draft.set("parallelism.fsdp_reshard_after_forward", "default", "the compiler does it")
     if draft.tree["convert"]:
         draft.tree["convert"] = []

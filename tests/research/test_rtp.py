@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests import layouts
-from tests.layouts import FULL, IN_PLACE, ROTATED, case
+from tests.layouts import FULL, case
+from tests.parallel.test_collectives import sends_what_the_formulas_say
 from tests.ranks import run_ranks
+from tests.research.layouts import IN_PLACE, ROTATED
 from tests.runs import train
 from torchtitan.comm import CommunicationConfig
 from torchtitan.losses import cross_entropy
@@ -250,3 +252,9 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
             assert torch.equal(weight, resumed_run[name]), name
             assert torch.equal(weight, loaded[name]), name
             torch.testing.assert_close(weight, back[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 1000)
+    layout = case(shard=2, chunk=100, sharding=IN_PLACE)
+    sends_what_the_formulas_say(layout, monkeypatch)

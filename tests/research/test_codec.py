@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchtitan.comm.unit import Unit
 from torchtitan.research.common.codec import Codec, Envelope, Form
-from torchtitan.research.qsdp.levels import learn
 
 FORMS: list[Form] = ["symmetric", "minmax"]
 SCALES = [torch.float32, torch.bfloat16]
@@ -124,31 +123,6 @@ def test_levels_at_unequal_distances_are_right_in_the_mean(shift: bool) -> None:
     assert torch.allclose(nearest[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["normal", "uniform", "product of two normals"])
-def test_learned_levels_lose_less(kind: str, bits: int) -> None:
-    """Of a normal distribution; of a uniform one there is nothing to be learned."""
-    noise = torch.Generator().manual_seed(0)
-    rows = torch.randn(64, 1024, generator=noise)
-    if kind == "uniform":
-        rows = torch.rand(64, 1024, generator=noise)
-    elif kind != "normal":
-        rows *= torch.randn(64, 1024, generator=noise)
-    codec = Codec(bits, 1024, "minmax")
-    even = torch.linspace(0, 1, 2**bits)
-    learned = learn(even, codec.normalized(rows).flatten(), 0.01)
-    assert torch.equal(learned, learned.sort().values)
-    assert learned[0] == 0
-    assert learned[-1] == 1
-
-    def lost(levels: Tensor | None) -> float:
-        code = codec.encode(rows, noise=torch.Generator().manual_seed(1), levels=levels)
-        return float((codec.decode(code, 1024, levels=levels) - rows).square().mean())
-
-    less = lost(learned[None]) / lost(None)
-    assert less < {"normal": 0.9, "uniform": 1.02}.get(kind, 0.75)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
     codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
@@ -156,7 +130,6 @@ def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
     levels = LEVELS.expand(3, -1)
     finite = codec.decode(codec.encode(rows, levels=levels), 96, levels=levels).isfinite()
     assert finite.view(3, 32).all(1).tolist() == [True, False, True]
-    assert learn(LEVELS[0], codec.normalized(rows).flatten(), 0.01).isfinite().all()
 
 
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:

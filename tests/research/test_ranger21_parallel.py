@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.collectives import formulas
 from tests import tiny
-from tests.layouts import ONE, ROTATED, SIMPLE, Case, case
+from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
+from tests.research.layouts import ROTATED, SIMPLE, installed
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
+from tests.training.test_optimizers import a_rate_trains_the_debug_model
 from torchtitan.job import JobConfig
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.research.common.unit_sums import Reduction
 from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer
 
@@ -31,23 +35,25 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "as they come": UNEVEN,
     "groups": RANGER | {"groups": GROUPS, "centralize_gradients": False, "amsgrad": False},
 }
-LAYOUTS = {
-    "DDP 2": case(replicate=2),
-    "FSDP 2": case(shard=2),
-    "FSDP 4": case(shard=4),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "TP 2": case(tp=2),
-    "TP 2, no sequence parallelism": case(tp=2, disable_sequence_parallel=True),
-    "PP 2": case(2, batch=4),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-    "CP 2 x TP 2": case(cp=2, tp=2),
-    "FSDP 2 x PP 2": case(2, shard=2, pipeline_parallel_schedule="Interleaved1F1B"),
-    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
-    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
-    "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
-    "rotated 2": case(shard=2, sharding=ROTATED),
-    "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
-}
+LAYOUTS = installed(
+    {
+        "DDP 2": case(replicate=2),
+        "FSDP 2": case(shard=2),
+        "FSDP 4": case(shard=4),
+        "HSDP 2 x 2": case(replicate=2, shard=2),
+        "TP 2": case(tp=2),
+        "TP 2, no sequence parallelism": case(tp=2, disable_sequence_parallel=True),
+        "PP 2": case(2, batch=4),
+        "FSDP 2 x TP 2": case(shard=2, tp=2),
+        "CP 2 x TP 2": case(cp=2, tp=2),
+        "FSDP 2 x PP 2": case(2, shard=2, pipeline_parallel_schedule="Interleaved1F1B"),
+        "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
+        "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
+        "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
+        "rotated 2": case(shard=2, sharding=ROTATED),
+        "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
+    }
+)
 
 
 def job(
@@ -144,3 +150,15 @@ def test_resumes_on_another_layout_in_the_middle_of_a_period(tmp_path: Path) -> 
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     weights = run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], 5))
     assert all(torch.equal(weights[0][n], w) for n, w in expected[0].items())
+
+
+def test_what_it_sends_is_in_no_formula() -> None:
+    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "Ranger21"})
+    with pytest.raises(NotImplementedError, match="no formulas of what Ranger21 sends"):
+        formulas(job, 2)
+    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
+
+
+@pytest.mark.gate
+def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
+    a_rate_trains_the_debug_model("Ranger21")

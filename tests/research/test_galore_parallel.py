@@ -18,14 +18,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from benchmarks.collectives import formulas
 from tests import tiny
-from tests.layouts import ONE, SIMPLE, Case, case
+from tests.layouts import ONE, Case, case
 from tests.parallel.test_optimizers import ALLOWED, off
 from tests.ranks import run_ranks
+from tests.research.layouts import SIMPLE, installed
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
+from tests.training.test_optimizers import a_rate_trains_the_debug_model
 from torchtitan.job import JobConfig
 from torchtitan.optim import NamedParameter, Optimizers
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 
@@ -129,19 +133,21 @@ def test_a_matrix_is_projected_as_a_whole() -> None:
                 assert held == copies * expected["w.exp_avg"].numel(), (split, shape)
 
 
-LAYOUTS = {
-    "FSDP 4, uneven": case(shard=4),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "TP 2": case(tp=2),
-    "PP 2": case(2, batch=4),
-    "CP 2": case(cp=2),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-    "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
-    "FSDP 2 x PP 2": case(2, shard=2),
-    "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
-    "TP 2 x PP 2": case(2, tp=2),
-    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
-}
+LAYOUTS = installed(
+    {
+        "FSDP 4, uneven": case(shard=4),
+        "HSDP 2 x 2": case(replicate=2, shard=2),
+        "TP 2": case(tp=2),
+        "PP 2": case(2, batch=4),
+        "CP 2": case(cp=2),
+        "FSDP 2 x TP 2": case(shard=2, tp=2),
+        "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
+        "FSDP 2 x PP 2": case(2, shard=2),
+        "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
+        "TP 2 x PP 2": case(2, tp=2),
+        "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
+    }
+)
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"},
@@ -225,3 +231,15 @@ def test_moments_in_few_bits() -> None:
     ((expected,),) = run_ranks(traces, 1, [one])
     found = [rank[0] for rank in run_ranks(traces, 2, [two])]
     assert off(found, expected) < ALLOWED["8bit"]
+
+
+def test_what_it_sends_is_in_no_formula() -> None:
+    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "GaLore"})
+    with pytest.raises(NotImplementedError, match="no formulas of what GaLore sends"):
+        formulas(job, 2)
+    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
+
+
+@pytest.mark.gate
+def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
+    a_rate_trains_the_debug_model("GaLore")

@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import layouts, tiny
-from tests.layouts import RESHARD, ROWWISE, SIMPLE, Case, case
+from tests.layouts import RESHARD, ROWWISE, Case, case
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
+from tests.recipes.test_bad_recipes import lacks
+from tests.recipes.test_legacy_recipes import read, translations, written
+from tests.research.layouts import SIMPLE
 from tests.runs import train
+from torchtitan.checks import load_job
+from torchtitan.config import CannotRun
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
-from torchtitan.parallel import CompileConfig, Precision, compile
+from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
 from torchtitan.research.simple_fsdp import bucketing, simple_fsdp
 from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
@@ -275,3 +280,43 @@ def test_the_scheduler_needs_a_gpu() -> None:
     (problem,) = tiny.problems(job, "cpu")
     assert problem.message.endswith('none here, but cpu; use "block" or "size"')
     assert not tiny.problems(job, "cuda")
+
+
+def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
+        '[communication.weights]\nname = "half"\n'
+    )
+    with pytest.raises(CannotRun) as error:
+        load_job(recipe, [], 2, "cpu")
+    assert error.value.lines == [
+        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" sends '
+        'weights in its own way; use "plain", or "fsdp2" there'
+    ]
+
+
+def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> None:
+    """Also as a run wrote them all out, with another choice."""
+    text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
+    text += "simple_fsdp_bucket_mb = 20\n"
+    recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
+    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
+    assert recipe.config.sharding.model_dump() == sharding
+    assert [line.split(": ")[2] for line in translations(recipe)] == [
+        *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
+    ]
+    recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
+    assert recipe.config.sharding == FSDP2()
+    assert recipe.notices[2].endswith(
+        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
+    )
+
+
+def test_cuda_graphs_need_cuda() -> None:
+    words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
+    words += ["--sharding.name", "simple_fsdp"]
+    job = load_job(None, words, 2, "cuda").config
+    problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
+    assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
+    assert lacks(job, "cuda") == []

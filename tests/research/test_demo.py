@@ -15,6 +15,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import AFTERWARDS, Case, case
 from tests.ranks import run_ranks
+from tests.research.few_bits import is_skipped_and_leaves_nothing
 from tests.runs import Part, Trace, parts, trace, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
@@ -355,3 +356,7 @@ def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None
     assert ["begins with the weights of the first" in " ".join(line.split()) for line in said] == [
         True
     ]
+
+
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+    is_skipped_and_leaves_nothing({"replicas": {"name": "slicing", "sign": False}})
