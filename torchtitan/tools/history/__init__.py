@@ -17,12 +17,13 @@ import math
 import os
 import socket
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
+
+import tomli
 
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import RankTrace, read_traces, report
@@ -126,7 +127,7 @@ class RunHistory:
         path = self.folder / RECIPE_FILE
         if not path.is_file():
             return {}
-        return dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return dict(_flatten(tomli.loads(path.read_text(encoding="utf-8"))))
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:
