@@ -58,6 +58,17 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_settings(path: Path, images: list[str]) -> None:
+    """Table 8 of arXiv:2111.06377, which names no limit of the gradient norm."""
+    job = load_job(path, images, RANKS[path.stem], "cuda").config
+    batch = job.global_batch(job.degrees(RANKS[path.stem]))
+    assert (batch, job.optimizer.lr) == (4096, pytest.approx(1.5e-4 * batch / 256))
+    options = job.optimizer.options()
+    assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0.05)
+    assert job.training.max_norm == 0
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_comment_says_what_it_needs(path: Path) -> None:
     assert_comment_says_what_it_needs(path, RANKS[path.stem])
 
