@@ -38,7 +38,7 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],
-    ["config", "device", "torch_private", "local_ranks", "seeds"],
+    ["config", "device", "digest", "torch_private", "local_ranks", "seeds"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -49,8 +49,8 @@ HEAVY = [
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
-# what the client libraries of object stores raise.
-OUTER_CODE = ("metrics/meter.py", "checkpoint/remote.py")
+# what the client libraries of object stores raise. And what one rank meets, all ranks raise.
+OUTER_CODE = ("metrics/meter.py", "checkpoint/remote.py", "checkpoint/placement.py")
 
 
 def modules() -> list[Path]:
