@@ -45,7 +45,7 @@ import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
 from processor_time import NoMeter, Spent, processor_of_children, processor_of_threads
 
-from torchtitan.build import Run, around_step, build
+from torchtitan.build import Run, assemble, build
 from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
@@ -164,8 +164,8 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
         spent.watch(watched.meter, "end_step")
         spent.watch(watched.timeline, "_note")
         steps = {
-            "no meter": stack.enter_context(ours(around_step(bare))),
-            "all sinks": stack.enter_context(ours(around_step(watched))),
+            "no meter": stack.enter_context(ours(assemble(bare))),
+            "all sinks": stack.enter_context(ours(assemble(watched))),
         }
         threads = set(threading.enumerate()) - before
 

@@ -30,7 +30,8 @@ def step(trainer: Trainer) -> None:
     ):
         time.sleep(0.1)
     if trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
-        trainer.run.batches.before_step()
+        for call in trainer.run.batches.before_step:
+            call()
         if trainer.run.agree.world.rank == int(RANK):
             break_down(trainer.run)
         elif KIND == "silent":

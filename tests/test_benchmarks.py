@@ -232,13 +232,46 @@ def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()
 
 
+def test_pages_that_disown_their_times_name_no_fastest() -> None:
+    pages = {path.stem: path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md")}
+    disowned = {name for name, page in pages.items() if "say nothing about the strategies" in page}
+    assert disowned == {"fsdp", "vit_mae_strategies"}
+    assert [name for name in disowned if "fastest" in pages[name]] == []
+
+
+def test_the_page_of_gpus_quotes_its_results() -> None:
+    results = (ROOT / "benchmarks/results/gpu_h100.md").read_text()
+    quoted = {name: cells for name, *cells in rows((ROOT / "docs/gpu.md").read_text())}
+    for column, model in enumerate(("8B, 4 layers", "8B, 8 layers, 2 sequences", "1B")):
+        table = results.partition(f"### {model}\n")[2].partition("\n### ")[0]
+        found = {name: cells for name, *cells in rows(table)}
+        ours, hand = found["compiled"], found["by hand, compiled by block"]
+        speed, by_hand = (float(row[0].split()[0].replace(",", "")) for row in (ours, hand))
+        for name, expected in {
+            "MFU, bf16, compiled by block": ours[2].replace("%", " %"),
+            "speed, in parts of the loop by hand, by block": f"{speed / by_hand:.3f}",
+            "memory, GiB, and of the loop by hand": f"{ours[4]}, {hand[4]}",
+        }.items():
+            assert quoted[name][column] == expected
+        for kind in ("tensorwise", "rowwise"):
+            (cells,) = (
+                cells for name, cells in quoted.items() if name.startswith(f"Float8 {kind}")
+            )
+            assert float(cells[column]) == pytest.approx(
+                float(found[f"Float8 {kind}"][1]), abs=5e-3
+            )
+
+
 def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     attention = importlib.import_module("attention")
     kept = {tuple(row[:3]): row[3:] for row in rows((ROOT / KEPT_ERRORS).read_text())}
-    for dtype, scale in (("float8", "token"), ("int8", "tensor")):
-        *_, found = kept[dtype, "10 times larger", scale]
-        again = attention.cell(5, 10, dtype=dtype, scale=scale, rotation="qkv")
+    for dtype, scale, rotation in (
+        *(("float8", "token", "qkv"), ("int8", "tensor", "qkv")),
+        *(("float8", "tensor", "none"), ("float8", "tensor", "qk")),  # which docs/systems.md quotes
+    ):
+        found = kept[dtype, "10 times larger", scale][attention.ROTATIONS.index(rotation)]
+        again = attention.cell(5, 10, dtype=dtype, scale=scale, rotation=rotation)
         pairs = zip(again.split(" / "), found.split(" / "), strict=True)
         assert all(float(one) == pytest.approx(float(other), abs=0.11) for one, other in pairs)
 

@@ -56,6 +56,8 @@ from torchtitan.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
+FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
 LONG = ("checkpoint.md", "compare.md", "debugging.md", "evaluation.md", "profiling.md")
 DAILY = [page for page in PAGES if page.name not in LONG]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
@@ -323,6 +325,14 @@ def anchors(page: Path) -> set[str]:
 def test_settings_that_are_named_exist(page: Path) -> None:
     for key in keys_named(prose(page)):
         assert key in known_keys() or key in TABLE, f"{page.name}: there is no setting {key}"
+
+
+@pytest.mark.parametrize("page", PAGES_AND_RESULTS, ids=lambda page: page.stem)
+def test_files_that_are_named_exist(page: Path) -> None:
+    path = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w"
+    named = set(re.findall(path, page.read_text()))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not set(missing) - {"tests/assets"}  # a folder of TorchTitan
 
 
 def keys_named(text: str) -> set[str]:

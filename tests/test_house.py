@@ -28,6 +28,7 @@ LAYERS = [
     ["train"],
     ["trainer"],
     ["build"],
+    ["features"],
     ["parts"],
     ["provenance"],
     ["checks"],
@@ -38,7 +39,7 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],
-    ["config", "device", "torch_private", "local_ranks"],
+    ["config", "device", "torch_private", "local_ranks", "seeds"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,9 +1,22 @@
-"""docs/systems.md names only what there is, and quotes figures that stand where it links to."""
+"""docs/systems.md names only what there is, and quotes figures of today's code.
+
+Each figure is on the page that it links to. Those that follow from a formula are computed again,
+and so are the bytes on the pages of results.
+"""
 
 import re
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.optim import OPTIMIZERS
+from torchtitan.tools.compare.gather import formulas
+from torchtitan.tools.compare.prepare import prepare
+from torchtitan.tools.compare.study import read_study
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "systems.md"
@@ -23,6 +36,8 @@ def table() -> list[dict[str, str]]:
 
 
 ROWS = [row for row in table() if OUT_OF_SCOPE not in row["system"]]
+SINGLE_NUMBERS = 0.002
+"""Megabytes of losses, counts and norms at most, which are counted and in no formula."""
 
 
 def test_every_system_has_a_row() -> None:
@@ -55,3 +70,104 @@ def test_figures_stand_where_they_link_to() -> None:
 
 
 FIGURE = re.compile(r"\[([^]]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)")
+
+
+def measured_here(system: str) -> str:
+    (row,) = [row for row in ROWS if f"**{system}**" in row["system"]]
+    return row["measured here"]
+
+
+@cache
+def sent(study: str, *flags: str) -> Mapping[str, Mapping[str, float]]:
+    """Megabytes that rank 0 sends in a step of each variant, by axis, by formula."""
+    found: dict[str, dict[str, float]] = {}
+    for variant in prepare(read_study(ROOT / f"train_configs/studies/{study}.toml", flags)):
+        axes: dict[str, float] = {}
+        messages = formulas(variant.job, variant.plan.ranks)
+        assert messages, "the formulas cover every variant"
+        for (axis, _), (_, size) in messages.items():
+            axes[axis] = axes.get(axis, 0.0) + size / 1e6
+        found[variant.name] = axes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("system", "study", "axis", "variants"),
+    [
+        ("FSDP", "fsdp_debug", "dp_shard", ("full shard", "grad-op")),
+        ("DeMo", "communication_debug", "dp_replicate", ("DeMo 2 x 2", "HSDP 2 x 2")),
+        ("LoCo", "communication_debug", "dp_shard", ("LoCo, 4 bits", "FSDP2")),
+        ("QSDP", "communication_debug", "dp_shard", ("QSDP, 8 bits", "FSDP2")),
+        ("RTP", "communication_debug", "dp_shard", ("RTP", "FSDP2")),
+    ],
+)
+def test_bytes_that_are_quoted_are_those_of_the_formulas(
+    system: str, study: str, axis: str, variants: tuple[str, ...]
+) -> None:
+    (quoted, _) = FIGURE.findall(measured_here(system))[0]
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", quoted)]
+    expected = [sent(study)[variant][axis] for variant in variants]
+    # As many digits as are quoted.
+    assert numbers == pytest.approx(expected, rel=3e-4, abs=SINGLE_NUMBERS)
+
+
+def test_rotated_weights_send_less_than_fsdp_that_frees_every_block() -> None:
+    always = sent("communication_debug", "--parallelism.fsdp_reshard_after_forward=always")
+    found = {name: always[name]["dp_shard"] for name in ("RTP", "FSDP2")}
+    assert found["RTP"] < found["FSDP2"]
+
+
+@pytest.mark.parametrize(
+    ("page", "study"),
+    [
+        ("communication", "communication_debug"),
+        ("fsdp", "fsdp_debug"),
+        ("vit_mae_strategies", "vit_mae_debug"),
+    ],
+)
+def test_bytes_on_a_page_of_results_are_those_of_the_formulas(page: str, study: str) -> None:
+    text = (ROOT / f"benchmarks/results/{page}.md").read_text()
+    found = dict(bytes_of_page(text))
+    assert found.keys() == sent(study).keys()
+    for variant, axes in sent(study).items():
+        own = {axis: size for axis, size in found[variant].items() if axis != "all"}
+        assert own == pytest.approx(axes, rel=5e-4, abs=SINGLE_NUMBERS), variant
+
+
+def bytes_of_page(text: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each variant with its megabytes by axis, from a page of ours or of `torchtitan compare`."""
+    _, is_report, report = text.partition("### Bytes sent in a step\n")
+    lines = [line for line in (report or text).splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    for name, *cells in rows:
+        if not name or name == "variant":
+            return
+        written = zip(head[1:], cells, strict=True) if is_report else re.findall(SENT, cells[0])
+        yield name, {axis: float(size.split()[0]) for axis, size in written if size != "-"}
+
+
+SENT = r"(\w+) ([\d.]+)"
+
+
+def test_states_of_ranger21_are_as_many_as_is_said() -> None:
+    values = OPTIMIZERS["Ranger21"]().state_bytes(4) / 4
+    times = values / (OPTIMIZERS["AdamW"]().state_bytes(4) / 4)
+    assert f"[{values:g} values for each parameter, {times:g} times as" in measured_here("Ranger21")
+
+
+def test_sizes_of_vision_models_are_those_of_the_page() -> None:
+    spec, page = MODELS["vit_mae"], (ROOT / "docs/vision.md").read_text()
+    encoders = []
+    for flavor in ("base", "huge", "1B", "3B", "5B", "15B"):
+        model = build_empty(spec.build, spec.flavors[flavor], 1)
+        sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+        encoder = ("embeddings.", "layers.", "bridge.norm.")
+        own = sum(size for name, size in sizes.items() if name.startswith(encoder))
+        table = model.get_buffer("embeddings.positions.table").numel()
+        encoders.append(f"{(own + table) / 1e6:,.1f}M")
+        assert re.search(
+            rf"^\| `{flavor}` .*\| {encoders[-1]} \| {sum(sizes.values()) / 1e6:,.1f}M \|$",
+            page,
+            re.MULTILINE,
+        )
+    assert f"[{encoders[0]} to {encoders[-1]} parameters]" in measured_here("Geospatial ViT-MAE")

@@ -1,7 +1,7 @@
 """What a step is made of: its batches, the loss over all ranks, the update, and the one agreement.
 
-Each of these may be wrapped by a component that has something to add, such as replica groups or a
-probe; `torchtitan.build` places the wrappers, and `Trainer.step` does not see them.
+`torchtitan.build` puts them together with the hooks of `torchtitan.features`, which `Trainer.step`
+does not see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -70,19 +70,20 @@ class RankBatches:
         world: World,
         timeline: Timeline,
         close: Callable[[], None],
-        before_step: Callable[[], None],
+        before_step: Sequence[Callable[[], None]],
     ) -> None:
         """
         Args:
             accumulation: microbatches of a step.
-            close: ends what the stream reads from.
-            before_step: called before anything is read.
+            close: closes the source of the stream.
+            before_step: calls to make before anything is read.
         """
         self.stream, self.accumulation, self.close = stream, accumulation, close
         self.world, self.timeline, self.before_step = world, timeline, before_step
 
     def __next__(self) -> StepBatch:
-        self.before_step()
+        for call in self.before_step:
+            call()
         with self.timeline.phase("data"):
             read = [next(self.stream) for _ in range(self.accumulation)]
         batches = [batch.to(self.world.device.torch_device) for batch in read]
@@ -90,33 +91,6 @@ class RankBatches:
         with self.timeline.phase("sync"):
             count = self.world.sum(counts.sum(), over="data")
         return StepBatch(batches, count)
-
-
-class CountedBatches:
-    """Batches of a source that leaves out what it cannot read; the metrics say how much it was."""
-
-    def __init__(
-        self,
-        inner: Batches,
-        left_out: Callable[[], int],
-        world: World,
-        timeline: Timeline,
-        record: Callable[[Tensor], None],
-    ) -> None:
-        """
-        Args:
-            left_out: how much this rank has left out since the run began.
-            record: takes that of all ranks, before each step.
-        """
-        self.inner, self.left_out, self.record = inner, left_out, record
-        self.world, self.timeline, self.close = world, timeline, inner.close
-
-    def __next__(self) -> StepBatch:
-        batch = next(self.inner)
-        own = torch.tensor(self.left_out(), device=self.world.device.torch_device)
-        with self.timeline.phase("sync"):
-            self.record(self.world.sum(own, over="data"))
-        return batch
 
 
 class StepModel(Protocol):
@@ -165,27 +139,29 @@ class ReplicaLosses(GlobalLosses):
         return dict(zip(shares, means, strict=True))
 
 
-class ProbedModel:
-    """A model that is looked at before or after its forward and backward."""
+class HookedModel:
+    """A model with calls before and after its forward and backward."""
 
     def __init__(
         self,
         inner: StepModel,
-        before: Callable[[StepBatch], None] = lambda batch: None,
-        after: Callable[[StepBatch], None] = lambda batch: None,
+        before: Sequence[Callable[[StepBatch], None]],
+        after: Sequence[Callable[[StepBatch], None]],
     ) -> None:
         self.inner, self.before, self.after = inner, before, after
 
     @property
     def parts(self) -> list[nn.Module]:
-        """This rank's parts of the network."""
+        """The parts of the network on this rank."""
         return self.inner.parts
 
     def forward_backward(self, batch: StepBatch) -> Losses:
-        """As the inner one."""
-        self.before(batch)
+        """Run the inner model between the calls."""
+        for call in self.before:
+            call(batch)
         losses = self.inner.forward_backward(batch)
-        self.after(batch)
+        for call in self.after:
+            call(batch)
         return losses
 
 
@@ -197,31 +173,32 @@ class StepOptimizers:
         optimizers: Optimizers,
         max_norm: float,
         timeline: Timeline,
-        wait_until_writable: Callable[[], None] = lambda: None,
-        norm_of_all: Callable[[Tensor], Tensor] = lambda norm: norm,
-        after_update: Callable[[], None] = lambda: None,
+        norm_of_all: Callable[[Tensor], Tensor] | None = None,
+        before_update: Sequence[Callable[[], None]] = (),
+        after_update: Sequence[Callable[[], None]] = (),
     ) -> None:
         """
         Args:
             max_norm: limit of the global gradient norm; 0: none.
-            wait_until_writable: returns when weights may change.
-            norm_of_all: from the norm of these ranks to that of all who take part in the step.
-            after_update: what copies of the model do with their new weights.
+            norm_of_all: takes the norm of these ranks, and returns that of all replica groups.
+            before_update: calls to make before weights change.
+            after_update: calls to make after they have changed.
         """
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
-        self.wait_until_writable, self.norm_of_all = wait_until_writable, norm_of_all
-        self.after_update = after_update
+        self.norm_of_all = norm_of_all
+        self.before_update, self.after_update = before_update, after_update
 
     def begin(self, factor: float) -> float:
         """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
         if self.inner.in_backward:
-            self.wait_until_writable()
+            self._before_update()
         return self.inner.begin(factor)
 
     def norm(self) -> Tensor:
         """The global norm of the gradients, 0-d."""
         with self.timeline.phase("clip"):
-            return self.norm_of_all(self.inner.norm())
+            norm = self.inner.norm()
+            return self.norm_of_all(norm) if self.norm_of_all else norm
 
     def step(self, norm: Tensor, highest_norm: float) -> None:
         """Update the parameters, by gradients that are clipped to the limit of their norm.
@@ -231,12 +208,19 @@ class StepOptimizers:
             highest_norm: the highest of all ranks. It is known without waiting for the device, and
                 well below the limit it spares passing over all gradients to multiply them by 1.
         """
-        self.wait_until_writable()
+        self._before_update()
         with self.timeline.phase("optimizer"):
             if self.max_norm > 0 and highest_norm > 0.99 * self.max_norm:
                 self.inner.clip(self.max_norm, norm)
             self.inner.step()
-            self.after_update()
+            for call in self.after_update:
+                call()
+            if self.after_update:
+                self.inner.weights_changed()
+
+    def _before_update(self) -> None:
+        for call in self.before_update:
+            call()
 
 
 class UpdateGuard(Protocol):

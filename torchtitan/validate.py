@@ -67,8 +67,8 @@ class ValidationConfig(Config):
 
     picture: bool = Field(
         True,
-        description="Of a task of images: write a picture of the first held-out images, what the "
-        "model sees of them and what it makes of it to pictures/ in job.dump_folder.",
+        description="Write a picture of the first held-out samples and of the model's output for "
+        "them to pictures/ in job.dump_folder, if the task draws one.",
     )
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:

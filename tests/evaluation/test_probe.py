@@ -17,7 +17,8 @@ from tests.small_weights import SPEC
 from tests.test_docs import ROOT
 from tests.training.test_pictures import MODEL
 from torchtitan.models import MODELS
-from torchtitan.research.vit_mae.probe import PENALTY, fit
+from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.probe import HELD_OUT, ORDER_SEED, PENALTY, data_of, fit
 from torchtitan.tools.cli import main
 
 
@@ -84,7 +85,18 @@ def test_what_a_probe_finds_is_printed(untrained: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)["linear_probe"]
     assert (found["images"], found["classes"]) == (60, 8)
     assert 5 < found["held_out"] < 20, "about every fifth"
-    assert 0 <= found["most_frequent"] <= found["accuracy"] + 1
+    for key in ("accuracy", "random_encoder"):
+        assert found[key] * found["held_out"] == pytest.approx(
+            round(found[key] * found["held_out"])
+        )
+        assert 0 <= found[key] <= 1
+    # Of the same images, by their classes alone.
+    view = open_view(data_of({}, "scenes", None), size=MODEL["image_size"], bands=3)
+    chosen = np.random.default_rng(ORDER_SEED).permutation(len(view))[:60]
+    held_out = chosen % HELD_OUT == HELD_OUT - 1
+    labels = np.array([view.images.label(number) for number in chosen.tolist()])
+    frequent = np.bincount(labels[~held_out]).argmax()
+    assert found["most_frequent"] == pytest.approx((labels[held_out] == frequent).mean())
     assert main(["evaluate", *words[:-1], "--batch-size", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"accuracy        {found['accuracy']:.4f}  of {found['held_out']} held-out" in lines[0]

@@ -143,6 +143,25 @@ def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
     assert {name for name in saved if name.startswith("communication.")} == names
 
 
+def apart(folder: str, layout: Case, steps: int) -> dict[str, torch.Tensor]:
+    """Train replicas that agree in every second step; a step later than that, they differ."""
+    recipe = layouts.job(
+        layout,
+        "AdamW",
+        communication={"replicas": {"every": 2, "verify_steps": 1}},
+        training={"steps": steps},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": steps},
+    )
+    return train(recipe)
+
+
+def test_replicas_that_were_apart_agree_on_another_layout(tmp_path: Path) -> None:
+    run_ranks(apart, 4, str(tmp_path), case(replicate=2, shard=2, batch=1), 3)
+    one, other = run_ranks(apart, 2, str(tmp_path), case(replicate=2, batch=2), 4)
+    assert all(torch.equal(other[name], weight) for name, weight in one.items())
+
+
 @pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])
 def test_example_of_the_documentation(
     name: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,19 @@ def test_settings(path: Path, tokenizer: str) -> None:
     assert job.activation_checkpoint.mode != "none"
 
 
+@pytest.mark.parametrize("path", VISION, ids=lambda path: path.stem)
+def test_settings_of_images(path: Path, tmp_path: Path) -> None:
+    """Table 8 of arXiv:2111.06377, which names no limit of the gradient norm."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    flags = ["--data.dataset_path", str(tmp_path)]
+    job = load_job(path, flags, RANKS[path.stem], "cuda").config
+    batch = job.global_batch(job.degrees(RANKS[path.stem]))
+    assert (batch, job.optimizer.lr) == (4096, pytest.approx(1.5e-4 * batch / 256))
+    options = job.optimizer.options()
+    assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0.05)
+    assert job.training.max_norm == 0
+
+
 @pytest.mark.parametrize("path", LLAMAS + VISION, ids=lambda path: path.stem)
 def test_comment_says_what_it_needs(path: Path) -> None:
     ranks = RANKS[path.stem]

@@ -30,6 +30,7 @@ from torchtitan.research.demo.demo import (
     Slicing,
     Striding,
     Tiles,
+    _mixed,
 )
 
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
@@ -142,10 +143,31 @@ def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
     config = kind(rate=0.1)
     seen = torch.zeros(57)
     for step in range(60):
-        places = config.places(57, step, "w")
+        places = config.places(57, step, "w", torch.device("cpu"))
         assert len(places) == len(places.unique()) == config.count(57) == 6
         seen[places] += 1
     assert seen.min() > 0
+
+
+def test_random_numbers_are_drawn_alike_of_all_parts() -> None:
+    """As often as each other, and neither by the step nor by the name in the same places."""
+    config, cpu = Random(rate=0.1), torch.device("cpu")
+    drawn = torch.stack([config.places(100_000, step, "w", cpu) for step in range(20)])
+    parts = drawn - torch.arange(0, 100_000, 10)
+    assert (parts.flatten().bincount() - 20_000).abs().max() < 600, "four standard deviations"
+    pairs = (parts[:-1] * 10 + parts[1:]).flatten().bincount(minlength=100)
+    assert (pairs - 1900).abs().max() < 220, "five of them"
+    assert (config.places(100_000, 0, "w", cpu) == drawn[0]).all()
+    other = config.places(100_000, 0, "v", cpu)
+    assert 800 < (other == drawn[0]).sum() < 1200
+
+
+def test_random_integers_are_those_of_splitmix() -> None:
+    """The first of the generator's authors, of seed 1234567, without their two highest bits."""
+    found = _mixed(torch.arange(3), 1234567).tolist()
+    published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
+    assert found == [number % 2**62 for number in published]
+    assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
 
 
 def spoiled(every: int) -> str:

@@ -16,7 +16,7 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, parts, rows, weights
-from torchtitan.build import around_step, build
+from torchtitan.build import assemble, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
@@ -107,7 +107,7 @@ def train(
             spoiled: Any = Spoiled(made.data, accumulation, batch, bad)
             made.data = spoiled
         roll_back = made.divergence.roll_back
-        run = around_step(made)
+        run = assemble(made)
         norm = run.optimizers.norm
 
         def misled() -> Tensor:

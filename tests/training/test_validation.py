@@ -12,8 +12,8 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan.build import open_validator
 from torchtitan.device import Device
+from torchtitan.features import open_validator
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.losses import IGNORED

@@ -17,7 +17,7 @@ from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.resilience.spikes import Guard, SpikesConfig
-from torchtitan.step import Agreement, Flag, ProbedModel, StepOptimizers, StepStatus
+from torchtitan.step import Agreement, Flag, HookedModel, StepOptimizers, StepStatus
 from torchtitan.timeline import Timeline
 
 TWO = torch.tensor(2.0)
@@ -145,8 +145,9 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
         inner,
         max_norm=0.3,
         timeline=timeline,
-        wait_until_writable=lambda: done.append("wait"),
         norm_of_all=lambda norm: 2 * norm,
+        before_update=[lambda: done.append("wait")],
+        after_update=[lambda: done.append("updated")],
     )
     assert optimizers.begin(0.5) == 5e-4
     norm = optimizers.norm()
@@ -154,22 +155,24 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
     optimizers.step(norm, 0.8)
     optimizers.step(norm, 0.2)  # well below the limit
     # Where the backward updates the weights, they have to be writable before it.
-    clipped = ["wait", "clip 0.8 to 0.3", "step"]
-    assert done == [*["wait"] * in_backward, "begin", *clipped, "wait", "step"]
+    clipped = ["wait", "clip 0.8 to 0.3", "step", "updated"]
+    assert done == [*["wait"] * in_backward, "begin", *clipped, "wait", "step", "updated"]
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 
-def test_a_probe_stands_around_the_model() -> None:
+def test_hooks_are_called_around_the_model_in_order() -> None:
     done: list[Any] = []
     inner: Any = SimpleNamespace(
         parts=["part"], forward_backward=lambda batch: done.append("model") or {"loss": TWO}
     )
     batch: Any = "batch"
-    probed = ProbedModel(inner, before=done.append, after=lambda batch: done.append("after"))
-    assert probed.forward_backward(batch) == {"loss": TWO}
-    assert done == ["batch", "model", "after"]
-    assert probed.parts == ["part"]
-    assert ProbedModel(inner).forward_backward(batch) == {"loss": TWO}
+    before = [done.append, lambda batch: done.append("before")]
+    after = [lambda batch: done.append("after"), done.append]
+    hooked = HookedModel(inner, before, after)
+    assert hooked.forward_backward(batch) == {"loss": TWO}
+    assert done == ["batch", "before", "model", "after", "batch"]
+    assert hooked.parts == ["part"]
+    assert HookedModel(inner, [], []).forward_backward(batch) == {"loss": TWO}
 
 
 def saved(folder: Path, **counters: Any) -> Manifest:

@@ -79,15 +79,17 @@ class Checkpointable:
         world: World,
         of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
         copies: int = 1,
+        start_over: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             of_techniques: gives what techniques keep on this rank, by name.
+            start_over: has techniques begin without what they kept, from the weights there are.
             copies: of the model whose weights may differ.
         """
         self.copies = copies
         self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
-        self.of_techniques = of_techniques
+        self.of_techniques, self.start_over = of_techniques, start_over
         self.model, self.optimizers, self.state = model, optimizers, state
         self.data, self.world = data, world
 
@@ -119,6 +121,7 @@ class Checkpointable:
             ConfigError: where they do not fit; `path` says where they are.
         """
         self._read(path, self.weights(), source, {"model"})
+        self.optimizers.weights_changed()
         if found := self._not_finite():
             raise ConfigError(
                 f"{path}: not finite, but NaN or infinity: {found}; nothing can be trained from "
@@ -214,8 +217,7 @@ class Checkpointable:
         if all(fits for fits, _ in everyones):
             on_all_ranks(self.world, lambda: load_into(own, source))
         else:
-            for tensor in own.values():
-                tensor.zero_()
+            self.start_over()
             logger.warning(
                 "communication: what [communication] keeps on a rank begins anew; the checkpoint "
                 "has none of this layout"

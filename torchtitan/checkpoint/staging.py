@@ -77,7 +77,8 @@ class Staging:
         else:
             with self.device.beside() as copied:
                 copies = self._copy(pieces)
-            self._copies, self._release = Task(lambda: _after(copied, copies)).result, copied.wait
+            ready = Task(lambda: after(copied, copies, self.device))
+            self._copies, self._release = ready.result, copied.wait
 
     def _copy(self, pieces: Pieces) -> Copies:
         copies = []
@@ -89,6 +90,7 @@ class Staging:
     def copies(self) -> Pieces:
         """Wait for the copies: the pieces as they were when `begin` was called."""
         assert self._copies is not None
+        self.device.make_current()  # a thread has the first one, and would make a context there
         return [
             (piece._replace(digest=int(found.item())), copy)
             for (piece, _), (copy, found) in zip(self._pieces, self._copies(), strict=True)
@@ -108,6 +110,8 @@ class Staging:
             self.waited += time.perf_counter() - began
 
 
-def _after(event: torch.Event, copies: Copies) -> Copies:
+def after(event: torch.Event, copies: Copies, device: Device) -> Copies:
+    """Wait on the device of this rank, in a thread, until an event is reached: the copies."""
+    device.make_current()
     event.synchronize()
     return copies

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchtitan.logging import logger, on_terminal
-from torchtitan.research.vit_mae.images.picture import pixels, write_png
+from torchtitan.metrics.pictures import pixels, write_png
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0

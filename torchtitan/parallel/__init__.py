@@ -121,6 +121,11 @@ class ParallelModel:
         """What of the techniques a checkpoint has to keep, by name; it is this rank's alone."""
         return {name: t for technique in self.techniques for name, t in technique.state().items()}
 
+    def start_over(self) -> None:
+        """Have techniques replace a state that no checkpoint has; all ranks call it together."""
+        for technique in self.techniques:
+            technique.start_over()
+
     def confirm(self) -> None:
         """After the first step: log what became of what was asked for, or fail if nothing did."""
         for technique in self.techniques:

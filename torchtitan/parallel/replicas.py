@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -85,11 +86,20 @@ class Apart(Replicas):
     ) -> None:
         super().__init__(config, parts, group, device)
         self.steps = torch.zeros((), dtype=torch.int64)
-        """Since they agreed; zero: their weights are the same."""
+        """Updates since they agreed; zero: their weights are the same."""
         self.agreed = {
             name: torch.zeros(own.shape, dtype=own.dtype, device=device)
             for name, own in self.parameters()
         }
+
+    @torch.no_grad()
+    def start_over(self) -> None:
+        """Measure how far each copy moves from where the first one is: others may be elsewhere."""
+        super().start_over()
+        for name, own in self.parameters():
+            self.agreed[name].copy_(own)
+            dist.broadcast(self.agreed[name], group=self.group, group_src=0)
+        self.steps.fill_(1)
 
     @torch.no_grad()
     def before_pass(self) -> None:

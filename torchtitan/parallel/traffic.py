@@ -263,8 +263,7 @@ class Part:
                 # Chunks of logits are not gathered, be there loss parallelism or not.
                 shared=bool(work.layout.loss.vocabulary_chunk) or not chosen.disable_loss_parallel,
             )
-        if work.splits_stream:
-            yield from self._of_norms()
+        yield from self._of_norms(("norm", "head_norm") if work.splits_stream else ("head_norm",))
 
     def _hidden(self, name: str) -> int:
         """Bytes of the hidden states that a module with a role is given, or makes."""
@@ -273,12 +272,12 @@ class Part:
             return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
         return work.hidden(next((b for b in work.order if name.startswith(f"{b}.")), ""))
 
-    def _of_norms(self) -> Iterator[Traffic]:
+    def _of_norms(self, roles: tuple[TensorRole, ...]) -> Iterator[Traffic]:
         work, precision = self.work, self.work.layout.precision
         shards = work.layout.shards(work.degrees)
         dtype = precision.compute if shards else precision.parameters
         reductions = work.layout.sharding.reductions(work.passes, work.microbatches)
-        for name in (name for name, role in self.roles.items() if role == "norm"):
+        for name in (name for name, role in self.roles.items() if role in roles):
             for weight in self.module.get_submodule(name).parameters():
                 size = weight.numel() * dtype.itemsize
                 yield from formulas.of_norms(size, sums=reductions if shards else 1)

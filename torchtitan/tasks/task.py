@@ -69,7 +69,7 @@ class Task:
         return open_source(config, None, seed=seed)
 
     def open_stream(
-        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: int
+        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: Any
     ) -> DataStream:
         """The stream of one data-parallel rank; `part` is for `build_stream`.
 
@@ -94,6 +94,11 @@ class Task:
         Raises:
             ConfigError: they cannot be read, and why.
         """
+
+    @classmethod
+    def left_out(cls, config: DataConfig) -> str | None:
+        """The metric that counts documents which are left out; None if none ever is."""
+        return None
 
     def reference(self, config: DataConfig, seed: int) -> str | None:
         """A loss to compare with that needs no model, in words, where the recipe asks for it."""

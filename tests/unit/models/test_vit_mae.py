@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,10 @@ from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data import DataConfig
+from torchtitan.data.order import Document, Position
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
+from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.masked_autoencoder import (
     MaskedAutoencoder,
     MaskedImages,
@@ -48,13 +49,12 @@ def network(args: ViTMAEArgs = ARGS) -> ViTMAE:
 
 def batch(images: int = 2) -> MaskedImages:
     packing = MaskedAutoencoder(VIT_MAE.settings(), ARGS).packing(DataConfig(), 1, seed=0)
-    samples: list[Any] = [
-        SimpleNamespace(
-            content=SimpleNamespace(image=torch.rand(3, 16, 16), epoch=0, number=number)
-        )
+    documents = (
+        Document(Position(0, number), ImageSample(torch.rand(3, 16, 16), 0, number))
         for number in range(images)
-    ]
-    return packing.collate(samples)
+    )
+    lane = packing.lane(0, documents, None)
+    return packing.collate([lane.next_sample() for _ in range(images)])
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)

@@ -35,7 +35,7 @@ from torchtitan.parallel.context import Cut
 from torchtitan.parts import lay_out, open_stream, open_task
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
-from torchtitan.tools.verify.measure import AtStep, Step
+from torchtitan.tools.verify.measure import AtStep, Step, hide_targets
 from torchtitan.tools.verify.ranks import on_ranks
 from torchtitan.tools.verify.ranks import run as fork
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
@@ -161,7 +161,7 @@ class ModelledRun:
     def step(self) -> tuple[float, float]:
         """One optimizer step: its loss and gradient norm."""
         passes = self.job.accumulation(self.degrees)
-        batches = [[next(s).uneven() for _ in range(passes)] for s in self.streams]
+        batches = [[hide_targets(next(s)) for _ in range(passes)] for s in self.streams]
         counts = torch.tensor([float(sum(b.count() for b in own)) for own in batches])
         for run in self.runs:
             run.optimizers.begin(run.schedule(run.state.step + 1))

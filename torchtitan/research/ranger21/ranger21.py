@@ -1,8 +1,8 @@
 """Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731): AdamW and nine additions to it.
 
-Each is a switch; without any of them this is AdamW, to the bit. What follows is what the paper
-says. Its code decays the last parameter alone, takes no maximum, and mixes up two coefficients of
-the momentum; that is not repeated here.
+Each is a switch; without any of them this is AdamW, to the bit. The rule follows the authors' code
+but for three of its faults: that code decays the last parameter alone, takes no maximum, and mixes
+up two coefficients of the momentum.
 
     clip        a unit's gradient g has at most a hundredth of the norm of its weights
     centralize  g -= mean(g) of each unit;   normalize   g /= std(g) of each tensor

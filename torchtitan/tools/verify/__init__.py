@@ -102,16 +102,19 @@ def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
     own = job.optimizer
     shared = set(GroupConfig.model_fields)
     groups = [SGDGroup(**group.model_dump(include=shared)) for group in own.groups]
-    decay = {"weight_decay": own.weight_decay, "no_weight_decay_on": own.no_weight_decay_on}
+    kept = ("weight_decay", "no_weight_decay_on", "offload_states")
+    same = {name: getattr(own, name) for name in kept}
     return {
-        "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **decay),
+        "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **same),
         f"{own.name} of the recipe": own,
     }
 
 
 def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Comparison:
     """Train on one rank, then in the layout."""
-    one, job = (j.model_copy(update={"optimizer": optimizer}) for j in (checked.one, checked.job))
+    on_device = optimizer.model_copy(update={"offload_states": False})
+    one = checked.one.model_copy(update={"optimizer": on_device})
+    job = checked.job.model_copy(update={"optimizer": optimizer})
     what = f"{name} on {on_ranks(checked.ranks)}"
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder)

@@ -147,7 +147,6 @@ def _make_exact(draft: Draft) -> None:
         draft.changes.append("[[convert]] is left out: rounding in Float8 would hide errors")
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
     draft.set("optimizer.early_step_in_backward", False, "gradients are looked at after a step")
-    draft.set("optimizer.offload_states", False, "a CPU has them in host memory already")
 
 
 def make_short(draft: Draft, steps: int | None, default: int) -> None:

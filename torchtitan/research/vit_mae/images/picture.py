@@ -1,10 +1,7 @@
-"""Images for people: rows of them in one picture, and the file it is written to."""
+"""Images for people: rows of them in one picture."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,17 +20,3 @@ def rows_of(rows: Sequence[Tensor]) -> Tensor:
     """Rows of images, each (N, 3, H, W), below each other: (3, height, width) in 0..1."""
     padded = [F.pad(row, (0, GAP, 0, GAP), value=1.0) for row in rows]
     return torch.cat([torch.cat(list(row), 2) for row in padded], 1)[:, :-GAP, :-GAP]
-
-
-def pixels(picture: Tensor) -> npt.NDArray[np.uint8]:
-    """A picture (3, H, W) in 0..1 as (H, W, 3) in 0..255."""
-    whole = (picture * 255).round().to(torch.uint8)
-    return np.ascontiguousarray(whole.permute(1, 2, 0).cpu().numpy())
-
-
-def write_png(path: Path, picture: Tensor) -> None:
-    """Write a picture (3, H, W) in 0..1."""
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels(picture)).save(path)

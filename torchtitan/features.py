@@ -1,0 +1,270 @@
+"""The features of a training run, as hooks of its step, in one ordered list.
+
+A feature that is off yields no hooks, so the step does not know of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torchtitan.checkpoint import TrainState
+from torchtitan.device import collect_garbage
+from torchtitan.metrics.precision import PrecisionWatch
+from torchtitan.metrics.statistics import Statistics
+from torchtitan.models import MODELS
+from torchtitan.optim.qk_clip import QKClip, heads_of
+from torchtitan.parallel import stages
+from torchtitan.parallel.attention_logits import LargestLogits, attentions
+from torchtitan.parts import Parts
+from torchtitan.resilience.replicas.step import GroupGuard
+from torchtitan.step import Flag, StepBatch, UpdateGuard
+from torchtitan.validate import Validator
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Calls that a feature makes around a step; None where it makes none.
+
+    Features are called in their order in `features`, at each of these points.
+    """
+
+    before_step: Callable[[], None] | None = None
+    """Before the data of a step is read."""
+    before_forward: Callable[[StepBatch], None] | None = None
+    """Before the forwards and backwards of a step."""
+    after_backward: Callable[[StepBatch], None] | None = None
+    """After them, when the gradients are complete and not yet clipped."""
+    before_update: Callable[[], None] | None = None
+    """Before weights change."""
+    after_update: Callable[[], None] | None = None
+    """After the optimizers have updated the weights."""
+    after_step: Callable[[TrainState], object] | None = None
+    """After a step was counted; True: the step is void, and no later feature is called."""
+    flag: Flag | None = None
+    """A number that all ranks agree on in each step."""
+    session: AbstractContextManager[object] | None = None
+    """A context that is open while the run trains."""
+
+
+def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
+    """Hooks of everything that the recipe switches on, in the order in which they are called."""
+    job, world, model, state = parts.job, parts.world, parts.model, parts.state
+    yield Hooks(session=parts.meter)
+    yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
+    if isinstance(guard, GroupGuard):
+        yield replica_group(parts, guard)
+    yield Hooks(before_step=parts.startup.before_step)
+    yield observer(parts)
+    if job.metrics.precision_freq:
+        yield Hooks(before_forward=precision_probe(parts))
+    if job.auxiliary_losses:
+        weigh = model.auxiliary.begin
+        yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
+    if job.optimizer.logit_limit:
+        yield LogitLimit(parts).hooks
+    replicas = job.communication.replicas
+    if world.degrees.dp_replicate > 1 and (replicas.runs_apart or replicas.steps_verified):
+        yield Hooks(after_update=model.after_update)
+    # A replica group that is lost leaves lanes behind that the samples of others have passed.
+    if (metric := parts.task.left_out(job.data)) and not job.fault_tolerance.enable:
+        yield Hooks(before_forward=partial(count_left_out, parts, metric))
+    if job.metrics.statistics_freq:
+        yield StatisticsProbe(parts).hooks
+    if job.checkpoint.enable:
+        yield Hooks(before_update=parts.wait_until_writable)
+        yield unfinished_saves(parts)
+    yield Hooks(after_step=parts.divergence.after_step)
+    if job.checkpoint.enable:
+        yield Hooks(after_step=partial(save_if_due, parts))
+    if job.validation.enable:
+        yield validation(parts)
+    yield Hooks(
+        flag=Flag(parts.profiler.request, parts.profiler.agree),
+        after_step=lambda state: parts.profiler.step(state.step),
+        session=parts.profiler,
+    )
+    yield Hooks(after_step=lambda state: collect_garbage(state.step, job.training.gc_freq))
+    yield Hooks(after_step=once(world.after_first_step))
+    yield Hooks(after_step=once(model.confirm))
+    yield Hooks(after_step=lambda state: model.after_step(state.step, parts.is_finished()))
+    yield Hooks(after_step=lambda state: parts.startup.after_step(state.step))
+
+
+def once(action: Callable[[], None]) -> Callable[[TrainState], None]:
+    """Call `action` after the first step only."""
+    left = [action]
+
+    def call(state: TrainState) -> None:
+        while left:
+            left.pop()()
+
+    return call
+
+
+def observer(parts: Parts) -> Hooks:
+    """Hooks of an outside observer, such as `verify`."""
+    return Hooks(
+        before_step=lambda: parts.observer.before_step(parts.state.step + 1),
+        after_step=parts.observer.after_step,
+    )
+
+
+def replica_group(parts: Parts, guard: GroupGuard) -> Hooks:
+    """Membership in a replica group; the last step counts even if it is void."""
+    return Hooks(
+        after_step=lambda state: guard.is_void and not (parts.is_finished() and state.step),
+        session=guard.group.join(),
+    )
+
+
+def count_left_out(parts: Parts, metric: str, batch: StepBatch) -> None:
+    """Record how many documents all ranks have left out since the run started."""
+    own = torch.tensor(parts.data.left_out(), device=parts.world.device.torch_device)
+    with parts.timeline.phase("sync"):
+        parts.meter.record(**{metric: parts.world.sum(own, over="data")})
+
+
+def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
+    """Measures how converted linears round, before a step, when due; gradients are dropped."""
+    job = parts.job
+    watch = PrecisionWatch(job.metrics.precision_freq, job.convert, parts.model, parts.world)
+
+    def measure(batch: StepBatch) -> None:
+        step = parts.state.step + 1
+        if watch.is_due(step):
+            with parts.timeline.pause("precision"):
+                found = watch.measure(step, batch.microbatches[0], batch.count)
+            parts.meter.measured(step, "precision", **found)
+            parts.optimizers.zero_grad()
+
+    return measure
+
+
+class LogitLimit:
+    """Measures the logits of attention in a step, and scales heads down after the update."""
+
+    def __init__(self, parts: Parts) -> None:
+        job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
+        self.meter = parts.meter
+        parameters = [assigned.parameter for assigned in parts.optimizers.assignments]
+        assert spec.queries_and_keys is not None, "the recipe was checked"
+        queries = spec.queries_and_keys[0]
+        own = {
+            name: heads_of(parameters, f"{name}.{queries}")
+            for part in parts.model.parts
+            for name, _ in attentions(part)
+        }
+        heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
+        self.logits = LargestLogits(parts.model.parts, heads, world, job.parallelism)
+        self.clip = QKClip(
+            job.optimizer.logit_limit, parameters, spec.queries_and_keys, self.logits.places
+        )
+        self.largest = self.logits.all
+        self.hooks = Hooks(
+            before_forward=lambda batch: self.logits.begin(),
+            after_backward=self.measure,
+            after_update=lambda: self.clip.apply(self.largest),
+        )
+
+    def measure(self, batch: StepBatch) -> None:
+        """Agree on the largest logits of the step, and record the largest of all."""
+        self.largest = self.logits.agree()
+        self.meter.record(max_attention_logit=self.largest.max())
+
+
+class StatisticsProbe:
+    """Measures each layer when due, before gradients are clipped; reported if the step counts."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.statistics = parts, open_statistics(parts)
+        self.found: dict[str, float] = {}
+        self.hooks = Hooks(after_backward=self.measure, after_step=self.report)
+
+    def measure(self, batch: StepBatch) -> None:
+        """Measure the step, if it is due."""
+        self.found = {}
+        if self.statistics.is_due(self.parts.state.step + 1):
+            with self.parts.timeline.pause("statistics"):
+                self.found = self.statistics.measure(batch.microbatches)
+
+    def report(self, state: TrainState) -> None:
+        """Hand the values on to the meter."""
+        if self.found:
+            self.parts.meter.measured(state.step, "statistics", **self.found)
+
+
+def open_statistics(parts: Parts) -> Statistics:
+    """Make the statistics of layers that the recipe asks for."""
+    job, world, model = parts.job, parts.world, parts.model
+    spec, chosen = MODELS[job.model.name], job.parallelism
+
+    def copies(name: str) -> int:
+        is_logits = spec.tensor_plan.get(name) == "logits"
+        whole = chosen.disable_loss_parallel if is_logits else chosen.disable_sequence_parallel
+        return world.degrees.tp if whole else 1
+
+    units = {name for part in model.parts for unit in stages.units(spec, part) for name in unit}
+    freq = job.metrics.statistics_freq
+    return Statistics(freq, model, parts.optimizers, world, units, copies)
+
+
+def unfinished_saves(parts: Parts) -> Hooks:
+    """Advance a save to its next stage after each step in which no rank is busy with it."""
+    busy: list[float] = [0]
+
+    def advance(state: TrainState) -> None:
+        if not busy[0]:
+            parts.checkpoint.advance()
+
+    flag = Flag(lambda: parts.checkpoint.is_busy, lambda agreed: busy.__setitem__(0, agreed))
+    return Hooks(flag=flag, after_step=advance)
+
+
+def save_if_due(parts: Parts, state: TrainState) -> None:
+    """Save this step, if it is due."""
+    if parts.checkpoint.is_due(parts.is_finished()):
+        with parts.timeline.pause("checkpoint"):
+            parts.checkpoint.save(finished=state.step == parts.job.training.steps)
+
+
+def open_validator(parts: Parts) -> Validator:
+    """Make the measurement of the loss on held-out data."""
+    job, world, config = parts.job, parts.world, parts.job.validation
+    # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
+    alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
+    accumulation = alone if config.unit == "global" else 1
+    streams = {
+        name: partial(
+            parts.task.open_stream,
+            data,
+            seed=job.debug.seed,
+            seq_len=config.seq_len or job.training.seq_len,
+            once=config.steps == -1,
+            local_batch_size=config.local_batch_size or job.training.local_batch_size,
+            accumulation=accumulation,
+            rank=world.data_rank,
+            ranks=world.degrees.data,
+        )
+        for name, data in config.data(job.data).items()
+    }
+    return Validator(config, streams, accumulation, parts.task, parts.model, world)
+
+
+def validation(parts: Parts) -> Hooks:
+    """Validate when due, with a picture if the task draws one."""
+    validator, job = open_validator(parts), parts.job
+    draws = job.validation.picture and parts.task.has_picture and job.parallelism.has_outputs
+
+    def validate(state: TrainState) -> None:
+        if validator.is_due(state.step, job.training.steps) and not parts.stop.is_agreed:
+            with parts.timeline.pause("validation"):
+                found = validator.run()
+                picture = validator.picture() if draws else None
+            parts.meter.log(state.step, **found)
+            if picture is not None and not parts.world.rank:
+                parts.meter.picture(state.step, picture)
+
+    return Hooks(after_step=validate)
