@@ -108,9 +108,9 @@ def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts: list[int]) ->
             torch.cuda.set_device(1)
 
     staging = Staging(pinned=False, device=OnHost("cpu"))
-    staging.begin([])
-    assert Task(staging.copies).result() == []
+    copies = staging.begin([])
+    assert Task(copies).result() == []
     staging.device = Device("cuda", 1)
     event = SimpleNamespace(synchronize=lambda: contexts.append(-1))
-    assert Task(lambda: after(event, [], staging.device)).result() == []
+    assert Task(lambda: after(event, [], staging.device, [])).result() == []
     assert contexts == [1, 1, -1]

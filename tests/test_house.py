@@ -39,7 +39,7 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],
-    ["config", "device", "torch_private", "local_ranks", "seeds"],
+    ["config", "device", "digest", "torch_private", "local_ranks", "seeds"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -50,8 +50,8 @@ HEAVY = [
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
-# what the client libraries of object stores raise.
-OUTER_CODE = ("metrics/meter.py", "checkpoint/remote.py")
+# what the client libraries of object stores raise. And what one rank meets, all ranks raise.
+OUTER_CODE = ("metrics/meter.py", "checkpoint/remote.py", "checkpoint/placement.py")
 
 
 def modules() -> list[Path]:
@@ -162,21 +162,18 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
             f"from torchtitan.train import main\nmain('--job.config_file {words}'.split())"
         )
     assert "torchtitan.trainer" in loaded
-    systems = {name for name in loaded if name.startswith("torchtitan.research.")}
-    assert not {name for name in systems if name.split(".")[2] not in MOVING}, "nobody asked"
+    assert not {name for name in loaded if name.startswith("torchtitan.research.")}
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
 
 
-MOVING = {"vit_mae", "masked_autoencoder"}
-"""Names of a system that the main road still knows."""
-WORDS = {"common", "modelled", "random", "rotated", "slicing", "striding"}
+WORDS = {"common", "images", "modelled", "random", "rotated", "slicing", "striding"}
 """Names in research/ that are words of every day."""
 SYSTEMS = {
     name
     for entries in ENTRIES.values()
     for entry, place in entries.items()
     for name in (entry, place.split(".")[0], place.split(":")[1])
-    if name.lower() not in MOVING | WORDS
+    if name.lower() not in WORDS
 }
 OLD_KEYS = "legacy_recipes/table.py"
 """The keys of older recipes, some of which named a system."""
@@ -190,8 +187,17 @@ def test_the_main_road_names_no_system_from_a_paper(path: Path) -> None:
         return
     text = path.read_text()
     assert not re.findall(rf"(?i)\b({'|'.join(SYSTEMS)})\b", text)
-    named = set(re.findall(r"torchtitan\.research(?:\.\w+)?", text))
-    assert not named or place == "config/registry.py" or {n.split(".")[-1] for n in named} <= MOVING
+    assert place == "config/registry.py" or "torchtitan.research" not in text
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_main_road_knows_no_images(path: Path) -> None:
+    """They belong to a system of research/: its data sets, settings, pictures and counts."""
+    words = (
+        r"images\b|\bvit_|ViT|masked_autoencoder|corrupt_|linear_probe|\bscenes|raster|photograph"
+    )
+    if "research" not in path.relative_to(PACKAGE).parts:
+        assert not re.findall(words, path.read_text())
 
 
 def modules_of_verbs() -> list[str]:

@@ -139,13 +139,13 @@ def test_the_policies_of_a_start_hold_in_a_store(store: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r'got "must", but there is no checkpoint in \w+://'):
         choose(on(store, tmp_path, checkpoint={"resume": "must"}))
     train(on(store, tmp_path))
-    assert choose(on(store, tmp_path, checkpoint={"load_step": 2})).path == store / "step-2"
+    assert choose(on(store, tmp_path, 3, checkpoint={"load_step": 2})).path == store / "step-2"
     with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* there are step-2, step-4"):
         choose(on(store, tmp_path, checkpoint={"load_step": 3}))
     with pytest.raises(ConfigError, match="has been used"):
         choose(on(store, tmp_path, checkpoint={"resume": "never"}))
     with pytest.raises(ConfigError, match=r"step-4: exists already"):
-        train(on(store, tmp_path, checkpoint={"load_step": 2}))
+        choose(on(store, tmp_path, checkpoint={"load_step": 2}))
     assert list(saved_steps(store)) == [2, 4]
 
 

@@ -217,7 +217,7 @@ def check(name: str, device: Device, backend: str = "inductor") -> dict[str, flo
     names = ["AdamW", "SGD"]
     if {"name", "state_dtype", "implementation"} & this.sections.get("optimizer", {}).keys():
         names = ["AdamW"]
-    elif this.like == PICTURES:  # Adam makes steps of rounding: tests/parallel/test_vit_mae.py
+    elif this.like == PICTURES:  # as in tests/research/test_vit_mae_layouts.py
         names = ["SGD"]
     worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "moved": 0.0}
     on_cuda = device.type == "cuda"

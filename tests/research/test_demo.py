@@ -170,10 +170,10 @@ def test_random_integers_are_those_of_splitmix() -> None:
     assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
 
 
-def spoiled(every: int) -> str:
+def spoiled(every: int, swapped: bool) -> str:
     group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
     assert group is not None
-    torch.nn.init.ones_(model.weight)
+    model.weight.data = torch.arange(16.0).view(4, 4)
     torch.nn.init.ones_(model.bias)
     config = Demo(chunk=4, top_k=1, sign=False, verify_steps=3, every=every)
     (technique,) = replicas(config, [model], group, torch.device("cpu"))
@@ -182,16 +182,21 @@ def spoiled(every: int) -> str:
             technique.before_pass()
             if update == 4:
                 technique.agree = lambda moved: None  # each keeps what it has
-                model.weight.data[0, 0] += 1e-6 * dist.get_rank()
+                if not swapped:
+                    model.weight.data[0, 0] += 1e-6 * dist.get_rank()
+                elif dist.get_rank():
+                    model.weight.data = model.weight.data.flip(0)
             technique.after_update()
     except RuntimeError as error:
         return f"{update}: {error}"
     return "nothing"
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(("every", "found_at"), [(1, 5), (2, 7)])
-def test_replicas_that_differ_are_found(every: int, found_at: int) -> None:
-    for found in run_ranks(spoiled, 2, every):
+def test_replicas_that_differ_are_found(every: int, found_at: int, swapped: bool) -> None:
+    """In a value, or in nothing but the order of rows."""
+    for found in run_ranks(spoiled, 2, every, swapped):
         assert found.startswith(
             f"{found_at}: communication.replicas: the weights of replicas differ"
         )

@@ -155,9 +155,9 @@ def slowly(job: JobConfig) -> dict[str, Tensor]:
     """Train, where copies for a save take long enough to be overtaken."""
     digest = staging.digest
 
-    def slow(tensor: Tensor) -> Any:
+    def slow(tensor: Tensor, offsets: Any) -> Any:
         time.sleep(0.01)
-        return digest(tensor)
+        return digest(tensor, offsets)
 
     staging.digest = slow  # type: ignore[attr-defined]
     return train(job)

@@ -110,6 +110,11 @@ def choose_own(
         )
     else:
         return None
+    if config.load_step >= 0:
+        last = recipe["training.steps"]
+        for step in (n for n in steps if config.load_step < n <= last):
+            if config.saves_at(step, is_final=step == last):
+                raise taken(steps[step])
     newer = {p: why for p, why in damaged.items() if _step(p) > _step(path)}
     if newer and config.load_step < 0 and config.resume == "must":
         raise ConfigError(
@@ -130,6 +135,17 @@ def choose_own(
         )
     aside = tuple(newer.items()) if config.load_step < 0 else ()
     return ResumePoint(path, is_resume=True, changes=tuple(changes.values()), damaged=aside)
+
+
+def taken(path: Path) -> ConfigError:
+    """The error that a save would overwrite the checkpoint of a run that went further."""
+    return ConfigError(
+        f"checkpoint.load_step: {path}: exists already, from a run that went further than the step "
+        "this one was told to load, and would save it again. Delete it; or, to keep it, choose "
+        "another job.dump_folder, without checkpoint.load_step, and set "
+        "checkpoint.initial_load_path to the checkpoint to load and "
+        "checkpoint.initial_load_model_only = false"
+    )
 
 
 def _step(path: Path) -> int:

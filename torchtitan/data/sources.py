@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.config import ConfigError, PlannedWorld, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.documents import Documents, open_documents, python_stdlib
 from torchtitan.data.files import Kind, find_files, fingerprint_files
@@ -135,7 +135,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     description = DATASETS.get(name)
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
-    if path is not None and description.kind != "synthetic":
+    if path is not None and not description.drawn:
         return _open_local(local_path(path), description, config, seed)
     return SOURCES[description.kind](description, config, tokenizer, seed)
 
@@ -174,7 +174,7 @@ def check_local(config: DataConfig) -> None:
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:
         path = config.dataset
-    if path is None or (description and description.kind == "synthetic"):
+    if path is None or (description and description.drawn):
         return
     files, kind = find_files(local_path(path), KINDS.get(description.kind if description else ""))
     check_files(local_path(path), files, kind, config.text_key)
@@ -208,9 +208,12 @@ def _streamed(
 OpenSource = Callable[[Dataset, DataConfig, Tokenizer | None, int], Source]
 """(data set, section, the model's tokenizer if it has one, seed) to the documents."""
 
-SOURCES: dict[str, OpenSource] = {
-    "python_stdlib": _open_stdlib,
-    "hub": _open_hub,
-    "synthetic": _open_synthetic,
-}
+SOURCES = Registry[OpenSource](
+    "source",
+    {
+        "python_stdlib": _open_stdlib,
+        "hub": _open_hub,
+        "synthetic": _open_synthetic,
+    },
+)
 """How a data set is opened, by its kind; `data.dataset_path` opens files whatever it is."""

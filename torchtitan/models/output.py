@@ -47,7 +47,7 @@ class AuxiliaryLoss(nn.Module):
 
         Args:
             x: what the block hands on.
-            total: 0-d, the sum of the loss over the units (tokens, images) of the microbatch.
+            total: 0-d, the sum of the loss over the units (tokens, say) of the microbatch.
         """
         return x if self.core is None else self.core(self, x, total)
 

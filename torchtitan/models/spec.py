@@ -154,7 +154,7 @@ class ModelSpec(Generic[Args]):
     """What of that is like the blocks, of a network or a stage: in order, by name."""
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
-    task counts: a token, an image."""
+    task counts: a token, say."""
     flops_of: Callable[[Args, int, str], float] | None = None
     """(arguments, sequence length, name of a module) to its part in `flops_per_unit`; None: a
     parameter costs 6, and blocks share what else there is in equal parts."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Agree, ReplicasConfig, Unit
+from torchtitan.digest import digest
 from torchtitan.optim.norm import local
 from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.collectives import all_gather
@@ -57,8 +58,8 @@ class Replicas(Technique):
         if not 0 < self.config.steps_verified <= self.updates:
             return
         self.updates = 0
-        digests = [torch.hash_tensor(own) for _, own in self.parameters() if own.numel()]
-        found = all_gather(torch.stack(digests).view(torch.int64), self.group)
+        digests = [digest(own) for _, own in self.parameters()]
+        found = all_gather(torch.stack(digests), self.group)
         if not bool((found == found[0]).all()):
             raise RuntimeError(
                 "communication.replicas: the weights of replicas differ, which should be the same "

@@ -22,6 +22,15 @@ ENTRIES = {
             "hadamard_attention.low_precision_attention:LowPrecisionAttention"
         ),
     },
+    "data": {"images": "vit_mae.images.settings:ImageData"},
+    "dataset": {
+        "scenes": "vit_mae.images.datasets:SCENES",
+        "scenes_validation": "vit_mae.images.datasets:SCENES_VALIDATION",
+        "image_folder": "vit_mae.images.datasets:IMAGE_FOLDER",
+        "image_shards": "vit_mae.images.datasets:IMAGE_SHARDS",
+        "rasters": "vit_mae.images.datasets:RASTERS",
+    },
+    "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
     "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},

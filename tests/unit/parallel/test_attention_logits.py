@@ -149,10 +149,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
         },
         {"communication.replicas.name": "copies scale the same heads, and these run apart"},
     ),
-    (
-        {"model": {"name": "vit_mae", "flavor": "debugmodel"}, "data": {"dataset": "scenes"}},
-        {"optimizer.qk_clip": "vit_mae does not say which weights make the queries and keys"},
-    ),
 ]
 
 

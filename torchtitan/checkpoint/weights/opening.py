@@ -13,7 +13,7 @@ from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translate
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
 from torchtitan.checkpoint.inspect import find, saved_by_dcp
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
-from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource, digest
+from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import MANIFEST, NAME
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
@@ -165,7 +165,6 @@ class Verified:
 
     def __init__(self, checkpoint: Path, saved: SavedTensors) -> None:
         self.checkpoint, self.saved = checkpoint, saved
-        self.digests = saved.digests()
 
     def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape by name."""
@@ -176,6 +175,6 @@ class Verified:
     ) -> Tensor:
         """A tensor, verified; or a block of it, for which there is no digest."""
         tensor = self.saved.read(name, offsets, sizes)
-        if offsets is None and digest(tensor).item() != self.digests[name]:
+        if offsets is None and not self.saved.is_intact(name, tensor):
             raise Damaged(f"{self.checkpoint}: {name} is not what was saved")
         return tensor

@@ -24,6 +24,7 @@ from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
 from torchtitan.research.vit_mae.images.opening import IMAGES, check_images, open_images
 from torchtitan.research.vit_mae.images.picture import rows_of, visible
+from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.model import (
     ViTMAEArgs,
@@ -133,8 +134,8 @@ class MaskedAutoencoder(Task):
 
     @classmethod
     def left_out(cls, config: DataConfig) -> str | None:
-        reads_files = DATASETS[config.dataset].kind in IMAGES
-        return "corrupt_images" if reads_files and config.images.corrupt == "skip" else None
+        is_ours = DATASETS[config.dataset].kind in IMAGES
+        return "corrupt_images" if is_ours and images_of(config).corrupt == "skip" else None
 
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, MaskedImages)

@@ -160,7 +160,7 @@ def escaped(text: str) -> str:
 
 
 def called(report: Report, along: str) -> str:
-    """What a person calls it: units are tokens, or images."""
+    """What a person calls it: units are tokens, say."""
     return report.unit if along == "units" else along
 
 

@@ -46,7 +46,7 @@ class Facts:
     step: int
     state: RunState
     unit: str
-    """What is counted: tokens, or images."""
+    """What is counted: tokens, or what its task counts."""
     units: int
     units_a_step: int | None
     rate: float | None

@@ -107,7 +107,7 @@ class RunHistory:
 
     @cached_property
     def unit(self) -> str:
-        """What the run counts: tokens, or images."""
+        """What the run counts: tokens, or what its task counts."""
         rate = rate_key(self.reports[0]) if self.reports else None
         return unit_of(rate or "tps")
 

@@ -31,7 +31,7 @@ def parse_rows(text: bytes) -> Iterator[Row]:
 
 
 def in_tokens(row: Row) -> Row:
-    """A row whose task counts something else (images), under the names that tokens have too."""
+    """A row whose task counts something else, under the names that tokens have too."""
     rate = rate_key(row)
     if rate is None or rate == "tps":
         return row

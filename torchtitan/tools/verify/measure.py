@@ -274,7 +274,7 @@ class Watch:
         loss, grad_norm = (row["loss"], row["grad_norm"]) if row else (None, None)
         differences = tuple(found for _, found in seen if found is not None)
         names = tuple(dict.fromkeys(name for name, _ in seen))
-        position = run.checkpoint.contents.position()
+        position = self.world.share(run.checkpoint.contents.position())
         data, counted = position["data"], position["train_state"].items()
         counters = {f"train_state.{name}": at for name, at in counted if isinstance(at, int)}
         counters["data.samples"] = data["samples"]

@@ -215,8 +215,9 @@ def _find_data(draft: Draft) -> None:
     elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
         why = "nothing is read over a network"
     if why:
-        is_text = data.dataset not in DATASETS or DATASETS[data.dataset].content == "text"
-        draft.set("data.dataset", "python_stdlib" if is_text else "scenes", why)
+        content = DATASETS[data.dataset].content if data.dataset in DATASETS else "text"
+        at_hand = (name for name, each in DATASETS.items() if each.is_at_hand(content))
+        draft.set("data.dataset", next(at_hand), why)
         draft.set("data.dataset_path", None, why)
 
 

@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.research.test_vit_mae_pictures import MODEL
 from tests.runs import rows, train
-from tests.training.test_pictures import MODEL
 from torchtitan.job import JobConfig
 
 CORRUPT = (3, 4, 11)

@@ -16,7 +16,7 @@ from torchtitan.data.stream import DataStream, merge_states
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.opening import open_images, open_view
 from torchtitan.research.vit_mae.images.scenes import Scenes
-from torchtitan.research.vit_mae.images.settings import ImagesConfig
+from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages
 from torchtitan.research.vit_mae.images.views import view
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages, MaskedPatches
@@ -205,7 +205,7 @@ def test_a_lane_of_corrupt_images_alone_ends_the_run() -> None:
 
 
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
-    config = DataConfig(dataset="scenes", images=ImagesConfig(bands=(0, 1)))
+    config = ImageData(dataset="scenes", images=ImagesConfig(bands=(0, 1)))
     message = r"data.images.bands: got \[0, 1\]; the model takes 3 bands, so name 3"
     with pytest.raises(ConfigError, match=message):
         open_view(config, size=8, bands=3)

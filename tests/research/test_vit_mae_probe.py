@@ -12,10 +12,10 @@ from PIL import Image
 from benchmarks.vision import train as train_and_probe
 from tests import small_weights, tiny
 from tests.ranks import run_ranks
+from tests.research.test_vit_mae_pictures import MODEL
 from tests.runs import train
 from tests.small_weights import SPEC
 from tests.test_docs import ROOT
-from tests.training.test_pictures import MODEL
 from torchtitan.models import MODELS
 from torchtitan.research.vit_mae.images.opening import open_view
 from torchtitan.research.vit_mae.probe import HELD_OUT, ORDER_SEED, PENALTY, data_of, fit
@@ -114,6 +114,7 @@ def test_probes_that_cannot_be_are_refused_in_words(
         (str(untrained), "--tasks", "linear_probe", "--limit", "1"): "needs images of two classes",
         (str(untrained), "--tasks", "linear_probe", *of_loose): "have no classes, which a probe n",
         (str(untrained), "--tasks", "linear_probe", "--dataset", "sceness"): "scenes",
+        (str(untrained), "--tasks", "linear_probe", "--dataset", "synthetic"): "holds no images",
         (str(text), "--tasks", "linear_probe"): "is no model of images",
     }.items():
         assert main(["evaluate", *words]) == 2

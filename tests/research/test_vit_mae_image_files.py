@@ -16,7 +16,7 @@ from torchtitan.data import DataConfig
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
 from torchtitan.research.vit_mae.images.opening import open_images, open_view
-from torchtitan.research.vit_mae.images.settings import ImagesConfig
+from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 
 PLAIN = ImagesConfig(crop="none", augment=False)
 
@@ -32,7 +32,7 @@ def encoded(number: int, form: str = "png", **other: Any) -> bytes:
 
 
 def data(path: Path, kind: str = "image_folder", images: ImagesConfig = PLAIN) -> DataConfig:
-    return DataConfig(dataset=kind, dataset_path=str(path), images=images)
+    return ImageData(dataset=kind, dataset_path=str(path), images=images)
 
 
 @pytest.fixture
