@@ -15,8 +15,6 @@ import pytest
 from torchtitan.research import ENTRIES
 
 ROOT = Path(__file__).parent.parent
-KEPT = ("vit_mae",)
-"""Folders that the main road still imports."""
 SYSTEMS = {
     "auxiliary_tasks": ["test_auxiliary_tasks.py"],
     "demo": ["test_demo.py"],
@@ -27,6 +25,7 @@ SYSTEMS = {
     "ranger21": ["test_ranger21.py", "test_ranger21_parallel.py"],
     "rtp": ["test_rtp.py"],
     "simple_fsdp": ["test_simple_fsdp.py"],
+    "vit_mae": ["test_vit_mae.py", "test_vit_mae_recipes.py", "test_vit_mae_settings.py"],
 }
 """The tests of each, in tests/research."""
 QUICK = {
@@ -39,6 +38,7 @@ QUICK = {
     "ranger21": "schedule or adamw",
     "rtp": "gradients or in_place_is_sent",
     "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
+    "vit_mae": "sizes or settings or visible",
 }
 """Which of them are run by the gate, besides a few steps of its recipe."""
 MAIN_ROAD = [
@@ -56,9 +56,9 @@ def copy_with(systems: set[str], folder: Path) -> Path:
 
     def left_out(where: str, names: list[str]) -> set[str]:
         if Path(where) == ROOT / "torchtitan" and not systems:
-            return {"research"} if not KEPT else set()
+            return {"research"}
         if Path(where) == ROOT / "torchtitan/research":
-            kept = {*systems, *KEPT} | ({"common"} if systems else set())
+            kept = systems | {"common"}
             return {name for name in names if (ROOT / where / name).is_dir()} - kept
         cached = {"__pycache__"} & set(names)
         return cached | ({"research"} if Path(where) == ROOT / "tests" and not systems else set())
@@ -81,13 +81,13 @@ def pytest_in(folder: Path, *words: str) -> None:
 
 def test_every_folder_is_named() -> None:
     folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
-    assert folders == {*SYSTEMS, *KEPT, "common"}
+    assert folders == {*SYSTEMS, "common"}
 
 
 @pytest.mark.gate
 def test_the_main_road_without_systems(tmp_path: Path) -> None:
     folder = copy_with(set(), tmp_path)
-    assert not list((folder / "torchtitan").rglob("research/common"))
+    assert not (folder / "torchtitan/research").exists()
     pytest_in(folder, *MAIN_ROAD, "-k", LAYOUTS)
 
 
@@ -96,7 +96,7 @@ def test_the_main_road_without_systems(tmp_path: Path) -> None:
 def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
     folder = copy_with({system}, tmp_path)
     there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
-    assert there - {"__pycache__"} == {system, "common", *KEPT}
+    assert there - {"__pycache__"} == {system, "common"}
     files = [f"tests/research/{name}" for name in SYSTEMS[system]]
     # Those of another system, and inductor's, are in the default run or in the gate by themselves.
     pytest_in(
