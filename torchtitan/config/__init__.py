@@ -1,11 +1,12 @@
 """Recipes: frozen settings, read strictly, with errors that teach."""
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_file, read_text
+from torchtitan.config.files import read_file, read_recipe, read_text
+from torchtitan.config.flags import read_flags
 from torchtitan.config.help import help_text, json_schema, sections
-from torchtitan.config.load import Recipe, load
+from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.problems import PlannedWorld, Problem
-from torchtitan.config.schema import flat
+from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
     CannotRun,
     Config,
@@ -15,7 +16,6 @@ from torchtitan.config.settings import (
     OneOf,
     RecipeError,
     Setting,
-    Translation,
 )
 from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
 
@@ -23,6 +23,7 @@ __all__ = [
     "CannotRun",
     "Config",
     "ConfigError",
+    "Gathered",
     "KeyPath",
     "ListOf",
     "OneOf",
@@ -31,15 +32,18 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Setting",
-    "Translation",
     "allowed_names",
     "exists",
+    "find",
     "flat",
     "help_text",
     "json_schema",
     "load",
     "local_path",
+    "merge",
     "read_file",
+    "read_flags",
+    "read_recipe",
     "read_text",
     "sections",
     "shorten",
