@@ -16,7 +16,8 @@ import tomlkit
 from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.legacy_recipes import translate, unsaid
+from torchtitan.legacy_recipes.translating import translate
+from torchtitan.legacy_recipes.unsaid import unsaid
 
 Body = list[tuple[Any, Any]]
 
