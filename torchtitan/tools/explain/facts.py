@@ -1,4 +1,4 @@
-"""What is known of a run, as numbers, from whatever it left in its folder."""
+"""The facts about a run, as numbers, from the files in its folder."""
 
 import itertools
 import statistics
@@ -19,26 +19,26 @@ MOST_TRACES = 8
 
 @dataclass(frozen=True)
 class Traces:
-    """What the newest traces of a run say, of the ranks that were read."""
+    """A summary of the newest traces of a run, for the ranks that were read."""
 
     folder: str
     steps: int
     compute_s: dict[int, float]
-    """Seconds a step, by rank."""
+    """Seconds of computation in a step, by rank."""
     exposed: dict[int, float]
-    """Share of the traced time, by rank."""
+    """Share of the traced time with exposed communication, by rank."""
     idle: dict[int, float]
     left_out: int
-    """Ranks whose trace was not read."""
+    """Number of ranks whose trace was not read."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it; None, 0 or empty where the run left nothing about it."""
+    """The facts about a run; None, 0 or empty where its folder has nothing about it."""
 
     folder: Path
     recipe: Mapping[str, Any]
-    """By dotted keys."""
+    """Settings by dotted key."""
     ranks: int | None
     device: str | None
     on_cuda: bool
@@ -46,54 +46,54 @@ class Facts:
     step: int
     state: RunState
     unit: str
-    """What is counted: tokens, or images."""
+    """Unit that is counted: tokens, or images."""
     units: int
     units_a_step: int | None
     rate: float | None
-    """Units a second and device: the median, as of all speeds."""
+    """Median units per second and device; all speeds are medians."""
     mfu: float | None
     step_s: float | None
     phases: dict[str, float]
-    """Seconds a step."""
+    """Seconds of a step, by phase."""
     pauses: dict[str, float]
-    """Seconds in all."""
+    """Seconds in total, by pause."""
     validations: int
     reported_s: float
-    """What the phases and pauses are of, in all."""
+    """Seconds of all phases and pauses together."""
     first_step_s: float | None
     before_first_step_s: float | None
     compile_s: float | None
     sent: dict[str, float]
-    """Bytes of rank 0 in a step, by axis."""
+    """Bytes that rank 0 sends in a step, by axis."""
     slowest: list[Slowest]
     memory_gib: float | None
     memory_pct: float | None
     skipped: int
     events: dict[str, int]
-    """How often each kind of event happened."""
+    """Number of events of each kind."""
     traces: Traces | None
 
     @property
     def startup_s(self) -> float | None:
-        """From the start of the process to the end of its first step."""
+        """Seconds from the start of the process to the end of its first step."""
         if self.before_first_step_s is None or self.first_step_s is None:
             return self.first_step_s
         return self.before_first_step_s + self.first_step_s
 
     def share(self, phase: str) -> float:
-        """Of the time of a step."""
+        """The share of a phase in the time of a step."""
         return self.phases.get(phase, 0.0) / (sum(self.phases.values()) or 1.0)
 
     def share_of_pause(self, name: str) -> float:
-        """Of all the time that was reported."""
+        """The share of a pause in all reported time."""
         return self.pauses.get(name, 0.0) / self.reported_s if self.reported_s else 0.0
 
 
 def read_facts(folder: Path) -> Facts:
-    """What a run left in its dump folder.
+    """Read the facts about a run from its dump folder.
 
     Raises:
-        ConfigError: where no run has written metrics.
+        ConfigError: if no run has written metrics there.
     """
     history = RunHistory.open(folder)
     recipe, device, logs = history.recipe, history.environment.get("device"), history.rank_events
@@ -153,7 +153,6 @@ def _units_a_step(reports: Sequence[Row]) -> int | None:
 
 
 def _traces(history: RunHistory) -> Traces | None:
-    """Of the trace that was taken last."""
     paths = history.newest_trace()
     if not paths:
         return None
@@ -162,7 +161,7 @@ def _traces(history: RunHistory) -> Traces | None:
 
 
 def read_rank_traces(folder: Path) -> Traces:
-    """Of the traces of all ranks in a folder."""
+    """Summarize the traces of the ranks in a folder."""
     paths = traces_in(folder)
     found = {rank: read_trace(paths[rank]) for rank in list(paths)[:MOST_TRACES]}
     return Traces(

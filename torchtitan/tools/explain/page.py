@@ -26,11 +26,11 @@ IN_WORDS: Final = {
     "optimizer": "the update",
     "other": "what is left",
 }
-"""What the phases of a step are, see `torchtitan.timeline`."""
+"""Descriptions of the phases of a step, see `torchtitan.timeline`."""
 
 
 def page(facts: Facts, advice: Sequence[Advice]) -> str:
-    """The whole page."""
+    """Write the whole page."""
     lines = [*_about(facts), "", *_phases(facts), "", *_between_ranks(facts)]
     return "\n".join([*lines, "", *_advice(advice, facts)])
 
@@ -117,7 +117,7 @@ def _between_ranks(facts: Facts) -> Iterator[str]:
 
 
 def describe_traces(traces: Traces) -> Iterator[str]:
-    """What the traces of all ranks say."""
+    """Describe the traces of all ranks."""
     steps = f"{traces.steps} step{'s' * (traces.steps != 1)}"
     yield f"The newest trace, of {steps} ({traces.folder}):"
     for rank, compute in traces.compute_s.items():
