@@ -17,14 +17,13 @@ import math
 import os
 import socket
 import time
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, RecipeError, read_file
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
@@ -124,9 +123,11 @@ class RunHistory:
     def recipe(self) -> Mapping[str, Any]:
         """The resolved recipe of the latest launch, by dotted keys; empty if there is none."""
         path = self.folder / RECIPE_FILE
-        if not path.is_file():
-            return {}
-        return dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+        problems: list[str] = []
+        settings = read_file(path, problems) if path.is_file() else {}
+        if problems:
+            raise RecipeError(problems)
+        return {".".join(key): setting.value for key, setting in settings.items()}
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:
@@ -238,14 +239,3 @@ def _is_gone(trace: RankTrace) -> bool:
     except PermissionError:
         return False  # somebody else's, so it exists
     return False
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{name}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield from _flatten({str(n): item for n, item in enumerate(value)}, f"{name}.")
-        else:
-            yield name, value
