@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
-from torchtitan.tools.history import RunHistory
+from torchtitan.tools.history import RunHistory, median
 
 SHARING = {
     "sharing": ("dp_replicate", "fsdp", "tp"),
@@ -140,29 +139,25 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         ratio=_ratio(each, base),
         step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
         memory_gib=max((run.memory_gib for run in finished if run.memory_gib), default=None),
-        mfu=_median([mfu for run in finished for mfu in run.mfu]),
+        mfu=median(mfu for run in finished for mfu in run.mfu),
         time_shares=_shares(finished),
-        exposed_communication=_median([e for run in finished if (e := run.exposed) is not None]),
+        exposed_communication=median(run.exposed for run in finished),
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
         memory_formula=_memory(each),
         state_bytes=first.state_bytes if first else None,
-        startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
-        compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
+        startup_s=median(run.startup_s for run in finished),
+        compile_s=median(run.compile_s for run in finished),
         parity=_parity(each, base),
         loss=first.curve("loss") if first else None,
         grad_norm=first.curve("grad_norm") if first else None,
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def _ratio(each: Candidate, base: Candidate) -> Spread | None:
-    theirs = {run.round: _median(run.tps) for run in base.runs}
-    pairs = [(_median(run.tps), theirs.get(run.round)) for run in each.runs]
+    theirs = {run.round: median(run.tps) for run in base.runs}
+    pairs = [(median(run.tps), theirs.get(run.round)) for run in each.runs]
     return spread([ours / other for ours, other in pairs if ours and other])
 
 

@@ -1,9 +1,8 @@
 """The facts about a run, as numbers, from the files in its folder."""
 
 import itertools
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torchtitan.device import peak_flops
 from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
 from torchtitan.tools.explain.trace import read_trace
-from torchtitan.tools.history import Row, RunHistory, RunState, seconds_of, traces_in
+from torchtitan.tools.history import Row, RunHistory, RunState, median, seconds_of, traces_in
 
 # A trace may be of hundreds of megabytes.
 MOST_TRACES = 8
@@ -123,9 +122,9 @@ def read_facts(folder: Path) -> Facts:
         unit=history.unit,
         units=last.get("tokens", 0),
         units_a_step=_units_a_step(all_reports),
-        rate=_median(row["tps"] for row in reports),
-        mfu=_median(row.get("mfu") for row in reports),
-        step_s=_median(row.get("step_time") for row in reports),
+        rate=median(row["tps"] for row in reports),
+        mfu=median(row.get("mfu") for row in reports),
+        step_s=median(row.get("step_time") for row in reports),
         phases={name: total / steps for name, total in seconds.items()},
         pauses=pauses,
         validations=len(history.validations),
@@ -144,12 +143,12 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _units_a_step(reports: Sequence[Row]) -> int | None:
-    found = [
+    found = median(
         (after["tokens"] - before["tokens"]) / (after["step"] - before["step"])
         for before, after in itertools.pairwise(reports)
         if after["step"] > before["step"]
-    ]
-    return round(statistics.median(found)) if found else None
+    )
+    return None if found is None else round(found)
 
 
 def _traces(history: RunHistory) -> Traces | None:
@@ -172,11 +171,6 @@ def read_rank_traces(folder: Path) -> Traces:
         idle={rank: trace.idle / (trace.span or 1) for rank, trace in found.items()},
         left_out=len(paths) - len(found),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _largest(rows: Sequence[Row], key: str) -> float | None:

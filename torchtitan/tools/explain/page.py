@@ -3,11 +3,12 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Final
 
 from torchtitan.tools.explain.advice import Advice
 from torchtitan.tools.explain.facts import Facts, Traces
 from torchtitan.tools.explain.stragglers import Slowest
+from torchtitan.tools.history import show
 
 WIDTH: Final = 100
 BAR = 30
@@ -54,7 +55,7 @@ def _about(facts: Facts) -> Iterator[str]:
         yield _line("loss", " + ".join(["that of the task", *weighted]))
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
-        f"{_show(facts.rate, ',.0f')} {facts.unit}/s/device, {_show(facts.step_s, '.3g')} s a step"
+        f"{show(facts.rate, ',.0f')} {facts.unit}/s/device, {show(facts.step_s, '.3g')} s a step"
         f"{mfu} (medians of the reports after the first)"
     )
     yield _line("speed", speed if facts.rate else "unknown: there is no report after the first")
@@ -170,7 +171,3 @@ def _bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
-
-
-def _show(value: Any, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)

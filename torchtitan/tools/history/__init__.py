@@ -27,9 +27,18 @@ from torchtitan.config import ConfigError, RecipeError, read_file
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
-from torchtitan.tools.history.rows import Row, parse_rows, seconds_of
+from torchtitan.tools.history.rows import Row, median, parse_rows, seconds_of, show
 
-__all__ = ["METRICS_FILE", "Row", "RunHistory", "RunState", "seconds_of", "traces_in"]
+__all__ = [
+    "METRICS_FILE",
+    "Row",
+    "RunHistory",
+    "RunState",
+    "median",
+    "seconds_of",
+    "show",
+    "traces_in",
+]
 
 METRICS_FILE = "metrics.jsonl"
 AXES: Final = {

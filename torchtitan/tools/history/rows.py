@@ -1,6 +1,7 @@
 """Reads rows of `metrics.jsonl` and of event logs, with the current names of keys."""
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -63,3 +64,14 @@ def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], di
                 name = key.removesuffix("_s")
                 pauses[name] = pauses.get(name, 0.0) + value
     return {name: phases[name] for name in PHASES if name in phases}, pauses
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def show(value: Any, spec: str) -> str:
+    """Format a number, if it is known."""
+    return "n/a" if value is None else format(value, spec)

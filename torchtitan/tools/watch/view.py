@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchtitan.tools.history import Row, RunHistory
+from torchtitan.tools.history import Row, RunHistory, show
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -181,11 +181,6 @@ def number(value: object, otherwise: float = math.nan) -> float:
     """Convert a reported value, which is null if it was not finite."""
     is_finite = isinstance(value, float | int) and math.isfinite(value)
     return float(value) if is_finite else otherwise  # type: ignore[arg-type]
-
-
-def show(value: Any, spec: str) -> str:
-    """Format a number, if it is known."""
-    return "n/a" if value is None else format(value, spec)
 
 
 def duration(seconds: float) -> str:
