@@ -138,10 +138,9 @@ def _whole(events: Iterable[Event]) -> Intervals:
 
 
 def _of_device(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
-    communicates = [bool(COMMUNICATES_ON_DEVICE.search(event.name)) for event in events]
-    pairs = list(zip(events, communicates, strict=True))
-    compute = (_times(e) for e, other in pairs if not other and not TO_HOST.match(e.name))
-    return union(compute), union(_times(e) for e, other in pairs if other)
+    sent = {e for e in events if COMMUNICATES_ON_DEVICE.search(e.name)}
+    compute = (_times(e) for e in events if e not in sent and not TO_HOST.match(e.name))
+    return union(compute), union(map(_times, sent))
 
 
 def _of_cpu(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
@@ -175,24 +174,17 @@ def _operators(events: Iterable[Event]) -> tuple[Operator, ...]:
 
 def _self_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
     """Each event with its duration without the events nested in it on its thread."""
-    for own in _by_thread(events):
-        left = [event.end - event.begin for event in own]
-        around: list[int] = []
-        for number, event in enumerate(own):
-            while around and own[around[-1]].end <= event.begin:
-                around.pop()
-            if around:
-                left[around[-1]] -= event.end - event.begin
-            around.append(number)
-        yield from zip(own, left, strict=True)
-
-
-def _by_thread(events: Iterable[Event]) -> list[list[Event]]:
-    """Events of each thread, each before those within it."""
-    threads: defaultdict[Any, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-        threads[event.thread].append(event)
-    return list(threads.values())
+    ordered = sorted(events, key=lambda event: (event.begin, -event.end))
+    left = [event.end - event.begin for event in ordered]
+    open_on: defaultdict[Any, list[int]] = defaultdict(list)
+    for number, event in enumerate(ordered):
+        around = open_on[event.thread]
+        while around and ordered[around[-1]].end <= event.begin:
+            around.pop()
+        if around:
+            left[around[-1]] -= event.end - event.begin
+        around.append(number)
+    return zip(ordered, left, strict=True)
 
 
 def _phases(events: Iterable[Event], prefix: str) -> dict[str, Intervals]:
