@@ -23,17 +23,8 @@ import torch
 from torchtitan.config import ConfigError
 from torchtitan.torch_private.collectives import flight_records, group_members
 
-# Dtypes whose name in C++ is not the one in Python.
-DTYPES = {
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-}
+# Dtypes that Python calls by another name than C++; torch has `half`, `long` and so on too.
+DTYPES = {"Byte": "uint8", "Char": "int8"}
 OPERATIONS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier", "broadcast"),
     *("reduce", "gather", "scatter", "send", "recv"),
