@@ -1,5 +1,5 @@
-"""What a rank notes once, after its first two steps: how long it took to start, how many bytes its
-optimizer keeps, what it sends.
+"""Notes of a rank after its first two steps: the time to start, the bytes that its optimizer keeps,
+and the bytes that it sends.
 
 The first step of a process compiles, makes communicators and fills caches, so that its time is part
 of the start. The second is one like all that follow: its collectives, which torch's Flight Recorder
