@@ -29,20 +29,18 @@ from tests.layouts import (
     RING,
     ROTATED,
     SECOND,
+    SIMPLE,
     UNBALANCED,
+    ZBV,
     Case,
     case,
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
+from torchtitan.estimate.traffic_formulas import of_keys_and_values, of_stream
 from torchtitan.parallel import ParallelismConfig
 from torchtitan.parallel.sharding import rotated
-from torchtitan.parallel.traffic_formulas import (
-    Traffic,
-    of_keys_and_values,
-    of_parameters,
-    of_stream,
-)
+from torchtitan.parallel.work import Traffic, of_parameters
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
@@ -121,6 +119,12 @@ CASES: dict[str, Case] = {
     "SimpleFSDP 2, all auxiliary losses": LAYOUTS["SimpleFSDP 2, all auxiliary losses"],
     "rotated 2, auxiliary losses": LAYOUTS["rotated 2, auxiliary losses"],
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
+    # Each second half of a backward recomputes a block once for each of its weights.
+    "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, tp=2, batch=4, recompute=FULL, **ZBV),
+    "CP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, cp=2, batch=4, recompute=FULL, **ZBV),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
+        2, shard=2, batch=4, recompute=FULL, sharding=SIMPLE, **ZBV
+    ),
 }
 
 DAILY = (

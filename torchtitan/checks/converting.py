@@ -159,7 +159,7 @@ def attention(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
                 'the other, so none has the whole tensor; use "head" or "token"'
             )
             yield Problem(f"{key}.scale", message, ("sharding",))
-        size = model.args.dim // model.args.n_heads if names else 1
+        size = model.spec.head_dim(model.args) if names else 1
         if converter.rotation != "none" and not is_power_of_two(size):
             message = (
                 f"a head of {model.title} has {size} elements (dim / n_heads), and a Hadamard "

@@ -121,7 +121,7 @@ def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tup
     """How many there are, and bytes that this rank sends for them around rings, by what the group
     is for and the operation.
 
-    The formulas are those of `parallel.traffic_formulas`. A message to one rank is sent as it is.
+    The formulas are those of `parallel.work.Traffic`. A message to one rank is sent as it is.
     """
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for one in collectives:

@@ -3,9 +3,10 @@
 Adding one is a file here and a line below.
 """
 
+from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding.fsdp2 import FSDP2
 from torchtitan.parallel.sharding.rotated import Rotated
-from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.sharding.simple_fsdp import SimpleFSDP
 
 SHARDING: dict[str, type[ShardingConfig]] = {

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.parallel.settings import ReshardPolicy
+from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.sharding import bucketing, casting
 from torchtitan.parallel.sharding.bucketing import Bucketing
 from torchtitan.parallel.sharding.fsdp2 import placement
-from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.stages import Unit
-from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.parallel.work import Part, Traffic
 from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from torchtitan.parallel.traffic import Part
 
 
 class SimpleFSDP(ShardingConfig):
@@ -64,16 +62,16 @@ class SimpleFSDP(ShardingConfig):
     def open(self, target: Target) -> "InGraph":
         return InGraph(self, target)
 
-    def traffic(self, part: "Part") -> Iterator[Traffic]:
+    def messages(self, part: Part) -> Iterator[Traffic]:
         """Each parameter is a unit, and nothing is put off to a later microbatch."""
-        work, is_tied = part.work, getattr(part.work.args, "tied", False)
+        work, is_tied = part.work, part.work.spec.tied(part.work.args)
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
             reads = work.times * ((work.heads + is_tied) if is_table else 1)
             yield from part.of_unit(
                 {name: part.shape(name, parameter.shape)},
-                gathers=reads * (2 if part.is_again(name) else 1),
+                gathers=reads + part.recomputations(name),
                 scatters=reads,
                 sums=reads,
             )

@@ -127,7 +127,7 @@ class Variant:
     grad_norm: Curve | None
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
-    """GiB that a rank holds by what they are for, by `parallel.memory`."""
+    """GiB that a rank holds by what they are for, by `estimate.memory`."""
     state_bytes: int | None = None
     """What the optimizer of rank 0 keeps, as its run counted it."""
     planned: dict[str, float] | None = None
