@@ -1,4 +1,4 @@
-"""Systems from papers, one folder each, with a README that puts equations beside the code.
+"""Systems from papers, one folder each, with a README that relates equations to the code.
 
 The registries of the main road find them here by name, and import them when a recipe asks.
 Nothing else names them. A folder can be removed; its names are then unknown to recipes.
@@ -41,11 +41,11 @@ ENTRIES = {
     "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
     "verify": {"modelled": "common.modelled:modelled_steps"},
 }
-"""By kind and name: folder, module and attribute."""
+"""Folder, module and attribute of each entry, by kind and name."""
 
 
 def entries(kind: str) -> dict[str, str]:
-    """The places of the entries of one registry, "package.module:name", by name."""
+    """Return the locations of the entries of one registry, "package.module:name", by name."""
     folders = Path(__file__).parent
     return {
         name: f"{__name__}.{place}"

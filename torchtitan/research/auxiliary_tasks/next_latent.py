@@ -1,12 +1,12 @@
 """An auxiliary loss that predicts the next hidden state, whose gradient is stopped.
 
 It is inspired by representations that are trained to predict the next one in reinforcement learning
-(Lange et al., 2023, arXiv:2310.04241), and no more than that: there is no environment, and no
-result of theirs is shown. The loss of a position i with hidden state h_i, W being trained, is
+(Lange et al., 2023, arXiv:2310.04241), but only inspired: there is no environment, and none of
+their results is reproduced. The loss of a position i with hidden state h_i and a trained W is
 
     1 - cos(W h_i, stop_gradient(h_(i+1)))
 
-where the next token belongs to the same document.
+if the next token belongs to the same document.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class LatentPredictor(nn.Module):
-    """From each hidden state, the direction of the next one, which gets no gradient from it."""
+    """Predictor of the direction of the next hidden state, whose gradient is stopped."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class LatentPredictor(nn.Module):
         self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = _whole
 
     def forward(self, x: Tensor, ahead_targets: Tensor) -> Tensor:
-        """`x` (B, S, D), through which the loss gets its gradient.
+        """Return `x` (B, S, D), with the gradient of the loss attached.
 
         Args:
-            ahead_targets: (B, S, A) int64; where the first does not count, nothing follows.
+            ahead_targets: (B, S, A) int64; a position is ignored if its first does not count.
         """
         total = self.core(self.predict(x), x.detach(), ahead_targets[..., 0] >= 0)
         joined: Tensor = self.loss(x, total)
@@ -48,12 +48,12 @@ class LatentPredictor(nn.Module):
 
 
 def _whole(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
-    """The sum of the losses, of a whole sequence."""
+    """Return the sum of the losses of whole sequences."""
     return latent_loss(predicted, latents.roll(-1, 1), counts)
 
 
 def latent_loss(predicted: Tensor, following: Tensor, counts: Tensor) -> Tensor:
-    """The sum over positions that count, in float32 at least.
+    """Return the sum of the losses of positions that count, in float32 or wider.
 
     Args:
         predicted, following: (B, S, D).
@@ -65,7 +65,7 @@ def latent_loss(predicted: Tensor, following: Tensor, counts: Tensor) -> Tensor:
 
 
 def _flops(dim: int) -> int:
-    """A product with a matrix; the cosines are small next to it."""
+    """Return the operations of the product with W; the cosines are negligible."""
     return 6 * dim * dim
 
 
@@ -73,7 +73,7 @@ HEAD = AuxiliaryHead("next_latent", LatentPredictor, _flops)
 
 
 class NextLatentLoss(ModelLossConfig):
-    """The hidden state after each, whose gradient is stopped; inspired by arXiv:2310.04241."""
+    """Prediction of the next hidden state, without its gradient; inspired by arXiv:2310.04241."""
 
     argument: ClassVar[str] = "auxiliary_heads"
 
@@ -92,7 +92,7 @@ class NextLatentLoss(ModelLossConfig):
         balancing: str,
         tensor: ProcessGroup | None,
     ) -> None:
-        """Have each position see the next one where another rank has it."""
+        """Fetch the next hidden state from the rank that has it."""
 
         def core(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
             if tensor is not None:
@@ -111,7 +111,7 @@ class NextLatentLoss(ModelLossConfig):
             module.core = core
 
     def messages(self, part: nn.Module, work: Any) -> Iterator[Traffic]:
-        """Tensor ranks send all hidden states, context ranks the first of each of their chunks."""
+        """Yield all hidden states on tensor ranks, the first of each chunk on context ranks."""
         ranks, parallelism = work.degrees.cp, work.parallelism
         for _ in _predictors(part):
             if work.splits_stream:

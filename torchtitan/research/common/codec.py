@@ -1,15 +1,15 @@
-"""Numbers in a few bits, and how a unit is sent in them.
+"""Encoding of numbers in a few bits, and of a unit for sending.
 
 A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 bits:
 
     symmetric   code = round(x / s),         s = max |x| / (2^(bits-1) - 1)   of its bucket
     minmax      code = round((x - lo) / s),  s = (hi - lo) / (2^bits - 1)
 
-Rounded to the nearest, a number is off by half of s at most. Rounded after a shift that sender and
-receiver share, `round(t + shift) - shift` with a uniform shift, it is right in the mean, and so is
-one that is rounded at random, `floor(t + u)`. Codes can also stand for levels at unequal distances
-from lo to hi; then t runs from one level to the next, and a shared shift decides between the two. A
-bucket that has a NaN or an infinity is read back as numbers that are not finite: nothing is hidden.
+Rounding to the nearest has an error of at most s / 2. Rounding after a shift that sender and
+receiver share, `round(t + shift) - shift` with a uniform shift, is unbiased, and so is stochastic
+rounding, `floor(t + u)`. Codes can also represent levels at unequal distances from lo to hi; then t
+is the position between two adjacent levels, and a shared shift decides between them. A bucket with
+a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from torchtitan.comm.unit import Unit
 
 Form = Literal["symmetric", "minmax"]
 GROUP = 8
-"""Codes that are packed together, into as many bytes as each has bits."""
+"""Number of codes that are packed together, into as many bytes as each has bits."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Rows of float32 as bytes: codes, then the scales of the buckets."""
+    """Codec of float32 rows as bytes: codes, then the scales of the buckets."""
 
     bits: int
     bucket: int
-    """A multiple of `GROUP`."""
+    """Numbers per bucket, a multiple of `GROUP`."""
     form: Form = "symmetric"
     scales: torch.dtype = torch.float32
-    """float32 or bfloat16; a scale is rounded up, so that no code is beyond the last."""
+    """Dtype of scales, float32 or bfloat16; scales are rounded up, so that no code overflows."""
 
     def bytes_of(self, elements: int) -> int:
-        """Bytes of a row of so many numbers."""
+        """Return the bytes of a row with this number of elements."""
         buckets = -(-elements // self.bucket)
         fields = 1 if self.form == "symmetric" else 2
         codes = -(-elements // GROUP) * self.bits
@@ -51,13 +51,13 @@ class Codec:
         noise: torch.Generator | None = None,
         levels: Tensor | None = None,
     ) -> Tensor:
-        """Bytes (R, bytes) of `rows` (R, n).
+        """Encode `rows` (R, n) as bytes (R, bytes).
 
         Args:
-            shift: what is added before rounding; `decode` is given the same.
-            noise: rounds at random, drawing from it, instead of to the nearest.
-            levels: of each bucket, ascending from 0 to 1 (buckets, 2^bits), of the form `minmax`;
-                absent: at equal distances. `decode` is given the same.
+            shift: added before rounding; `decode` needs the same.
+            noise: generator for stochastic rounding; None: round to the nearest.
+            levels: levels of each bucket, ascending from 0 to 1 (buckets, 2^bits), for the form
+                `minmax`; None: at equal distances. `decode` needs the same.
         """
         length = rows.shape[1]
         if not length:
@@ -72,7 +72,7 @@ class Codec:
         else:
             drawn = torch.rand(position.shape, generator=noise, device=position.device)
             position = (position + drawn).floor()
-        # Where a scale is zero or not finite, the codes mean nothing.
+        # If a scale is zero or not finite, the codes are ignored.
         codes = position.nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
         packed = _pack(codes.flatten(1)[:, :length].to(torch.uint8), self.bits)
         fields = [scale] if self.form == "symmetric" else [scale, low]
@@ -80,8 +80,8 @@ class Codec:
         return torch.cat([packed, stored.view(torch.uint8)], 1)
 
     def normalized(self, rows: Tensor) -> Tensor:
-        """The numbers of `rows` (R, n) between the smallest (0) and the largest (1) of each bucket:
-        (R, buckets, bucket), of the form `minmax`."""
+        """Scale the numbers of `rows` (R, n) from the smallest (0) to the largest (1) of each
+        bucket: (R, buckets, bucket), for the form `minmax`."""
         buckets = self._buckets(rows.float())
         low, scale = self._ranges(buckets)
         return (buckets - low) / (scale * self._codes[1])
@@ -89,7 +89,7 @@ class Codec:
     def decode(
         self, message: Tensor, length: int, shift: float = 0.0, levels: Tensor | None = None
     ) -> Tensor:
-        """The rows (R, length), in float32, of what `encode` gave; of zeros they are zero."""
+        """Decode the result of `encode` to rows (R, length) in float32; zeros decode to zero."""
         if not length:
             return message.new_empty(len(message), 0, dtype=torch.float32)
         packed = -(-length // GROUP) * self.bits
@@ -108,19 +108,19 @@ class Codec:
 
     @property
     def _codes(self) -> tuple[int, int]:
-        """The first and the last code, before they are made to begin at zero."""
+        """First and last code, before they are shifted to start at zero."""
         last = 2 ** (self.bits - 1) - 1
         return (-last, last) if self.form == "symmetric" else (0, 2**self.bits - 1)
 
     def _buckets(self, rows: Tensor) -> Tensor:
-        """(R, buckets, bucket); the last is filled up with what changes no range."""
+        """Split rows into (R, buckets, bucket), padded without changing the last range."""
         missing = -rows.shape[1] % self.bucket
         if missing:
             rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1)
         return rows.view(len(rows), -1, self.bucket)
 
     def _ranges(self, buckets: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each bucket begins, and its scale: (R, buckets, 1), as they are stored."""
+        """Return the lower end of each bucket and its scale, as stored: (R, buckets, 1)."""
         kind, (first, last) = torch.finfo(self.scales), self._codes
         smallest = kind.smallest_normal * kind.eps
         if self.form == "symmetric":
@@ -131,17 +131,17 @@ class Codec:
             if self.scales != torch.float32:
                 low = (low - low.abs() * kind.eps - smallest).to(self.scales).float()
             width = buckets.amax(2, keepdim=True) - low
-        # By a tensor: CUDA would multiply by the inverse of a number, and round otherwise.
+        # By a tensor: CUDA would multiply by the inverse of a number, and round differently.
         scale = width / torch.full_like(width, steps)
         if self.scales != torch.float32:
             scale = (scale * (1 + kind.eps)).to(self.scales).float()
-        # A denormal scale is coarse: rounded down, it would cut off the largest.
+        # A denormal scale is coarse: rounded down, it would clip the largest number.
         return low, torch.where(scale * steps < width, scale + smallest, scale)
 
 
 def _between(values: Tensor, levels: Tensor) -> Tensor:
-    """Where values (R, buckets, bucket) lie among levels (buckets, L): 1.5 is halfway between the
-    second and the third."""
+    """Return the positions of values (R, buckets, bucket) among levels (buckets, L): 1.5 is halfway
+    between the second and the third."""
     every = levels.expand(len(values), -1, -1)
     below = torch.searchsorted(every[..., 1:-1].contiguous(), values.contiguous(), right=True)
     low, high = every.gather(2, below), every.gather(2, below + 1)
@@ -149,7 +149,7 @@ def _between(values: Tensor, levels: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (R, n), uint8, as bytes: `GROUP` of them in `bits` bytes, the first lowest."""
+    """Pack codes (R, n), uint8, into bytes: `GROUP` of them in `bits` bytes, the first lowest."""
     missing = -codes.shape[1] % GROUP
     if missing:
         codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
@@ -159,7 +159,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `_pack` was given, filled up to a multiple of `GROUP`."""
+    """Invert `_pack`, padded to a multiple of `GROUP`."""
     groups = packed.reshape(len(packed), -1, bits)
     missing = groups.new_zeros(*groups.shape[:2], GROUP - bits)
     words = torch.cat([groups, missing], 2).view(torch.int64)
@@ -169,14 +169,14 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of a row as numbers; copied, as they may begin anywhere."""
+    """Reinterpret the bytes of each row as numbers; copied, since they may be unaligned."""
     if not data.numel():
         return data.new_empty(len(data), 0, dtype=dtype)
     return data.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _bytes(numbers: Tensor) -> Tensor:
-    """The bytes of each row."""
+    """Reinterpret the numbers of each row as bytes."""
     if not numbers.numel():
         return numbers.new_empty(len(numbers), 0, dtype=torch.uint8)
     return numbers.contiguous().view(torch.uint8)
@@ -184,9 +184,9 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Envelope:
-    """A unit as it is sent: matrices in few bits, and the rest as it is.
+    """Format in which a unit is sent: matrices in few bits, and the rest unchanged.
 
-    The rest is what has one dim, such as the weights of norms, and what is smaller than a bucket.
+    The rest are parameters with one dim, such as norms' weights, and those smaller than a bucket.
     """
 
     unit: Unit
@@ -194,22 +194,22 @@ class Envelope:
 
     @cached_property
     def parts(self) -> list[tuple[bool, int]]:
-        """Of each parameter, in order: whether it is sent in few bits, and its elements."""
+        """Whether each parameter is sent in few bits, and its number of elements, in order."""
         shapes = self.unit.shapes.values()
         return [(len(s) > 1 and s.numel() >= self.codec.bucket, s.numel()) for s in shapes]
 
     @cached_property
     def coarse(self) -> int:
-        """Elements that are sent in few bits."""
+        """Number of elements sent in few bits."""
         return sum(size for is_coarse, size in self.parts if is_coarse)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Of one rank's row of a unit in `dtype`."""
+        """Return the bytes of one rank's row of a unit in `dtype`."""
         exact = self.unit.elements - self.coarse
         return self.codec.bytes_of(self.coarse) + exact * dtype.itemsize
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What of `rows` (R, p) is sent in few bits (R, c), and what as it is (R, p - c)."""
+        """Split `rows` (R, p) into elements sent in few bits (R, c) and unchanged (R, p - c)."""
         pieces = torch.split(rows, [size for _, size in self.parts], 1)
         kinds = [is_coarse for is_coarse, _ in self.parts]
         both = ([p for p, k in zip(pieces, kinds, strict=True) if k is w] for w in (True, False))
@@ -217,16 +217,16 @@ class Envelope:
         return coarse, exact
 
     def join(self, coarse: Tensor, exact: Tensor) -> Tensor:
-        """What `split` was given."""
+        """Invert `split`."""
         sizes = ([size for is_coarse, size in self.parts if is_coarse is w] for w in (True, False))
         both = [iter(torch.split(t, s, 1)) for t, s in zip((coarse, exact), sizes, strict=True)]
         return torch.cat([next(both[not is_coarse]) for is_coarse, _ in self.parts], 1)
 
     def seal(self, codes: Tensor, exact: Tensor) -> Tensor:
-        """Codes, and numbers as they are, as bytes: a row each."""
+        """Concatenate codes and unchanged numbers as bytes, row by row."""
         return torch.cat([codes, _bytes(exact)], 1)
 
     def open(self, sealed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `seal` was given."""
+        """Invert `seal`."""
         codes = self.codec.bytes_of(self.coarse)
         return sealed[:, :codes], _as(sealed[:, codes:], dtype)

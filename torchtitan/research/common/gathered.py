@@ -1,4 +1,4 @@
-"""Parameters that are gathered where they are read, as operations of the model."""
+"""Parameters that are gathered when they are read, as operations of the model."""
 
 from collections.abc import Sequence, Set
 from functools import partial
@@ -23,10 +23,10 @@ def apply(
     precision: Precision,
     without: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Split and copy the parameters of `model` over `mesh` (copies, parts) or (parts), in place.
+    """Shard the parameters of `model` over `mesh` (replicas, shards) or (shards), in place.
 
-    Those that tensor parallelism split over `tensor_mesh` stay split over it; those in `without`
-    are left alone.
+    Parameters that tensor parallelism split over `tensor_mesh` stay split over it; those in
+    `without` are unchanged.
     """
     axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
     for module in model.modules():
@@ -38,14 +38,14 @@ def apply(
 
 
 def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
-    """This rank's part of a parameter: as FSDP2 would have it, or split on another dim."""
+    """Return this rank's part of a parameter: as FSDP2 would split it, or on another dim."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     split = placement(parameter, parts=mesh.size(-1)) or Shard(dim)
     placements = [*[Replicate()] * (mesh.ndim - 1), split]
     data = parameter.detach()
     inner = data.to_local() if isinstance(data, DTensor) else data
-    # No rank's values are sent: all are drawn later, by name.
+    # No values are sent, since all are drawn later, by name.
     placed = distribute_tensor(inner, mesh, placements, src_data_rank=None)
     if isinstance(data, DTensor):
         placed = data_parallel_over(data, placed)
@@ -55,10 +55,10 @@ def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Para
 def gather(
     parameter: "DTensor", axes: Sequence[DeviceMesh], tensor_mesh: DeviceMesh, precision: Precision
 ) -> Tensor:
-    """A whole parameter to compute with; what tensor parallelism split stays split.
+    """Gather a whole parameter to compute with; the split of tensor parallelism is kept.
 
-    The parts are cast before they are sent. In the backward the gradients are cast and added up:
-    over the parts, of which each rank keeps its own of the sum, and then over the copies of that.
+    The parts are cast before they are sent. In the backward the gradients are cast, reduced and
+    scattered over the parts, and then summed over the replicas.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -74,7 +74,7 @@ def gather(
         DTensor.from_local(
             *(local, parts, [split]),
             run_check=False,
-            # What is split twice comes out even, so that its shape follows.
+            # A dim that is split twice is evenly divisible, so that its shape follows.
             shape=None if is_split_again else parameter.shape,
             stride=None if is_split_again else parameter.stride(),
         )

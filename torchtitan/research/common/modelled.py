@@ -1,13 +1,13 @@
-"""A run whose ranks send each other less than all, modelled in one process.
+"""Model, in one process, of a run with inexact communication between ranks.
 
-Such a run is not that of one rank. It is that of a single process that keeps what each rank would
-keep: it computes the gradient of each rank's samples by themselves, and hands them to as many
-objects of the same ways to send as there are ranks (`threads`). Nothing of the layout itself takes
-part in it, no sharding, no hooks and no pipeline; of the layout it knows only which rank has which
-piece of which parameter, what is sent together, and which samples a rank reads.
+Such a run does not equal that of one rank. It equals that of a single process that keeps the state
+of each rank: it computes the gradient of each rank's samples separately, and passes them to one
+communication object per rank (`threads`). The layout itself is not involved, no sharding, no hooks
+and no pipeline; the model knows only the pieces of parameters of each rank, the units that are sent
+together, and the samples that a rank reads.
 
-Both compute in float64. In float32 sums come out differently in another order, and where that moves
-a number from one code to the next, it is off by a whole unit.
+Both compute in float64. In float32 sums depend on their order, and if that moves a number from one
+code to the next, the error is a whole unit.
 """
 
 import logging
@@ -45,40 +45,40 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank has of a parameter."""
+    """Part of a parameter that a rank has."""
 
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """That place of the whole."""
+        """Return this part of the whole parameter."""
         places = zip(self.begins, self.sizes, strict=True)
         return whole[tuple(slice(begin, begin + size) for begin, size in places)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a layout: where it is on the mesh, and what it has."""
+    """Place of a rank in a layout: its position on the mesh, and its parts of parameters."""
 
     stage: int
     replica: int
     shard: int
-    """Among those that share parameters: dp_shard, then cp."""
+    """Index among the ranks that share parameters: dp_shard, then cp."""
     tensor: int
     boxes: Mapping[str, Box]
-    """By the names of parameters."""
+    """Parts of parameters, by name."""
     units: tuple[tuple[str, Mapping[str, tuple[int, ...]]], ...]
-    """What is sent together, with its shapes; empty where nothing is sent in few bits."""
+    """Units that are sent together, with their shapes; empty if nothing is sent in few bits."""
 
 
 def modelled_steps(
     one: JobConfig, job: JobConfig, ranks: int, folder: Path, name: str
 ) -> list[Step]:
-    """Train a model of `job` on that many ranks in one process, as `write_steps` trains one rank.
+    """Train a model of `job` on `ranks` ranks in one process, as `write_steps` trains one rank.
 
     Args:
         one: the run of one rank.
-        name: that of the optimizer, for messages.
+        name: name of the optimizer, for messages.
     """
     layout = fork(places, ranks, job, what=f"the layout {name} on {on_ranks(ranks)}")
     model = (write_modelled_steps, 1, one, job, layout, folder)
@@ -87,7 +87,7 @@ def modelled_steps(
 
 
 def places(job: JobConfig, at_step: AtStep) -> Place:
-    """Where this rank is in the layout of `job`, and what it has."""
+    """Return the place of this rank in the layout of `job`."""
     found: list[Unit] = []
     way = job.communication.gradients
     open_way = type(way).open
@@ -115,7 +115,7 @@ def places(job: JobConfig, at_step: AtStep) -> Place:
 
 @dataclass
 class ModelledRank:
-    """What a rank keeps."""
+    """State of a rank."""
 
     place: Place
     gathers: list[Gather]
@@ -124,11 +124,11 @@ class ModelledRank:
     in_shard: ThreadGroup
     among_replicas: ThreadGroup
     gradients: Tensors
-    """Of its pieces, in this step."""
+    """Gradients of its pieces in this step."""
 
 
 class ModelledRun:
-    """All ranks of a layout, in one process."""
+    """Model of all ranks of a layout in one process."""
 
     def __init__(
         self, job: JobConfig, degrees: Degrees, runs: Sequence[Run], found: Sequence[Place]
@@ -159,7 +159,7 @@ class ModelledRun:
         ]
 
     def step(self) -> tuple[float, float]:
-        """One optimizer step: its loss and gradient norm."""
+        """Run one optimizer step; return its loss and gradient norm."""
         passes = self.job.accumulation(self.degrees)
         batches = [[hide_targets(next(s)) for _ in range(passes)] for s in self.streams]
         counts = torch.tensor([float(sum(b.count() for b in own)) for own in batches])
@@ -192,7 +192,7 @@ class ModelledRun:
     def _forward_backward(
         self, replica: int, batches: Sequence[Sequence[Batch]], count: Tensor
     ) -> float:
-        """Of all samples of a replica: its ranks have their gradients then."""
+        """Compute the gradients of a replica's ranks on all its samples; return the loss."""
         run = self.runs[replica if len(self.runs) > 1 else 0]
         parameters = dict(run.model.parts[0].named_parameters())
         kept = {name: p.detach().clone() for name, p in parameters.items()}
@@ -214,14 +214,14 @@ class ModelledRun:
         return loss
 
     def _gradients(self, run: Run, batch: Batch, count: Tensor) -> tuple[list[Tensors], float]:
-        """Of a batch, what each of the ranks that share its sequences has of the gradients."""
+        """Return a batch's gradients on each rank that shares its sequences, and its loss."""
         model = run.model.parts[0]
         with _split(model, self.context) as parts:
             shares = run.model.model.forward_backward([batch], count)  # type: ignore[attr-defined]
         return parts(), float(shares["loss"])
 
     def _gathered(self, replica: int, weights: Tensors) -> Tensors:
-        """The weights as the ranks of a replica compute with them."""
+        """Return the weights with which the ranks of a replica compute."""
         wholes: Tensors = {name: weight.clone() for name, weight in weights.items()}
         for group in self._groups(lambda p: p.replica == replica and (p.stage, p.tensor)):
             for number, (_, shapes) in enumerate(group[0].place.units):
@@ -268,7 +268,7 @@ class ModelledRun:
                     rank.gradients[name] = total
 
     def _agree_on_weights(self) -> None:
-        """After every n-th update, on how far they have moved."""
+        """Synchronize replicas' changes of weights after every n-th update."""
         self.steps_apart += 1
         every = self.replicas.steps_apart
         if len(self.runs) == 1 or every is None or self.steps_apart < every:
@@ -296,7 +296,7 @@ class ModelledRun:
                     parameter.copy_(new[name])
 
     def _give(self, replica: int, run: Run) -> None:
-        """Put the gradients of a replica's ranks together, for its update."""
+        """Assemble the gradients of a replica's ranks for its update."""
         wholes = {n: torch.zeros_like(p) for n, p in run.model.parts[0].named_parameters()}
         for rank in self.ranks:
             if rank.place.replica == replica:
@@ -309,7 +309,7 @@ class ModelledRun:
         return {n: p.detach().clone() for n, p in run.model.parts[0].named_parameters()}
 
     def _groups(self, key: Callable[[Place], Any]) -> list[list[ModelledRank]]:
-        """Ranks with the same key, but for those whose key is False, in rank order."""
+        """Group ranks by key, except those whose key is False, in rank order."""
         keys = dict.fromkeys(k for rank in self.ranks if (k := key(rank.place)) is not False)
         return [[rank for rank in self.ranks if key(rank.place) == each] for each in keys]
 
@@ -317,12 +317,12 @@ class ModelledRun:
 def write_modelled_steps(
     job: JobConfig, layout: JobConfig, found: Sequence[Place], folder: Path, at_step: AtStep
 ) -> list[Step]:
-    """Train a model of `layout` in this process, and write what it has after each step.
+    """Train a model of `layout` in this process, and write its tensors after each step.
 
     Args:
         job: the run of one rank.
         found: the place of each rank of the layout.
-        folder: where weights and gradients go, by step and replica.
+        folder: destination of weights and gradients, by step and replica.
     """
     logger.setLevel(logging.ERROR)
     degrees, steps = layout.degrees(len(found)), list[Step]()
@@ -382,7 +382,7 @@ def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[Place]) -> list[Mod
 
 
 def _row(rank: ModelledRank, shapes: Mapping[str, tuple[int, ...]], wholes: Tensors) -> Tensor:
-    """What a rank has of a unit, filled up with zeros to what the first has."""
+    """Return a rank's row of a unit, padded with zeros to the first rank's length."""
     pieces = []
     for name, shape in shapes.items():
         piece = rank.place.boxes[name].of(wholes[name])
@@ -394,7 +394,7 @@ def _row(rank: ModelledRank, shapes: Mapping[str, tuple[int, ...]], wholes: Tens
 def _pieces(
     rank: ModelledRank, shapes: Mapping[str, tuple[int, ...]], row: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of what `_row` gave."""
+    """Yield each parameter's part of the result of `_row`."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     for (name, shape), piece in zip(shapes.items(), torch.split(row, sizes), strict=True):
         zero = (0,) * len(shape)
@@ -426,13 +426,13 @@ def _add(gradients: Tensors, name: str, piece: Any) -> None:
 
 @contextmanager
 def _split(model: nn.Module, cut: Cut) -> Iterator[Callable[[], list[Tensors]]]:
-    """Within it, gradients are kept apart by the part of the sequence that they come from.
+    """Separate gradients by the part of the sequence that they come from.
 
     Every module that has parameters of its own works on each position by itself, so it can be given
     other copies of them for other positions.
 
     Yields:
-        What gives the gradients of each part, after the backward.
+        A function that returns the gradients of each part, after the backward.
     """
     named = dict(model.named_parameters())
     for parameter in named.values():

@@ -1,4 +1,4 @@
-"""What all ways to send in few bits have in common: settings, a clock, and a reduction."""
+"""Base classes of communication in few bits: settings, a step counter, and a reduction."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -25,7 +25,7 @@ Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
 
 
 class Quantized(Config):
-    """Settings of a message in few bits."""
+    """Settings of messages in few bits."""
 
     bits: int = Field(8, ge=2, le=8, description="Of each number that is sent.")
     bucket: Bucket = Field(1024, description="Numbers that share a scale; a multiple of 8.")
@@ -34,20 +34,20 @@ class Quantized(Config):
     )
 
     def envelope(self, unit: Unit, form: Form) -> Envelope:
-        """How `unit` is sent."""
+        """Return the format in which `unit` is sent."""
         return Envelope(unit, Codec(self.bits, self.bucket, form, getattr(torch, self.scales)))
 
 
 class Clock(Way):
-    """Counts steps; by that what is drawn at random is drawn alike by all ranks, and again when a
-    run resumes.
+    """Step counter, which makes random draws equal on all ranks, and reproducible when a run
+    resumes.
     """
 
     def __init__(self, unit: Unit, group: ProcessGroup) -> None:
         self.unit, self.group = unit, group
         self.step = torch.zeros((), dtype=torch.int64)
         self.calls = 0
-        """Since the last step."""
+        """Number of calls since the last step."""
 
     def state(self) -> dict[str, Tensor]:
         return {"step": self.step}
@@ -57,21 +57,21 @@ class Clock(Way):
         self.calls = 0
 
     def seed(self, what: str) -> int:
-        """What `what` is drawn by in this step; another for each unit."""
+        """Return the seed of `what` in this step, different for each unit."""
         return seed_of(f"{self.unit.name}/{int(self.step)}/{what}")
 
 
 class QuantizedReduce(Clock, Reduce):
-    """Rows are sent in few bits to the rank they belong to, which adds them up in float32."""
+    """Reduction that sends rows in few bits to their owners, which sum them in float32."""
 
     def __init__(self, envelope: Envelope, group: ProcessGroup) -> None:
         super().__init__(envelope.unit, group)
         self.envelope, self.codec = envelope, envelope.codec
         self.levels: Tensor | None = None
-        """Those that all ranks send in, if they are not at equal distances."""
+        """Levels that all ranks use, if not at equal distances."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Codes (R, bytes) of what is sent in few bits (R, c)."""
+        """Encode the elements sent in few bits (R, c) as codes (R, bytes)."""
         raise NotImplementedError
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
@@ -87,7 +87,7 @@ class QuantizedReduce(Clock, Reduce):
 
 
 class QuantizedGradients(Quantized, GradientsConfig):
-    """Settings of a reduction in few bits; `form` is that of its codes."""
+    """Settings of a reduction in few bits; `form` is the form of its codes."""
 
     operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "all_to_all"
 

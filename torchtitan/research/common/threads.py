@@ -1,6 +1,6 @@
-"""Ranks that are threads of this process, for a model of what ranks send each other.
+"""Ranks that are threads of this process, for modelling the communication between ranks.
 
-A way to send works with such a group as with a process group, within `collectives`.
+Within `collectives`, communication works with such a group as with a process group.
 """
 
 import threading
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the ranks of a group hand each other tensors."""
+    """Shared state through which the ranks of a group exchange tensors."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier, self.values = threading.Barrier(ranks), list[Any]([None] * ranks)
 
     def groups(self) -> list["ThreadGroup"]:
-        """The group as each of its ranks sees it."""
+        """Return the group as seen by each of its ranks."""
         return [ThreadGroup(self, rank) for rank in range(len(self.values))]
 
 
 class ThreadGroup:
-    """A group of threads, as one of them sees it."""
+    """Group of threads, as seen by one of them."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self._rank = meeting, rank
@@ -41,7 +41,7 @@ class ThreadGroup:
         return len(self.meeting.values)
 
     def exchange(self, value: Tensor) -> list[Tensor]:
-        """A tensor of every rank, in rank order."""
+        """Gather a tensor of every rank, in rank order."""
         self.meeting.values[self._rank] = value.clone()
         self.meeting.barrier.wait()
         everyones = list(self.meeting.values)
@@ -50,7 +50,7 @@ class ThreadGroup:
 
 
 def together(calls: Sequence[Callable[[], T]], groups: Sequence[ThreadGroup]) -> list[T]:
-    """What each call returns, all made at once, one by each rank of a group."""
+    """Run all calls concurrently, one on each rank of a group; return their results."""
 
     def call(function: Callable[[], T], group: ThreadGroup) -> T:
         with ExitStack() as stack:
@@ -95,12 +95,12 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
     "reduce_scatter_single": _reduce_scatter,
     "all_to_all_single": _all_to_all,
 }
-"""By their names in torch.distributed."""
+"""Collectives by their names in torch.distributed."""
 
 
 @contextmanager
 def collectives() -> Iterator[None]:
-    """Within it, collectives of torch work on groups of threads too."""
+    """Let torch's collectives also work on groups of threads, within the context."""
 
     def of(name: str, ours: Callable[..., None]) -> Callable[..., Any]:
         theirs = getattr(dist, name)

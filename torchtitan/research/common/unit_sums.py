@@ -1,9 +1,9 @@
 """Sums over the units of each parameter and over all parameters, the same on every layout.
 
-A unit is what makes one output: a row of a matrix, a filter of a convolution; of a vector, all of
-it. Ranks hold parts of units, of tensors and of the model, and summing each by itself would take
-hundreds of small reductions. Here all that ranks who share tensors have to tell each other goes
-into one buffer, in float64, so that a sum hardly depends on how it was split.
+A unit produces one output: a row of a matrix, a filter of a convolution, or a whole vector. Ranks
+hold parts of units, of tensors and of the model, and separate sums would take hundreds of small
+reductions. Here all sums over the ranks that share tensors go through one buffer, in float64, so
+that a sum hardly depends on how it was split.
 """
 
 import math
@@ -21,33 +21,33 @@ from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 @dataclass(frozen=True)
 class Units:
-    """How the units of one parameter lie on the ranks."""
+    """Placement of the units of one parameter on the ranks."""
 
     parameter: NamedParameter
     copies: int
-    """How many of the ranks that sum together hold each element."""
+    """Number of the summing ranks that hold each element."""
     rows: slice
-    """Which of all units this rank has, or parts of them."""
+    """Range of the units of which this rank has all or parts."""
     are_whole: bool
     """Whether no unit is split over ranks."""
 
     @property
     def count(self) -> int:
-        """Of all ranks together."""
+        """Number of units of all ranks together."""
         shape = self.parameter.shape
         return shape[0] if len(shape) > 1 else 1
 
     @property
     def size(self) -> int:
-        """Elements of a unit."""
+        """Number of elements of a unit."""
         return self.parameter.shape.numel() // self.count
 
     def sums(self, values: Tensor) -> Tensor:
-        """Over what this rank has of each unit: (units,), from values laid out as its part is."""
+        """Sum over this rank's part of each unit: (units,), of values in the layout of its part."""
         return values.sum(self._dims, dtype=torch.float64).view(-1)
 
     def squares(self, values: Tensor) -> Tensor:
-        """The same of their squares."""
+        """Sum the squares over this rank's part of each unit: (units,)."""
         norms: Tensor = torch.linalg.vector_norm(values, dim=self._dims, dtype=torch.float64)
         return norms.view(-1).square()
 
@@ -57,12 +57,12 @@ class Units:
         return tuple(range(1, ndim)) if ndim > 1 else tuple(range(ndim))
 
     def spread(self, each: Tensor) -> Tensor:
-        """A number for each unit (units,), so that it broadcasts over this rank's part."""
+        """Reshape a number for each unit (units,) to broadcast over this rank's part."""
         return each.view(-1, *[1] * (len(self.parameter.shape) - 1))
 
 
 def split_axes(parameter: NamedParameter) -> list[int]:
-    """The axes of its mesh that have different parts of a parameter."""
+    """Return the axes of a parameter's mesh over which it is split."""
     mesh = parameter.mesh
     return [
         axis
@@ -72,11 +72,11 @@ def split_axes(parameter: NamedParameter) -> list[int]:
 
 
 def sharing(parameters: Sequence[NamedParameter]) -> dist.ProcessGroup | None:
-    """The ranks that hold parts of the same parameters as this one; None: it has them whole.
+    """Return the ranks that hold parts of the same parameters as this one; None: it has all.
 
-    It is made where several axes of a mesh split parameters, so all ranks are to ask.
+    All ranks must call it, since a group is created if several axes of a mesh split parameters.
     """
-    # Whatever splits some parameter splits the one that is split the most.
+    # Every axis that splits some parameter splits the one that is split the most.
     most = max(parameters, key=lambda p: len(split_axes(p)), default=None)
     axes = split_axes(most) if most else []
     if most is None or most.mesh is None or not axes:
@@ -97,7 +97,7 @@ def sharing(parameters: Sequence[NamedParameter]) -> dist.ProcessGroup | None:
 def units_of(
     parameters: Sequence[NamedParameter], group: dist.ProcessGroup | None
 ) -> dict[Tensor, Units]:
-    """How the units of each parameter lie on the ranks of `group`."""
+    """Return the placement of the units of each parameter on the ranks of `group`."""
     ranks = dist.get_world_size(group) if group else 1
     return {parameter.tensor: _units(parameter, ranks) for parameter in parameters}
 
@@ -116,18 +116,18 @@ def _units(parameter: NamedParameter, ranks: int) -> Units:
 
 
 class Reduction:
-    """Numbers that are added up over a group of ranks, all at once."""
+    """Sum of several tensors over a group of ranks, in one collective."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group if group and dist.get_world_size(group) > 1 else None
         self.parts: list[Tensor] = []
 
     def add(self, part: Tensor) -> None:
-        """One more tensor, in float64."""
+        """Add a tensor in float64 to the reduction."""
         self.parts.append(part)
 
     def sums(self) -> Iterator[Tensor]:
-        """Of each tensor that was added, in that order, over all ranks."""
+        """Return the sum of each added tensor over all ranks, in that order."""
         if self.group is None or not self.parts:
             return iter(self.parts)
         buffer = torch.cat([part.flatten() for part in self.parts])

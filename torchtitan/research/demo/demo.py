@@ -1,20 +1,20 @@
-"""DeMo and FlexDeMo: replicas that agree on a part of their momentum in each step
+"""DeMo and FlexDeMo: replicas that exchange a part of their momentum in each step
 (Peng et al., 2024, arXiv:2411.19870; From et al., 2025, arXiv:2502.06728).
 
-Each replica keeps a momentum of its own gradients g, and gives away what it sends:
+Each replica keeps a momentum of its own gradients g, and subtracts what it sends:
 
     d = decay d + g
     q = the part of d that is sent
     d = d - q
 
-The sum of q over the replicas takes the place of the gradient, or its sign does. What is sent is
-chosen by `demo` (the largest coefficients of a cosine transform), `random`, `striding` or `slicing`
-(the same numbers on all replicas, others in each step). So all replicas make the same update, and
-have the same weights to the bit. With `every` = n, g is how far a replica has moved in n steps.
+The sum of q over the replicas, or its sign, replaces the gradient. The part to send is chosen by
+`demo` (the largest coefficients of a cosine transform), `random`, `striding` or `slicing` (the same
+numbers on all replicas, different ones in each step). So all replicas make the same update, and
+have the same weights to the bit. With `every` = n, g is the change of a replica in n steps.
 
-The authors' code multiplies g by the learning rate before it is kept; here the optimizer does so
-after it was sent, and a change of the rate acts at once on all that is kept. It takes means where
-this takes sums: a gradient here is this replica's share of that of the global mean.
+The authors' code multiplies g by the learning rate before accumulating it; here the optimizer does
+so after the exchange, and a change of the rate immediately affects the whole momentum. They take
+means and this takes sums: a gradient here is this replica's share of that of the global mean.
 """
 
 from abc import abstractmethod
@@ -35,7 +35,7 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class DecoupledConfig(Agreement):
-    """Settings that all choices of what is sent have in common."""
+    """Settings that all choices of the part to send have in common."""
 
     decay: float = Field(
         0.999, ge=0, lt=1, description="How much of the momentum stays from step to step."
@@ -53,7 +53,7 @@ class DecoupledConfig(Agreement):
             yield Problem("sign", message, ("every",))
 
     def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """What replicas agree on can be clipped."""
+        """Yield conflicts with other sections: only the combined gradient can be clipped."""
         if self.sign and recipe.training.max_norm:
             message = (
                 "the norm of signs is that of their number, and clipping it would change the "
@@ -63,7 +63,7 @@ class DecoupledConfig(Agreement):
 
 
 class Decoupled(Agree):
-    """Keeps the momentum, and replaces gradients by what replicas agree on."""
+    """Base class that keeps the momentum, and replaces gradients by the exchanged part."""
 
     def __init__(self, config: DecoupledConfig, unit: Unit, group: ProcessGroup) -> None:
         self.config, self.group = config, group
@@ -77,7 +77,7 @@ class Decoupled(Agree):
 
     @abstractmethod
     def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send a part of the momentum, and take it away; its sum over all replicas."""
+        """Send a part of the momentum and subtract it; return its sum over all replicas."""
 
     @torch.no_grad()
     def __call__(self, gradients: Mapping[str, Tensor]) -> None:
@@ -88,12 +88,12 @@ class Decoupled(Agree):
             gradients[name].copy_(agreed.sign_() if self.config.sign else agreed)
         self.step += 1
         for momentum in own.values():
-            # A step that is not finite is skipped, and should not be remembered.
+            # A step that is not finite is skipped, and must not enter the momentum.
             momentum.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Demo(DecoupledConfig):
-    """The largest coefficients of a cosine transform are sent."""
+    """DeMo with the largest coefficients of a cosine transform."""
 
     name: Literal["demo"] = Field("demo", description="Which way to agree.")
     chunk: int = Field(
@@ -115,7 +115,7 @@ class Demo(DecoupledConfig):
 
 
 class Tiles:
-    """A tensor as tiles of at most `chunk` x `chunk`, transformed by an orthonormal DCT-II."""
+    """Tiles of a tensor, at most `chunk` x `chunk`, transformed by an orthonormal DCT-II."""
 
     def __init__(self, shape: torch.Size, chunk: int) -> None:
         rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
@@ -124,7 +124,7 @@ class Tiles:
 
     @property
     def size(self) -> int:
-        """Elements of a tile."""
+        """Number of elements of a tile."""
         return self.height * self.width
 
     @property
@@ -132,14 +132,14 @@ class Tiles:
         return self.shape.numel() // self.size
 
     def transform(self, tensor: Tensor) -> Tensor:
-        """Coefficients (tiles, elements of a tile)."""
+        """Return the coefficients (tiles, elements of a tile)."""
         h, w = self.height, self.width
         tiles = tensor.reshape(self.rows // h, h, self.columns // w, w).transpose(1, 2)
         found = _cosines(h, tensor.device) @ tiles @ _cosines(w, tensor.device).T
         return found.reshape(-1, self.size)
 
     def invert(self, coefficients: Tensor) -> Tensor:
-        """The tensor of which these are the coefficients."""
+        """Return the tensor with these coefficients."""
         h, w, device = self.height, self.width, coefficients.device
         grid = coefficients.reshape(self.rows // h, self.columns // w, h, w)
         tiles = _cosines(h, device).T @ grid @ _cosines(w, device)
@@ -147,7 +147,7 @@ class Tiles:
 
 
 class DemoAgree(Decoupled):
-    """A coefficient is the mean over the replicas that sent it, times the number of replicas."""
+    """Exchange in which a coefficient is its senders' mean times the number of replicas."""
 
     config: Demo
 
@@ -176,7 +176,7 @@ class DemoAgree(Decoupled):
         }
 
     def _merged(self, tiles: Tiles, values: Tensor, places: Tensor) -> Tensor:
-        """Coefficients, given what each replica sent (replicas, tiles * k)."""
+        """Merge the coefficients that each replica sent (replicas, tiles * k)."""
         sums = torch.zeros(tiles.count, tiles.size, device=values.device)
         senders = torch.zeros_like(sums)
         for value, place in zip(values, places, strict=True):  # in the same order on all replicas
@@ -187,7 +187,7 @@ class DemoAgree(Decoupled):
 
 
 class Chosen(DecoupledConfig):
-    """Settings of a choice that follows from the step alone, so that no places are sent."""
+    """Settings of a choice that follows from the step alone, so that no indices are sent."""
 
     rate: float = Field(0.1, gt=0, le=1, description="Part of the numbers that is sent in a step.")
 
@@ -199,19 +199,19 @@ class Chosen(DecoupledConfig):
         return [("all_reduce", 4 * numbers)]
 
     def count(self, elements: int) -> int:
-        """Numbers that are sent of so many."""
+        """Return how many numbers are sent for this number of elements."""
         return max(round(self.rate * elements), 1) if elements else 0
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
-        """Indices of the elements of a parameter that are sent in a step: `count` of them."""
+        """Return the indices of a parameter's elements that are sent in a step, `count` in all."""
         raise NotImplementedError
 
 
 class Random(Chosen):
-    """One number of each of as many equal parts as numbers are sent, drawn for each step.
+    """DeMo with one random number of each of `count` equal parts, drawn in each step.
 
-    The draws are of integers on the device, so they cost what is sent, not what there is, and are
-    the same on every device.
+    Integers are drawn on the device, so the cost is that of the numbers sent, not of all, and the
+    draws are the same on every device.
     """
 
     name: Literal["random"] = Field("random", description="Which way to agree.")
@@ -224,7 +224,7 @@ class Random(Chosen):
 
 
 class Striding(Chosen):
-    """Numbers at equal distances are sent, beginning one further in each step."""
+    """DeMo with numbers at equal distances, starting one further in each step."""
 
     name: Literal["striding"] = Field("striding", description="Which way to agree.")
 
@@ -235,7 +235,7 @@ class Striding(Chosen):
 
 
 class Slicing(Chosen):
-    """A slice is sent, in each step the one behind it."""
+    """DeMo with a contiguous slice, in each step the next one."""
 
     name: Literal["slicing"] = Field("slicing", description="Which way to agree.")
 
@@ -245,7 +245,7 @@ class Slicing(Chosen):
 
 
 class ChosenAgree(Decoupled):
-    """All replicas send the same numbers, so they are added up in one all-reduce."""
+    """Exchange of the same numbers on all replicas, summed in one all-reduce."""
 
     config: Chosen
 
@@ -270,26 +270,26 @@ class ChosenAgree(Decoupled):
 
 
 def _mixed(counters: Tensor, seed: int) -> Tensor:
-    """A random integer from 0 to 2**62 - 1 for each counter: SplitMix64 (Steele et al., 2014)."""
+    """Return random integers from 0 to 2**62 - 1 by counter: SplitMix64 (Steele et al., 2014)."""
     mixed = (counters + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # Torch shifts signed integers, whose sign comes in from the left.
+        # Torch shifts signed integers with sign extension.
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
     return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) & (1 << 62) - 1
 
 
 def _signed(number: int) -> int:
-    """An unsigned number of 64 bits as the signed one of the same bits."""
+    """Return the signed 64-bit number with the bits of an unsigned one."""
     return number - (number >> 63 << 64)
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is not above `most`."""
+    """Return the largest divisor of a number that is at most `most`."""
     return max(d for d in range(1, most + 1) if number % d == 0) if number else 1
 
 
 def _cosines(size: int, device: torch.device) -> Tensor:
-    """The orthonormal DCT-II (size, size): its product with a column has the coefficients."""
+    """Return the orthonormal DCT-II (size, size), which maps columns to coefficients."""
     at = torch.arange(size, dtype=torch.float64)
     angles = torch.outer(at, 2 * at + 1) * (torch.pi / (2 * size))
     scales = torch.full((size, 1), (2 / size) ** 0.5, dtype=torch.float64)

@@ -1,10 +1,10 @@
 """GaLore (Zhao et al., 2024, arXiv:2403.03507; GaLore 2, 2025, arXiv:2504.20437): Adam's moments of
-a projection of the gradient to a low rank.
+a low-rank projection of the gradient.
 
 Every `refresh_period` steps each hidden matrix takes a new basis from the leading singular vectors
-of its gradient (`low_rank`). In every step its gradient is projected to that basis, Adam's moments
-are of what is left, and the update that they give is projected back. All else is updated by AdamW
-with the same settings.
+of its gradient (`low_rank`). In every step its gradient is projected to that basis, Adam computes
+moments and an update of the projection, and the update is projected back. All other parameters are
+updated by AdamW with the same settings.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class GaLoreGroup(AdamGroup):
 
 
 class GaLore(AdamWRule, OptimizerConfig):
-    """AdamW whose moments of hidden matrices are of a low rank."""
+    """AdamW with low-rank moments of hidden matrices."""
 
     by_role: ClassVar[bool] = True
     sends: ClassVar[bool] = True
@@ -92,11 +92,11 @@ class GaLore(AdamWRule, OptimizerConfig):
         return super().state_names() | {"projector"}
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """The rank of a matrix's projection."""
+        """Return the rank of a matrix's projection."""
         return self.rank or max(min(shape) // 4, 1)
 
     def projected_dim(self, shape: Sequence[int]) -> int:
-        """The dim of a matrix that is projected: 1, its columns, or 0, its rows."""
+        """Return the dim of a matrix that is projected: 1, its columns, or 0, its rows."""
         rows, columns = shape
         is_columns = {
             "shorter": columns <= rows,
@@ -114,7 +114,7 @@ class GaLore(AdamWRule, OptimizerConfig):
         return of_moments + of_projector / (columns if projected else rows)
 
     def method(self) -> Method:
-        """How bases are found."""
+        """Method by which bases are computed."""
         return Method(self.svd == "exact", self.power_iterations, self.oversampling)
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
@@ -180,23 +180,23 @@ class GaLore(AdamWRule, OptimizerConfig):
 
 
 class Elements(NamedTuple):
-    """Numbers that are kept of a matrix."""
+    """Numbers of elements of a matrix's state."""
 
     moments: int
-    """Both."""
+    """Elements of both moments."""
     projector: int
 
 
 def state_elements(shape: Sequence[int], rank: int, projected: int) -> Elements:
-    """Of a matrix whose dim `projected` becomes `rank`."""
+    """Return the state's sizes for a matrix whose dim `projected` becomes `rank`."""
     return Elements(2 * rank * shape[1 - projected], rank * shape[projected])
 
 
 class LowRankAdamW(torch.optim.Optimizer):
-    """AdamW in a low rank, with its state made from the start: zeros.
+    """Low-rank AdamW, whose state is created at the start, as zeros.
 
-    Of a matrix (m, n) whose columns are projected, the moments are (m, rank), and the projector is
-    (n, rank); of one whose rows are, (n, rank) and (m, rank).
+    For a matrix (m, n) with projected columns, the moments are (m, rank) and the projector is
+    (n, rank); with projected rows, they are (n, rank) and (m, rank).
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], config: GaLore) -> None:
@@ -238,7 +238,7 @@ class LowRankAdamW(torch.optim.Optimizer):
                         self._update(parameter, group)
 
     def _refresh(self, parameters: Sequence[Tensor]) -> None:
-        """Take new bases."""
+        """Compute new bases."""
         projections = [self.projections[parameter] for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters]
         seeds = [
@@ -263,7 +263,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         low = projection.down(local(gradient), basis)
         update = torch.zeros_like(low)
         if low.numel():
-            # It moves zeros, at a rate of one.
+            # Applied to zeros, at a learning rate of one.
             self.adam(update, low, state, group | {"lr": torch.tensor(1.0), "weight_decay": 0.0})
         weight = local(parameter).detach()
         weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -273,7 +273,7 @@ class LowRankAdamW(torch.optim.Optimizer):
 def adam(
     update: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> None:
-    """Subtract from `update` what Adam subtracts at a rate of one; all are plain tensors."""
+    """Subtract Adam's update at a rate of one from `update`; all are plain tensors."""
     beta1, beta2 = group["betas"]
     step, first, second = int(state["step"]), local(state["exp_avg"]), local(state["exp_avg_sq"])
     first.copy_(first.to(gradient.dtype).lerp(gradient, 1 - beta1))

@@ -1,19 +1,19 @@
-"""Projections of gradients to a low rank, of matrices that lie over many ranks.
+"""Low-rank projections of the gradients of matrices that are sharded over many ranks.
 
 A matrix is written here so that its rows are kept and its columns are projected: A is the gradient,
-(kept, size), or its transpose. With a basis Q, (size, rank), of orthonormal columns, A Q is what
-the moments are of, and N Qᵀ brings an update N of that shape back.
+(kept, size), or its transpose. With a basis Q, (size, rank), of orthonormal columns, the moments
+are those of A Q, and N Qᵀ projects an update N of that shape back.
 
-Ranks that split the rows of A have each their rows of A Q. Ranks that split its columns have each
-a term of all of it: these are summed and scattered by rows, so that moments stay sharded as far as
-the matrix is, and updates are gathered before they go back. Of the basis a rank keeps the rows that
-belong to its columns of A.
+Ranks that split the rows of A have their rows of A Q. Ranks that split its columns each have a term
+of all of A Q: these are summed and scattered by rows, so that moments stay sharded as far as the
+matrix is, and updates are gathered before they are projected back. A rank keeps the rows of the
+basis that belong to its columns of A.
 
-The basis is that of the leading right singular vectors of A, of which no rank ever holds more than
-its share: columns become rows by an all-to-all, and then only sums over rows are left, of AᵀA for
-the exact vectors, or of A's products with a few columns (Halko et al., 2011, arXiv:0909.4061). They
-are computed in float64, so that every layout finds the same; one rank finishes each matrix, fixes
-the signs, and sends it to all others, so that all have the same bits.
+The basis are the leading right singular vectors of A, of which no rank ever holds more than its
+share: columns become rows by an all-to-all, and then only sums over rows remain, of AᵀA for the
+exact vectors, or of A's products with a few columns (Halko et al., 2011, arXiv:0909.4061). They are
+computed in float64, so that every layout finds the same; one rank finishes each matrix, fixes the
+signs, and broadcasts it, so that all have the same bits.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 NOISE = 1e-6
-"""Of the largest singular value: those below are rounding in float32, and so are their vectors."""
+"""Fraction of the largest singular value below which vectors are rounding noise of float32."""
 
 
 class Method(NamedTuple):
-    """How the leading singular vectors are found."""
+    """Method of computing the leading singular vectors."""
 
     exact: bool = True
     power_iterations: int = 1
@@ -53,28 +53,28 @@ class Method(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """One of the steps by which rows of A Q are shared among ranks that have terms of them."""
+    """Step that scatters rows of A Q among the ranks that have terms of them."""
 
     group: ProcessGroup
     rows: int
-    """Before it."""
+    """Number of rows before the step."""
     is_sum: bool
-    """All keep all rows instead, where they cannot be shared evenly."""
+    """Whether all ranks keep all rows instead, since they are not evenly divisible."""
 
     @property
     def share(self) -> int:
-        """Rows of each rank but the last."""
+        """Number of rows of each rank but the last."""
         return -(-self.rows // self.group.size())
 
     @property
     def own(self) -> int:
-        """Rows of this rank, after it."""
+        """Number of rows of this rank after the step."""
         if self.is_sum:
             return self.rows
         return max(min(self.share, self.rows - self.share * self.group.rank()), 0)
 
     def apply(self, terms: Tensor) -> Tensor:
-        """This rank's rows of the sum over ranks."""
+        """Return this rank's rows of the sum over ranks."""
         if self.is_sum:
             dist.all_reduce(terms, group=self.group)
             return terms
@@ -84,7 +84,7 @@ class Scatter(NamedTuple):
         return reduce_scatter(parts, self.group)[: self.own]
 
     def undo(self, own: Tensor) -> Tensor:
-        """All rows, of the ranks'."""
+        """Gather all rows from the ranks."""
         if self.is_sum:
             return own
         padded = own.new_zeros(self.share, *own.shape[1:])
@@ -93,36 +93,36 @@ class Scatter(NamedTuple):
 
 
 class Projection:
-    """How one matrix is projected, and what this rank has of that."""
+    """Projection of one matrix, and this rank's part of it."""
 
     def __init__(self, parameter: NamedParameter, rank: int, projected: int) -> None:
         """`projected` is the dim that becomes `rank`: 1 for columns, 0 for rows."""
         self.parameter, self.rank, self.projected = parameter, rank, projected
         kept = 1 - projected
         self.state_shape = Size((parameter.shape[kept], rank))
-        """Of each moment."""
+        """Shape of each moment."""
         self.basis_shape = Size((parameter.shape[projected], rank))
         extent, offset = tuple(parameter.shape), (0, 0)
         if is_dtensor(parameter.tensor):
             extent, offset = local_extent(parameter.tensor)  # type: ignore[assignment]
         self.columns = slice(offset[projected], offset[projected] + extent[projected])
-        """Of A, those of this rank."""
+        """Columns of A on this rank."""
         self.groups: list[ProcessGroup] = []
-        """Of each axis of the mesh."""
+        """Groups of all axes of the mesh."""
         self.sharded: list[ProcessGroup] = []
-        """Of those that split the matrix."""
+        """Groups of the axes that split the matrix."""
         self.splitting: list[ProcessGroup] = []
-        """Of those that split columns of A, beginning with the one that splits the least."""
+        """Groups of the axes that split columns of A, starting with the smallest split."""
         self.scatters: list[Scatter] = []
         self.state_placements: list[Placement] = []
         self.basis_placements: list[Placement] = []
         self.rows = extent[kept]
-        """Of a moment, those of this rank."""
+        """Number of rows of a moment on this rank."""
         if parameter.mesh is not None:
             self._place()
 
     def _place(self) -> None:
-        """Go through the axes of the mesh: rows of A are split first, then those of A Q again."""
+        """Process the axes of the mesh: rows of A are split first, then those of A Q again."""
         from torch.distributed.tensor import Replicate
 
         mesh, strided = self.parameter.mesh, list[ProcessGroup]()
@@ -153,38 +153,38 @@ class Projection:
         self.splitting = strided + self.splitting
 
     def state(self, part: Tensor) -> Tensor:
-        """This rank's part (rows, rank) of a moment as a tensor that is laid out."""
+        """Return the distributed tensor of a moment, given this rank's part (rows, rank)."""
         mesh = self.parameter.mesh
         if mesh is None:
             return part
         return placed(part, mesh, self.state_placements, self.state_shape)
 
     def basis(self, part: Tensor) -> Tensor:
-        """This rank's rows of a basis as a tensor that is laid out."""
+        """Return the distributed tensor of a basis, given this rank's rows."""
         mesh = self.parameter.mesh
         if mesh is None:
             return part
         return placed(part, mesh, self.basis_placements, self.basis_shape)
 
     def oriented(self, part: Tensor) -> Tensor:
-        """This rank's part of A, of that of the gradient; and back."""
+        """Return this rank's part of A, given that of the gradient, or vice versa."""
         return part if self.projected == 1 else part.T
 
     def down(self, gradient: Tensor, basis: Tensor) -> Tensor:
-        """A Q: (rows, rank), of this rank's part of the gradient and of the basis."""
+        """Return A Q (rows, rank), from this rank's part of the gradient and of the basis."""
         low = self.oriented(gradient).to(basis.dtype) @ basis
         for scatter in self.scatters:
             low = scatter.apply(low)
         return low
 
     def up(self, low: Tensor, basis: Tensor) -> Tensor:
-        """N Qᵀ as this rank's part of the matrix: `low` is (rows, rank)."""
+        """Return N Qᵀ as this rank's part of the matrix: `low` is (rows, rank)."""
         for scatter in reversed(self.scatters):
             low = scatter.undo(low)
         return self.oriented(low @ basis.T)
 
     def turned(self, old: Tensor, new: Tensor) -> Tensor:
-        """From coordinates in one basis to those in another: (rank, rank), of their parts."""
+        """Return the change of basis (rank, rank), from this rank's parts of both bases."""
         turn = old.T @ new
         for group in self.splitting:
             dist.all_reduce(turn, group=group)
@@ -194,12 +194,12 @@ class Projection:
 def find_bases(
     projections: Sequence[Projection], seeds: Sequence[str], method: Method
 ) -> list[Tensor]:
-    """New bases for the gradients that parameters have now: this rank's rows of each, in float32.
+    """Compute new bases for the current gradients: this rank's rows of each, in float32.
 
-    Every matrix is finished by another rank in turn.
+    Ranks take turns in finishing the matrices.
 
     Args:
-        seeds: what the random columns of each depend on.
+        seeds: seeds of the random columns of each.
     """
     mine: dict[int, Reduced] = {}
     for number, (projection, seed) in enumerate(zip(projections, seeds, strict=True)):
@@ -214,15 +214,15 @@ def find_bases(
 
 
 class Reduced(NamedTuple):
-    """What is left of A when its rows are summed over."""
+    """Sums over the rows of A from which the basis follows."""
 
     product: Tensor
-    """AᵀA, or AᵀY with Y = A Z: (size, size or columns of Z)."""
+    """Product AᵀA, or AᵀY with Y = A Z: (size, size or columns of Z)."""
     gram: Tensor | None = None
-    """YᵀY."""
+    """Gram matrix YᵀY."""
 
     def basis(self, rank: int) -> Tensor:
-        """The leading right singular vectors: (size, rank)."""
+        """Return the leading right singular vectors: (size, rank)."""
         if self.gram is None:
             squares, vectors = torch.linalg.eigh(self.product)
             vectors, values = vectors.flip(1), squares.flip(0).clamp(min=0).sqrt()
@@ -236,9 +236,9 @@ class Reduced(NamedTuple):
 
 
 def complete(vectors: Tensor, rank: int) -> Tensor:
-    """The first `rank` of orthonormal columns, with the largest component of each positive.
+    """Return the first `rank` orthonormal columns, with the largest component of each positive.
 
-    Where there are fewer, random ones follow, the same wherever the others are.
+    If there are fewer, random ones follow, which depend only on the others.
     """
     size, found = vectors.shape
     if found < rank:
@@ -275,7 +275,7 @@ def _summed(terms: Tensor, projection: Projection) -> Tensor:
 
 
 def _place_of(projection: Projection, number: int) -> list[int]:
-    """On each axis of the mesh, where the rank is that finishes a matrix."""
+    """Return the coordinates on the mesh of the rank that finishes a matrix."""
     places = []
     for group in reversed(projection.groups):
         number, place = divmod(number, group.size())
@@ -289,7 +289,7 @@ def _is_finished_here(projection: Projection, number: int) -> bool:
 
 
 def _sent(projection: Projection, number: int, basis: Tensor | None) -> Tensor:
-    """The whole basis, from the rank that has it, as all others have it."""
+    """Broadcast the whole basis from its owner."""
     parameter = projection.parameter.tensor
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     device = local(parameter).device
@@ -297,7 +297,7 @@ def _sent(projection: Projection, number: int, basis: Tensor | None) -> Tensor:
         whole = torch.empty(projection.basis_shape, dtype=dtype, device=device)
     else:
         whole = basis.to(dtype).contiguous()
-    # What goes over an axis before the right rank has it is overwritten by what goes over the next.
+    # An axis may send a wrong value before the right one arrives, which the next axis overwrites.
     places = _place_of(projection, number)
     for group, place in zip(projection.groups, places, strict=True):
         dist.broadcast(whole, group=group, group_src=place)

@@ -1,14 +1,14 @@
 """The Walsh-Hadamard transform of the last dim: y = x H / sqrt(n), with n a power of two.
 
-H has elements of 1 and -1 and orthogonal rows, so a row with one large element becomes one whose
-elements are alike, and all of them fit one scale. It is the Kronecker product of smaller ones,
+H has elements of 1 and -1 and orthogonal rows, so a row with one large element becomes one with
+elements of similar size, which share a scale well. It is the Kronecker product of smaller ones,
 
     H = H256 x H256 x ... x Hr,  r < 256
 
-so with the last dim seen as several of size 256, a product with the matrix of 256 along each of
-them is all of it (as in HadaCore: Agarwal et al., 2024, arXiv:2412.08832, with matrices of 16, what
-a tensor core multiplies). The sizes of heads take one product. Smaller matrices would take fewer
-operations and more time: with 16, rows of 128 took 24 times as long on an H100 as a dense product
+so with the last dim viewed as several of size 256, it is a product with the matrix of size 256
+along each of them (as in HadaCore: Agarwal et al., 2024, arXiv:2412.08832, with matrices of 16, the
+size of tensor cores). Usual head sizes take one product. Smaller matrices would take fewer
+operations but more time: with 16, rows of 128 took 24 times as long on an H100 as a dense product
 in bf16, and 3 times as long on a CPU as that product in float32.
 The transform is symmetric and its own inverse, and so its own gradient.
 """
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 STEP = 256
-"""Of the matrices that are multiplied with; the last may be smaller."""
+"""Size of the factor matrices; the last may be smaller."""
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """`x` (..., n) times the normalised matrix, computed in float32 at least; in that dtype.
+    """Multiply `x` (..., n) by the normalised matrix, in float32 or wider; returned in that dtype.
 
     Raises:
-        ValueError: where n is no power of two.
+        ValueError: if n is not a power of two.
     """
     size = x.shape[-1]
     if not is_power_of_two(size):
@@ -42,18 +42,18 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def is_power_of_two(size: int) -> bool:
-    """Whether there is such a transform of `size` elements."""
+    """Whether `size` is a power of two, so that the transform exists."""
     return size > 0 and size & (size - 1) == 0
 
 
 def factors(size: int) -> list[int]:
-    """A power of two as a product of 256s, and what is left."""
+    """Factor a power of two into 256s and a remainder."""
     rests = takewhile(lambda rest: rest > 1, (size // STEP**i for i in range(size.bit_length())))
     return [min(rest, STEP) for rest in rests]
 
 
 def _matrix(size: int, like: Tensor) -> Tensor:
-    """The matrix: of row i and column j, the sign is the parity of the bits of i & j."""
+    """Return the matrix, whose sign at row i and column j is the parity of the bits of i & j."""
     index = torch.arange(size, device=like.device)
     common = index[:, None] & index
     parity = torch.zeros_like(common)

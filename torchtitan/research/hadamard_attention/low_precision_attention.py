@@ -1,20 +1,20 @@
-"""Attention to queries, keys and values of 8 bits, made alike by a rotation before.
+"""Attention with queries, keys and values of 8 bits, after a rotation that evens out outliers.
 
-What is multiplied is rounded to Float8 (e4m3) or int8 after a scale has brought its largest element
-to the largest number of the format. A channel that is much larger than the others takes all of the
-scale. A rotation by the Walsh-Hadamard matrix H (`hadamard`) spreads it over a head; it is
-orthogonal, so before rounding nothing changes (HadaCore: Agarwal et al., 2024, arXiv:2412.08832):
+Operands are rounded to Float8 (e4m3) or int8 after scaling their largest element to the largest
+number of the format. A channel that is much larger than the others dominates the scale. A rotation
+by the Walsh-Hadamard matrix H (`hadamard`) spreads it over a head; it is orthogonal, so without
+rounding nothing changes (HadaCore: Agarwal et al., 2024, arXiv:2412.08832):
 
     (q H) (k H)' = q k'          and          softmax(...) (v H) H = softmax(...) v
 
-Queries and keys are rotated after their rotary positions, which turn them too. Their products are
-computed in the dtype of the model, from the rounded numbers, and gradients pass straight through
-the rounding (Bengio et al., 2013, arXiv:1308.3432): this shows what 8 bits do to a run, and is not
-faster. Attention kernels that multiply in 8 bits have no backward.
+Queries and keys are rotated after their rotary embedding. Their products are computed in the dtype
+of the model, from the rounded numbers, and gradients pass straight through the rounding (Bengio et
+al., 2013, arXiv:1308.3432): this shows the effect of 8 bits on a run, and is not faster. Attention
+kernels that multiply in 8 bits have no backward.
 
-A scale is of one token and head, of one head of a sequence, or of all heads of it, and never of a
-microbatch: so it is the same on every layout. Ranks that share a sequence, or its heads, agree on
-the largest element.
+A scale covers one token and head, one head of a sequence, or all heads of a sequence, and never a
+microbatch, so it is the same on every layout. Ranks that share a sequence, or its heads, take their
+common largest element.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
@@ -40,17 +40,17 @@ Rotation = Literal["none", "qk", "v", "qkv"]
 
 LARGEST: Mapping[Format, float] = {"float8": 448.0, "int8": 127.0}
 SHARED_DIMS: Mapping[Scales, tuple[int, ...]] = {"token": (-1,), "head": (-2, -1), "tensor": ()}
-"""Of (B, heads, S, E), those that share a scale; (): all but the first."""
+"""Dims of (B, heads, S, E) that share a scale; (): all but the first."""
 SHARING: Mapping[Scales, tuple[str, ...]] = {
     "token": (),
     "head": ("cp",),
     "tensor": ("cp", "tp"),
 }
-"""The axes of the mesh whose ranks have parts of what shares a scale."""
+"""Axes of the mesh whose ranks have parts of the elements that share a scale."""
 
 
 class LowPrecisionAttention(ConverterConfig):
-    """Attention to queries, keys and values that are rotated and rounded to 8 bits."""
+    """Attention with queries, keys and values that are rotated and rounded to 8 bits."""
 
     name: Literal["low_precision_attention"] = Field(
         "low_precision_attention", description="Which converter."
@@ -81,7 +81,7 @@ class LowPrecisionAttention(ConverterConfig):
             yield Problem("scale", message, (), "note")
 
     def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """There is attention to convert, whose heads can be rotated."""
+        """Yield conflicts: there must be attention to convert, with heads that can be rotated."""
         model = model_of(recipe)
         if model is None:
             return
@@ -150,20 +150,20 @@ class LowPrecisionAttention(ConverterConfig):
         yield forget
 
     def described(self) -> str:
-        """What is rounded to, and how, in a few words."""
+        """Format, scale and rotation, in a few words."""
         rotated = "not rotated" if self.rotation == "none" else f"{self.rotation} rotated"
         return f"{self.dtype}, a scale for each {self.scale}, {rotated}"
 
 
 class RoundedAttention(SelfAttention):
-    """`SelfAttention`, by whatever core it has, to rounded queries, keys and values."""
+    """`SelfAttention`, with any core, of rounded queries, keys and values."""
 
     def __init__(self, config: LowPrecisionAttention, groups: list[ProcessGroup]) -> None:
-        """`groups` are those of the ranks that have parts of what shares a scale."""
+        """Share scales over the ranks of `groups`, which have parts of their elements."""
         super().__init__()
         self.config, self.groups = config, [group.group_name for group in groups]
         self.watch: Callable[[str, Rounding], None] | None = None
-        """Called with how each of q, k and v is rounded."""
+        """Function called with the rounding of each of q, k and v."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         given = {"q": q, "k": k, "v": v}
@@ -176,7 +176,7 @@ class RoundedAttention(SelfAttention):
         return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
 
     def rounded(self, *tensors: Tensor) -> list[Tensor]:
-        """q, k and v, each (B, heads, S, E), rounded, by the largest elements of all ranks."""
+        """Round q, k and v, each (B, heads, S, E), by the largest elements of all ranks."""
         largest = [largest_elements(x.detach(), self.config.scale) for x in tensors]
         for group in self.groups:
             sizes = [each.shape[1] for each in largest]
@@ -190,30 +190,30 @@ class RoundedAttention(SelfAttention):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """In which scales are applied."""
+    """Convert to float32 or wider, in which scales are applied."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def largest_elements(x: Tensor, scale: Scales) -> Tensor:
-    """Of what shares a scale in `x` (B, heads, S, E), on this rank; with as many dims."""
+    """Return the largest element for each scale of `x` (B, heads, S, E) on this rank; 4 dims."""
     return x.abs().amax(SHARED_DIMS[scale] or (1, 2, 3), keepdim=True)
 
 
 def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
-    """`x` as it is rounded; the gradient of `x` is that of the result."""
+    """Round `x`; its gradient is that of the result."""
     exact = x.detach()
     _, rounded, scale = _in_format(exact, largest, format)
-    return rounded * scale + (x - exact)  # what is added is zero, and has the gradient
+    return rounded * scale + (x - exact)  # the difference is zero, and carries the gradient
 
 
 def rounding(x: Tensor, largest: Tensor, format: Format) -> Rounding:
-    """How that rounds `x`."""
+    """Return the details of rounding `x`."""
     scaled, rounded, scale = _in_format(x, largest, format)
     return Rounding(scaled, rounded, 1 / scale, LARGEST[format])
 
 
 def _in_format(x: Tensor, largest: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` divided by its scale, that in the format, and the scale."""
+    """Return `x` divided by its scale, the same in the format, and the scale."""
     scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
     scaled = x / scale
     clamped = scaled.clamp(-LARGEST[format], LARGEST[format])

@@ -1,4 +1,4 @@
-"""LoCo: gradients in few bits, with a moving average of what rounding took away
+"""LoCo: gradients in few bits, with a moving average of the rounding errors
 (Xie et al., 2024, arXiv:2407.04480).
 
 For each row that a rank sends, with e = 0 at first,
@@ -7,12 +7,12 @@ For each row that a rank sends, with e = 0 at first,
     send Q(h)
     e = beta e + (1 - beta) (h - Q(h))
 
-So e' - e = (1 - beta) (g - Q(h)): over T calls the gradients and what was sent for them differ by
-(e_T - e_0) / (1 - beta) in sum, which does not grow. With beta = 0 this is error feedback as of
+So e' - e = (1 - beta) (g - Q(h)): over T calls the sums of the gradients and of the sent values
+differ by (e_T - e_0) / (1 - beta), which does not grow. With beta = 0 this is the error feedback of
 Seide et al. (2014). The names are those of DeepSpeed; the paper's beta is 1 - beta here.
 
-Ranks of a shard group reduce so (`[communication.gradients]`), and so do replicas
-(`[communication.replicas]`): with both, that is the form in two hops, each with errors of its own.
+Ranks of a shard group reduce this way (`[communication.gradients]`), and so do replicas
+(`[communication.replicas]`): both together are the two-hop form, each hop with its own errors.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class Compensated(Quantized):
-    """Settings of a message of which what rounding takes away is sent later."""
+    """Settings of messages whose rounding errors are sent later."""
 
     bits: int = Field(4, ge=2, le=8, description="Of each number that is sent.")
     bucket: Bucket = Field(256, description="Numbers that share a scale; a multiple of 8.")
@@ -57,7 +57,7 @@ class Compensated(Quantized):
 
 
 class Compensation:
-    """Encodes rows, and keeps what rounding took away of each."""
+    """Encoder of rows that keeps the rounding error of each."""
 
     def __init__(
         self, config: Compensated, codec: Codec, rows: int, length: int, device: torch.device
@@ -72,7 +72,7 @@ class Compensation:
         self.error = torch.zeros(shape, dtype=kind, device=device)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Codes (R, bytes) of rows (R, n)."""
+        """Encode rows (R, n) as codes (R, bytes)."""
         if not self.config.compensate:
             return self.codec.encode(rows)
         length = rows.shape[1]
@@ -80,19 +80,19 @@ class Compensation:
         wanted = rows.float() + error
         sent = self.codec.encode(wanted)
         missed = wanted - self.codec.decode(sent, length)
-        # A step that is not finite is skipped, and should not be remembered.
+        # A step that is not finite is skipped, and must not enter the errors.
         error = torch.lerp(missed, error, self.config.beta).nan_to_num(0.0, 0.0, 0.0)
         self.error.copy_(self.stored.encode(error) if self.stored else error)
         return sent
 
     def end_step(self, step: int) -> None:
-        """After `step` steps."""
+        """Run after `step` steps."""
         if self.config.reset_steps and step % self.config.reset_steps == 0:
             self.error.zero_()
 
 
 class LoCo(Compensated, QuantizedGradients):
-    """Gradients are sent in few bits; what rounding takes away is sent later."""
+    """Gradients in few bits, whose rounding errors are sent later."""
 
     remembers: ClassVar[bool] = True
 
@@ -103,9 +103,9 @@ class LoCo(Compensated, QuantizedGradients):
 
 
 class LoCoReduce(QuantizedReduce):
-    """A reduction that keeps, for each rank it sends to, what rounding took away.
+    """Reduction that keeps the rounding errors for each receiving rank.
 
-    That is as many numbers as the whole unit has: a byte for each, whatever the number of ranks.
+    There are as many errors as elements in the whole unit: a byte each, for any number of ranks.
     """
 
     def __init__(self, config: LoCo, envelope: Envelope, group: ProcessGroup) -> None:
@@ -126,7 +126,7 @@ class LoCoReduce(QuantizedReduce):
 
 
 class LoCoReplicas(Compensated, Agreement):
-    """Replicas add up gradients in few bits; what rounding takes away is sent later."""
+    """Sum of replicas' gradients in few bits, whose rounding errors are sent later."""
 
     name: Literal["loco"] = Field("loco", description="Which way to agree.")
 
@@ -142,9 +142,9 @@ class LoCoReplicas(Compensated, Agreement):
 
 
 class LoCoAgree(Agree):
-    """An all-reduce in few bits: each replica adds up a part, and sends the sum to all.
+    """All-reduce in few bits: each replica sums a part, and sends the sum to all.
 
-    Both are compensated, each by errors of its own; all replicas read the same codes of the sums.
+    Both hops are compensated, each by its own errors; all replicas decode the same sums.
     """
 
     def __init__(self, config: LoCoReplicas, envelope: Envelope, group: ProcessGroup) -> None:
@@ -176,7 +176,7 @@ class LoCoAgree(Agree):
             compensation.end_step(int(self.step))
 
     def _sum(self, numbers: Tensor) -> Tensor:
-        """Over all replicas, of numbers (n)."""
+        """Sum numbers (n) over all replicas."""
         missing = self.length * self.group.size() - len(numbers)
         rows = torch.cat([numbers, numbers.new_zeros(missing)]).view(-1, self.length)
         sent = self.parts.encode(rows)
@@ -188,7 +188,7 @@ class LoCoAgree(Agree):
 
 
 def _copy(numbers: Tensor, tensors: list[Tensor]) -> None:
-    """Cut numbers (n) into tensors, in order."""
+    """Copy numbers (n) into tensors, in order."""
     for tensor, part in zip(
         tensors, torch.split(numbers, [each.numel() for each in tensors]), strict=True
     ):

@@ -1,9 +1,9 @@
-"""Levels that are learned from what is sent (QSDP; Markov et al., 2023, arXiv:2302.02390).
+"""Levels that are learned from the sent numbers (QSDP; Markov et al., 2023, arXiv:2302.02390).
 
-Numbers of a bucket, scaled to lie between 0 and 1, are not evenly spread there. So each number
-moves the level that is closest to it by a part of their distance, a step of gradient descent on its
-square. The first and the last level stay at 0 and 1: every number then lies between two levels, and
-rounding at random to one of the two is right in the mean.
+Numbers of a bucket, scaled to between 0 and 1, are not uniformly distributed. So each number moves
+the closest level by a fraction of their distance, a step of gradient descent on its square. The
+first and the last level stay at 0 and 1: every number is then between two levels, and stochastic
+rounding to one of the two is unbiased.
 """
 
 import torch
@@ -14,17 +14,17 @@ from torch.distributed import ProcessGroup
 from torchtitan.research.common.codec import Envelope
 
 SAMPLES, BATCH, PASSES = 2**14, 2**10, 8
-"""Numbers of a parameter that levels are learned from, at most, and how many are taken at once."""
+"""Maximum samples of a parameter from which levels are learned, batch size, and passes."""
 
 
 class Levels:
-    """The levels of a unit: of each parameter that is sent in few bits, the same on all ranks.
+    """Levels of each parameter of a unit that is sent in few bits, the same on all ranks.
 
-    A bucket has those of the parameter that it begins in.
+    A bucket has the levels of the parameter in which it starts.
     """
 
     def __init__(self, envelope: Envelope, group: ProcessGroup, every: int, rate: float) -> None:
-        """They are learned anew after `every` steps, by a step of size `rate` for each number."""
+        """Learn levels again after `every` steps, by a step of size `rate` for each number."""
         self.codec, self.group, self.every, self.rate = envelope.codec, group, every, rate
         device = envelope.unit.device
         sizes = torch.tensor([size for is_coarse, size in envelope.parts if is_coarse])
@@ -32,16 +32,16 @@ class Levels:
         self.of_bucket = torch.searchsorted(sizes.cumsum(0), begins, right=True).to(device)
         self.even = torch.linspace(0, 1, 2**self.codec.bits, device=device)
         self.moved = torch.zeros(len(sizes), len(self.even), device=device)
-        """How far each is from where it would be at equal distances."""
+        """Offset of each level from its position at equal distances."""
         self.learned = torch.zeros((), dtype=torch.int64)
-        """The step in which they were learned, and one; zero: in none."""
+        """Step in which levels were last learned, plus one; zero: never."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint has to keep."""
+        """Return the state to checkpoint."""
         return {"levels": self.moved, "learned": self.learned}
 
     def __call__(self, rows: Tensor, step: int) -> Tensor:
-        """Those of each bucket (buckets, levels) of rows (R, n) that are sent in a step."""
+        """Return the levels of each bucket (buckets, levels) of rows (R, n) sent in a step."""
         if step % self.every == 0 and step + 1 != self.learned:
             values = self.codec.normalized(rows)
             for number in range(len(self.moved)):
@@ -54,7 +54,7 @@ class Levels:
 
 
 def learn(levels: Tensor, values: Tensor, rate: float) -> Tensor:
-    """Levels after all `values` (n) have moved them; both lie between 0 and 1."""
+    """Return the levels after all `values` (n) have moved them; both are between 0 and 1."""
     values = values[values.isfinite()]
     values = values[:: -(-len(values) // SAMPLES) or 1].contiguous()
     for _ in range(PASSES):
@@ -62,7 +62,7 @@ def learn(levels: Tensor, values: Tensor, rate: float) -> Tensor:
             closest = torch.bucketize(some, (levels[1:] + levels[:-1]) / 2)
             counts = torch.bincount(closest, minlength=len(levels))
             means = torch.zeros_like(levels).index_add_(0, closest, some) / counts.clamp(min=1)
-            # What as many single steps towards their mean come to.
+            # Equal to that many single steps towards the mean.
             levels = torch.lerp(levels, means, 1 - (1 - rate) ** counts)
             levels[0], levels[-1] = 0.0, 1.0
     return levels

@@ -1,10 +1,11 @@
-"""QSDP: weights are gathered, and gradients reduced, in few bits
+"""QSDP: gathers of weights and reductions of gradients in few bits
 (Markov et al., 2023, arXiv:2302.02390).
 
 Weights are rounded to a lattice after a random shift that all ranks share and that changes with
-each step, so that the mean over shifts is the weight itself; gradients are rounded at random. Both
-in buckets between the smallest and the largest of each. The owner of a weight keeps it in full, but
-computes with the rounded one, as all ranks do. For few bits, levels are learned (`levels`).
+each step, so that the mean over shifts is the weight itself; gradients are rounded stochastically.
+Both use buckets, from the smallest to the largest number of each. The owner of a weight keeps its
+full precision, but computes with the rounded one, as all ranks do. For few bits, levels are learned
+(`levels`).
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from torchtitan.research.qsdp.levels import Levels
 from torchtitan.torch_private.collectives import all_gather_into
 
 MOST_BITS = 5
-"""Of levels that are learned."""
+"""Maximum bits for which levels are learned."""
 
 
 class WithLevels(Quantized):
@@ -48,7 +49,7 @@ class WithLevels(Quantized):
     )
 
     def open_levels(self, envelope: Envelope, group: ProcessGroup) -> Levels | None:
-        """What learns levels; None: they are at equal distances."""
+        """Return the learned levels; None if levels are at equal distances."""
         if self.levels == "uniform" or not envelope.coarse:
             return None
         return Levels(envelope, group, self.learn_steps, self.learn_rate)
@@ -63,7 +64,7 @@ class WithLevels(Quantized):
 
 
 class QSDPWeights(WithLevels, WeightsConfig):
-    """Weights are rounded to a lattice that is shifted at random, by all ranks alike."""
+    """Weights rounded to a lattice with a random shift, the same on all ranks."""
 
     reads_numbers: ClassVar[bool] = True
 
@@ -78,7 +79,7 @@ class QSDPWeights(WithLevels, WeightsConfig):
 
 
 class QSDPGather(Clock, Gather):
-    """The same shift for all gathers of a step: the backward has the weights of the forward."""
+    """Gather with one shift per step, so that the backward has the weights of the forward."""
 
     def __init__(
         self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None
@@ -91,7 +92,7 @@ class QSDPGather(Clock, Gather):
 
     @property
     def shift(self) -> float:
-        """Uniform between -1/2 and 1/2."""
+        """Return a uniform shift between -1/2 and 1/2."""
         generator = torch.Generator().manual_seed(self.seed("shift"))
         return float(torch.rand((), generator=generator)) - 0.5
 
@@ -108,7 +109,7 @@ class QSDPGather(Clock, Gather):
 
 
 class QSDPGradients(WithLevels, QuantizedGradients):
-    """Gradients are rounded at random, so that the mean is the gradient itself."""
+    """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
     name: Literal["qsdp"] = Field("qsdp", description="Which way to reduce.")
 
@@ -122,7 +123,7 @@ class QSDPGradients(WithLevels, QuantizedGradients):
 
 
 class QSDPReduce(QuantizedReduce):
-    """What is drawn differs by rank, by call and by step."""
+    """Reduction whose random draws differ by rank, call and step."""
 
     def __init__(
         self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None

@@ -94,7 +94,7 @@ def run_probe(
         batch: images that are encoded together.
 
     Raises:
-        ConfigError: there is no such encoder, or its images have no classes.
+        ConfigError: if there is no such encoder, or its images have no classes.
     """
     kind = place.format or find_format(place.path)
     opened = OPEN[kind](place.path, place.model, place.flavor)

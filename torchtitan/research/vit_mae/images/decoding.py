@@ -63,7 +63,7 @@ def decode(content: bytes, suffix: str, name: str, config: ImagesConfig, bands: 
         bands: how many a photograph is converted to; a raster has what it has.
 
     Raises:
-        CorruptImage: it cannot be decoded.
+        CorruptImage: if it cannot be decoded.
     """
     with _named(name):
         if suffix in PHOTOGRAPHS:
@@ -113,7 +113,7 @@ def bands_first(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """(bands, H, W) of that or of (H, W).
 
     Raises:
-        ValueError: it has another number of dims.
+        ValueError: if it has another number of dims.
     """
     if pixels.ndim not in (2, 3):
         raise ValueError(f"it has the shape {pixels.shape}; wanted (bands, H, W) or (H, W)")
@@ -124,8 +124,8 @@ def scaled(pixels: npt.NDArray[Any], name: str, config: ImagesConfig) -> Tensor:
     """The bands that are asked for, as float32, what is the largest value as 1.
 
     Raises:
-        CorruptImage: a value is not a finite number.
-        ConfigError: there is no such band.
+        CorruptImage: if a value is not a finite number.
+        ConfigError: if there is no such band.
     """
     if config.bands:
         if max(config.bands) >= len(pixels):

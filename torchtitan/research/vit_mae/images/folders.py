@@ -23,7 +23,7 @@ class ImageFolder:
             bands: how many a photograph is converted to.
 
         Raises:
-            ConfigError: there are no images, or they do not all have a class.
+            ConfigError: if there are no images, or they do not all have a class.
         """
         if not root.is_dir():
             raise ConfigError(f"{root} is a file; wanted a folder of images")

@@ -51,7 +51,7 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
         bands: how many it takes.
 
     Raises:
-        ConfigError: they cannot be had, or do not fit.
+        ConfigError: if they cannot be had, or do not fit.
     """
     if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
@@ -69,7 +69,7 @@ def check_images(config: DataConfig) -> None:
     """Look at the files that a section names, if it names any, without decoding them.
 
     Raises:
-        ConfigError: they are no images, and why.
+        ConfigError: if they are no images, and why.
     """
     dataset = DATASETS.get(config.dataset)
     if dataset and dataset.kind in IMAGES and not any(config.problems(None, PlannedWorld())):

@@ -42,7 +42,7 @@ class TarShards:
             bands: how many a photograph is converted to.
 
         Raises:
-            ConfigError: there are no shards, or one is empty, cut short or not tar.
+            ConfigError: if there are no shards, or one is empty, cut short or not tar.
         """
         self._config, self._bands = config, bands
         root = path if path.is_dir() else path.parent
@@ -98,7 +98,7 @@ def shards_at(path: Path) -> list[Path]:
     """The tar files at a path, in the order of their names.
 
     Raises:
-        ConfigError: there are none, or they are compressed.
+        ConfigError: if there are none, or they are compressed.
     """
     found = [path] if path.is_file() else sorted(path.rglob("*"), key=Path.as_posix)
     for file in found:
@@ -116,7 +116,7 @@ def entries_of(path: Path, shard: int) -> Iterator[Entry]:
     """The samples of a shard, in the order in which they stand in it.
 
     Raises:
-        ConfigError: it is empty, cut short, or not tar; or a sample is none.
+        ConfigError: if it is empty, cut short, or not tar; or a sample is none.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     last = None

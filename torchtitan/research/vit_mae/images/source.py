@@ -40,8 +40,8 @@ class Images(Protocol):
         """An image, (bands, H, W) float32 in 0..1.
 
         Raises:
-            CorruptImage: it cannot be decoded.
-            ConfigError: it cannot be read.
+            CorruptImage: if it cannot be decoded.
+            ConfigError: if it cannot be read.
         """
 
     def label(self, index: int) -> int:
@@ -72,7 +72,7 @@ class ImageView:
             bands: how many the model takes.
 
         Raises:
-            ConfigError: the section is of images with another number of bands.
+            ConfigError: if the section is of images with another number of bands.
         """
         self.images, self.config, self.size, self.bands = images, config, size, bands
         self.windows = [0, len(images)]
@@ -97,8 +97,8 @@ class ImageView:
             seed: None: nothing is random, whatever the section says.
 
         Raises:
-            CorruptImage: it cannot be decoded.
-            ConfigError: it does not have the size or bands that it should have.
+            CorruptImage: if it cannot be decoded.
+            ConfigError: if it does not have the size or bands that it should have.
         """
         image = self.images.image(index)
         draw = None

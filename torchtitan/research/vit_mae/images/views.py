@@ -35,7 +35,7 @@ def view(
         (bands, size, size).
 
     Raises:
-        ConfigError: the image does not have the size that `config` asks for.
+        ConfigError: if the image does not have the size that `config` asks for.
     """
     height, width = image.shape[1:]
     if config.crop == "none" and (height, width) != (size, size):
