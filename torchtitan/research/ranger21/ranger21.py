@@ -1,8 +1,8 @@
 """Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731): AdamW and nine additions to it.
 
 Each is a switch; without any of them this is AdamW, to the bit. The rule follows the authors' code
-but for three of its faults: that code decays the last parameter alone, takes no maximum, and mixes
-up two coefficients of the momentum.
+except for three of its faults: it decays only the last parameter, takes no maximum, and swaps two
+coefficients of the momentum.
 
     clip        a unit's gradient g has at most a hundredth of the norm of its weights
     centralize  g -= mean(g) of each unit;   normalize   g /= std(g) of each tensor
@@ -16,9 +16,9 @@ up two coefficients of the momentum.
     w -= lr / (1 - beta1^t) u / d
     lookahead   every 5 steps: w = slow = (w + slow) / 2
 
-A unit is a row of a matrix; of a vector, all of it. What the first three and the decay need to know
-of other ranks is known after one reduction among those that share tensors, and one among stages:
-the sum of v follows from sums over g, before g is centralized or normalized.
+A unit is a row of a matrix, or a whole vector. The first three and the decay need sums from other
+ranks, which take one reduction among the ranks that share tensors, and one among stages: the sum of
+v follows from sums over g, before g is centralized or normalized.
 """
 
 import math
@@ -40,7 +40,7 @@ from torchtitan.torch_private.dtensor import laid_out_as
 
 
 class Ranger21(OptimizerConfig):
-    """AdamW with adaptive clipping, two momenta, lookahead and more, each of which can be off."""
+    """AdamW with adaptive clipping, two momenta, lookahead and more, each of them optional."""
 
     sends: ClassVar[bool] = True
 
@@ -98,7 +98,7 @@ class Ranger21(OptimizerConfig):
         return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}
 
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
-        # AdamW's fused kernel rounds otherwise than any loop over tensors.
+        # AdamW's fused kernel rounds differently from any loop over tensors.
         return Ranger21Optimizer(groups, self) if self.switched_on() else AdamWRule().build(groups)
 
     def allocate(self, optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +109,7 @@ class Ranger21(OptimizerConfig):
                 optimizer.state[parameter] = self.begin(parameter)
 
     def begin(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter before the first step."""
+        """Return the state of a parameter before the first step."""
         state = {
             name: laid_out_as(parameter, torch.zeros_like(local(parameter).detach()))
             for name in sorted(self.state_names() - {"step"})
@@ -129,7 +129,7 @@ class Ranger21(OptimizerConfig):
 
     @property
     def needs_sums(self) -> bool:
-        """Whether an update needs to know more than one element of what it updates."""
+        """Whether an update needs sums over elements."""
         return bool(
             self.adaptive_clip
             or self.norm_loss
@@ -139,7 +139,7 @@ class Ranger21(OptimizerConfig):
         )
 
     def switched_on(self) -> list[str]:
-        """Which of its additions to AdamW are on."""
+        """Return the enabled additions to AdamW."""
         switches = {
             "adaptive clipping": self.adaptive_clip,
             "centralization": self.centralize_gradients,
@@ -173,7 +173,7 @@ class Ranger21(OptimizerConfig):
 
 
 class Ranger21Optimizer(torch.optim.Optimizer):
-    """Ranger21 over parameters as they lie on the ranks."""
+    """Ranger21 over sharded parameters."""
 
     def __init__(self, groups: Sequence[ParameterGroup], config: Ranger21) -> None:
         super().__init__([group.options() for group in groups], {})
@@ -208,7 +208,7 @@ class Ranger21Optimizer(torch.optim.Optimizer):
     def _sigma(
         self, due: Sequence[tuple[Tensor, dict[str, Any]]], known: Mapping[Tensor, Measured]
     ) -> Tensor:
-        """The root mean square of all gradients, by their second moments of this step: 0-d."""
+        """Return the root mean square of all gradients, from this step's second moments (0-d)."""
         terms, count = [], 0.0
         for parameter, group in due:
             beta2, step = group["betas"][1], self.state[parameter]["step"].item()
@@ -236,7 +236,7 @@ class Ranger21Optimizer(torch.optim.Optimizer):
 
         decay: Tensor | float = group["weight_decay"]
         if sigma is not None:
-            # Where no gradient was ever other than 0, there is nothing to compare with.
+            # If all gradients so far were 0, there is no decay.
             decay = torch.where(sigma > 0, decay / sigma, 0.0)
         keep = 1 - rate * decay
         if known and config.norm_loss:
@@ -281,5 +281,5 @@ class Ranger21Optimizer(torch.optim.Optimizer):
 
 
 def _computed(tensor: Tensor) -> torch.dtype:
-    """What factors of its units are computed in."""
+    """Return the dtype in which factors of a tensor's units are computed."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -8,7 +8,7 @@ from torchtitan.optim import ScheduleConfig
 
 
 class Ranger21Schedule(ScheduleConfig):
-    """Ranger21's (Wright and Demeure, 2021, arXiv:2106.13731): warm-up, flat, linear warm-down."""
+    """Warm-up, flat, linear warm-down of Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731)."""
 
     name: Literal["ranger21"] = Field("ranger21", description="Which schedule.")
     warmup_steps: int = Field(

@@ -1,7 +1,7 @@
-"""What Ranger21 has to know of gradients and weights beyond one element, on every layout.
+"""Sums over gradients and weights that Ranger21 needs, on every layout.
 
-Sums over the units of a tensor say how its gradient is clipped and centralized; what it then sums
-up to follows from them, and by what it is normalized. So one reduction tells all of it.
+Sums over the units of a tensor determine how its gradient is clipped and centralized; the sums of
+the result, and its normalization, follow from them. So one reduction is enough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torchtitan.research.ranger21.ranger21 import Ranger21
 
 SMALLEST_STD, SMALLEST_NORM = 1e-8, 1e-6
-"""Of gradients that are divided by them."""
+"""Lower bounds of the divisors of gradients."""
 
 
 class Measured(NamedTuple):
-    """What is known of a parameter and its gradient, in float64.
+    """Measurements of a parameter and its gradient, in float64.
 
-    The gradient g becomes (factor g - mean) / std; std is 0-d, the others are of units: (units,).
+    The gradient g becomes (factor g - mean) / std; std is 0-d, the others are per unit: (units,).
     """
 
     factor: Tensor
@@ -32,13 +32,13 @@ class Measured(NamedTuple):
     std: Tensor
     weight_norm: Tensor
     square: Tensor
-    """0-d: the sum of squares of what the gradient becomes."""
+    """Sum of squares of the resulting gradient (0-d)."""
     variance: Tensor
-    """0-d: the sum of the second moment before this step."""
+    """Sum of the second moment before this step (0-d)."""
 
 
 class Measurement:
-    """Measures gradients and weights as they lie on the ranks."""
+    """Measurement of sharded gradients and weights."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Measurement:
         units: Mapping[Tensor, Units],
         sharing: dist.ProcessGroup | None,
     ) -> None:
-        """`sharing` are the ranks that have parts of the same tensors."""
+        """Measure `units` over `sharing`, the ranks that have parts of the same tensors."""
         self.config, self.units, self.sharing = config, units, sharing
 
     def of(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
     ) -> dict[Tensor, Measured]:
-        """What is known of each parameter that has a gradient, by one reduction."""
+        """Measure each parameter that has a gradient, by one reduction."""
         reduction, own = Reduction(self.sharing), dict[Tensor, Tensor]()
         for parameter in parameters:
             units = self.units[parameter]
@@ -79,7 +79,7 @@ class Measurement:
         return known
 
     def _changes(self, units: Units, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Factor and mean of each unit, from its sums of g, g² and w² (3, units)."""
+        """Return factor and mean of each unit, from its sums of g, g² and w² (3, units)."""
         config = self.config
         gradient, square, weight = sums
         factor, mean = torch.ones_like(gradient), torch.zeros_like(gradient)
@@ -87,13 +87,13 @@ class Measurement:
             limit = config.adaptive_clip * weight.sqrt().clamp_min(config.adaptive_clip_norm)
             norm = square.sqrt()
             factor = torch.where(norm > limit, limit / norm.clamp_min(SMALLEST_NORM), 1.0)
-        # A unit of one number, such as a row of one column, would be left with none.
+        # Centralizing a unit of one element, such as a row of one column, would erase it.
         if config.centralize_gradients and len(units.parameter.shape) > 1 and units.size > 1:
             mean = factor * gradient / units.size
         return factor, mean
 
     def _totals(self, units: Units, sums: Tensor) -> Tensor:
-        """Over those units: the sum of what the gradient becomes, and that of its squares."""
+        """Return the sums over the units of the resulting gradient, and of its squares."""
         factor, mean = self._changes(units, sums)
         gradient, square, _ = sums
         total = factor * gradient - units.size * mean
@@ -101,7 +101,7 @@ class Measurement:
         return torch.stack([total.sum(), squares.sum()])
 
     def _measured(self, units: Units, sums: Tensor, totals: Tensor, variance: Tensor) -> Measured:
-        """From sums of the units of this rank, and what is known of the whole parameter."""
+        """Combine sums of this rank's units with those of the whole parameter."""
         factor, mean = self._changes(units, sums)
         (total, square), count = totals, units.parameter.shape.numel()
         std = torch.ones_like(square)
@@ -112,6 +112,6 @@ class Measurement:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of the gradient."""
     assert parameter.grad is not None
     return local(parameter.grad)

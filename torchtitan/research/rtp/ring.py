@@ -1,18 +1,18 @@
 """Parts of weights that travel around a ring of ranks: each rank computes with one after the other.
 
-Rank r begins with its own part and sends it to r + 1, so that after k hops it has that of r - k. In
-the backward the parts come the other way, and the gradient of each travels with it:
+Rank r starts with its own part and sends it to r + 1, so that after k hops it has that of r - k. In
+the backward the parts travel in the other direction, together with their gradients:
 
     forward, hop k          computes with the part of r - k, then passes it on to r + 1
-    backward, k = W-1 ... 0 has the part of r - k again, adds to its gradient what this rank finds,
-                            and passes both on to r - 1; the last is its own, whose gradient is home
+    backward, k = W-1 ... 0 has the part of r - k again, adds its own share to the part's gradient,
+                            and passes both on to r - 1; the last is its own part and gradient
 
 So W - 1 hops of the weights in the forward, and of weights and gradients in the backward.
 
-A rank keeps its own part. What travels are copies, so a forward without a backward, as in an
-evaluation, or a second one, as in recomputation, leaves every rank with what it owns. And what
-computes with a part saves the input alone: in the backward it asks for the part that is there. So
-autograd never keeps a weight, and whatever recomputes activations works as with any other module.
+A rank keeps its own part and sends copies, so a forward without a backward, as in evaluation, or a
+second one, as in recomputation, leaves every rank with what it owns. An operation with a part saves
+only the input: in the backward it fetches the part that has arrived. So autograd never keeps a
+weight, and recomputation of activations works as with any other module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from torchtitan.parallel.settings import Precision
 
 
 class Transfer(NamedTuple):
-    """Parts on their way to this rank, while its own are on theirs to the next."""
+    """Asynchronous receive of parts from one neighbour while sending to the other."""
 
     arriving: list[Tensor]
     works: list[Work]
@@ -37,24 +37,24 @@ class Transfer(NamedTuple):
     def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
-        self.works.clear()  # they keep what was sent
+        self.works.clear()  # they keep the sent tensors alive
         return self.arriving
 
 
 class Neighbours:
-    """The ring, as one rank sees it."""
+    """Ring, as seen by one rank."""
 
     def __init__(self, group: ProcessGroup, in_place: bool, piece: int) -> None:
         """
         Args:
-            in_place: what arrives replaces what was sent, `piece` bytes at a time, and nothing is
-                computed meanwhile; else it has a buffer of its own, and arrives during computation.
+            in_place: whether received parts replace the sent ones, `piece` bytes at a time, without
+                overlap; otherwise they have their own buffer and arrive during computation.
         """
         self.group, self.in_place, self.piece = group, in_place, piece
         self.size, self.rank = group.size(), group.rank()
 
     def pass_on(self, sent: Sequence[Tensor], step: int) -> Transfer:
-        """Begin to send tensors to the rank `step` further on; what arrives from the other side."""
+        """Start sending tensors to the rank `step` further on, receiving from the other side."""
         to, of = (
             dist.get_global_rank(self.group, (self.rank + n) % self.size) for n in (step, -step)
         )
@@ -64,7 +64,7 @@ class Neighbours:
         return Transfer(arriving, dist.batch_isend_irecv(operations))
 
     def replace(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Send tensors on, and have in their place what arrives from the other side."""
+        """Send tensors on, and replace them by those received from the other side."""
         for tensor in tensors:
             flat, size = tensor.view(-1), self.piece // tensor.itemsize
             for first in range(0, len(flat), size):
@@ -73,13 +73,13 @@ class Neighbours:
 
 
 class Convoy:
-    """Parts that travel together, for one forward and the backward of it."""
+    """Parts that travel together, for one forward and its backward."""
 
     def __init__(self, own: Sequence[Tensor], shapes: Sequence[torch.Size], *ring: Any) -> None:
         """
         Args:
             own: this rank's parts.
-            shapes: what they are filled up to, equal on all ranks.
+            shapes: their padded shapes, equal on all ranks.
             ring: Neighbours, and the Precision in which they travel.
         """
         self.own, self.shapes = own, shapes
@@ -87,15 +87,15 @@ class Convoy:
         self.precision: Precision = ring[1]
         self.hop = 0
         self.here: list[Tensor] = []
-        """What this rank computes with."""
+        """Parts currently on this rank."""
         self.on_way: Transfer | None = None
         self.gradients: list[Tensor] = []
-        """Of the parts here: what ranks before and this one have found."""
+        """Gradients of the current parts, summed over the previous ranks and this one."""
         self.gradients_on_way: Transfer | None = None
 
     @property
     def visitor(self) -> int:
-        """Whose parts are here."""
+        """Owner of the current parts."""
         return (self.ring.rank - self.hop) % self.ring.size
 
     @property
@@ -103,12 +103,12 @@ class Convoy:
         return self.hop == self.ring.size - 1
 
     def set_out(self) -> None:
-        """The forward begins."""
+        """Start the forward."""
         self.here = self._own(moves=self.ring.size > 1)
         self._overlap(1, not self.is_last)
 
     def advance(self) -> None:
-        """A hop of the forward is done."""
+        """Complete a hop of the forward."""
         if self.is_last:
             self.here = []
             return
@@ -117,7 +117,7 @@ class Convoy:
         self._overlap(1, not self.is_last)
 
     def fetch(self) -> list[Tensor]:
-        """The parts here, in the backward; there they come only where someone asks for them."""
+        """Return the current parts in the backward, in which they are received only on demand."""
         if not self.here:
             assert self.is_last, "parts are asked for at every hop or at none"
             self.here = self._own(moves=self.hop > 0)
@@ -130,7 +130,7 @@ class Convoy:
         return self.here
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """What this rank finds of the gradient of a part here."""
+        """Add this rank's share of the gradient of a current part."""
         if not self.gradients:
             self.gradients = [
                 torch.zeros(shape, dtype=self.precision.reduce, device=gradient.device)
@@ -139,7 +139,7 @@ class Convoy:
         self.gradients[index] += gradient
 
     def retreat(self) -> None:
-        """A hop of the backward is done: gradients are complete as far as this rank goes."""
+        """Complete a hop of the backward: gradients include this rank's share."""
         if self.ring.in_place:
             self.ring.replace(self.gradients, -1)
         else:
@@ -155,7 +155,7 @@ class Convoy:
             self.here = self._own(moves=False)
 
     def home(self) -> list[Tensor]:
-        """The gradients of this rank's own parts: the sums over all ranks."""
+        """Return the gradients of this rank's own parts, summed over all ranks."""
         self._merge()
         self.here = []
         return [
@@ -164,16 +164,16 @@ class Convoy:
         ]
 
     def _merge(self) -> None:
-        """Add what ranks before have found."""
+        """Add the gradients received from previous ranks."""
         if self.gradients_on_way:
             for mine, theirs in zip(self.gradients, self.gradients_on_way.wait(), strict=True):
                 mine += theirs
             self.gradients_on_way = None
 
     def _own(self, moves: bool) -> list[Tensor]:
-        """This rank's parts, to compute with and, if it `moves`, to send.
+        """Return this rank's parts to compute with and, if `moves`, to send.
 
-        A copy where they are cast, filled up, or would be replaced by what arrives.
+        They are copies if they are cast, padded, or would be replaced by received parts.
         """
         parts = []
         for own, shape in zip(self.own, self.shapes, strict=True):
@@ -188,12 +188,12 @@ class Convoy:
         return parts
 
     def _overlap(self, step: int, is_needed: bool) -> None:
-        """Pass on what is here while it is computed with, if another hop needs it."""
+        """Send the current parts during the computation, if another hop needs them."""
         if is_needed and not self.ring.in_place:
             self.on_way = self.ring.pass_on(self.here, step)
 
     def _moved(self, step: int) -> list[Tensor]:
-        """What is here after a hop."""
+        """Return the parts after a hop."""
         if self.ring.in_place:
             self.ring.replace(self.here, step)
             return self.here
@@ -203,30 +203,30 @@ class Convoy:
 
 
 class Visit(NamedTuple):
-    """One hop: what computes with the parts that are here."""
+    """One hop: operations with the current parts."""
 
     convoy: Convoy
     ticket: Tensor
-    """0-d: through it the parts have a gradient, which `Convoy.add` then keeps."""
+    """Tensor (0-d) that makes autograd compute the parts' gradients, kept by `Convoy.add`."""
 
     @property
     def visitor(self) -> int:
-        """Whose parts are here."""
+        """Owner of the current parts."""
         return self.convoy.visitor
 
     def linear(self, x: Tensor, index: int = 0) -> Tensor:
-        """`F.linear(x, part)`: (..., inputs of the part) to (..., its outputs)."""
+        """Compute `F.linear(x, part)`: (..., inputs of the part) to (..., its outputs)."""
         out: Tensor = _Linear.apply(x, *self, index)  # type: ignore[no-untyped-call]
         return out
 
     def inputs(self, x: Tensor, index: int = 0) -> Tensor:
-        """Those of all inputs (..., inputs) that a part split by inputs takes."""
+        """Return the slice of all inputs (..., inputs) for a part that is split by inputs."""
         size = self.convoy.shapes[index][-1]
         here = x[..., self.visitor * size : (self.visitor + 1) * size]
         return F.pad(here, (0, missing)) if (missing := size - here.shape[-1]) else here
 
     def embedding(self, tokens: Tensor, index: int = 0) -> Tensor:
-        """`F.embedding` of the tokens (...) whose rows are here, and zeros for others: (..., D)."""
+        """Look up tokens (...) whose rows are in the current part, zeros for others: (..., D)."""
         rows = self.convoy.shapes[index][0]
         local = tokens - self.visitor * rows
         out: Tensor = _Embedding.apply(local, *self, index)  # type: ignore[no-untyped-call]
@@ -235,8 +235,8 @@ class Visit(NamedTuple):
     def statistics(
         self, hidden: Tensor, targets: Tensor, chunk: int, backend: str, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """`chunked_statistics` (N,) of the logits that the first part makes; of all, there are
-        `rows`."""
+        """Compute `chunked_statistics` (N,) of the first part's logits; all parts have `rows`
+        together."""
         most = self.convoy.shapes[0][0]
         first = self.visitor * most
         here = min(max(rows - first, 0), most)
@@ -253,11 +253,11 @@ def travel(
     precision: Precision,
     compute: Callable[[Visit], tuple[Tensor, ...]],
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """What `compute` makes of the parts of each rank, one after the other, and whose they are.
+    """Yield the owner and the results of `compute` for the parts of each rank in turn.
 
     Args:
         own: this rank's parts.
-        shapes: what they are filled up to, equal on all ranks.
+        shapes: their padded shapes, equal on all ranks.
     """
     convoy = Convoy([part.detach() for part in own], shapes, ring, precision)
     ticket = _Depart.apply(convoy, *own)  # type: ignore[no-untyped-call]
@@ -272,7 +272,7 @@ def travel(
 
 
 class _Depart(torch.autograd.Function):
-    """The begin of the forward; the end of the backward, where the gradients are home."""
+    """Start of the ring; its backward returns the accumulated gradients."""
 
     @staticmethod
     def forward(ctx: Any, convoy: Convoy, *own: Tensor) -> Tensor:
@@ -285,8 +285,8 @@ class _Depart(torch.autograd.Function):
 
 
 class _Hop(torch.autograd.Function):
-    """Between two hops. Nothing of a hop's backward runs before all of the next one's is done,
-    because its results pass through here together with what the next one begins with."""
+    """Barrier between two hops. A hop's backward runs only after all of the next one's, because its
+    results pass through here together with the inputs of the next one."""
 
     @staticmethod
     def forward(ctx: Any, convoy: Convoy, *passed: Tensor) -> tuple[Tensor, ...]:
@@ -308,7 +308,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
-        # Before anything is fetched: this may recompute, with a convoy of its own.
+        # Before fetching: this may recompute, with a convoy of its own.
         (x,) = ctx.saved_tensors
         convoy, of_x = ctx.convoy, None
         part = convoy.fetch()[ctx.index]

@@ -1,18 +1,18 @@
 """Data parallelism whose weights travel around a ring (RTP; Luo et al., 2023, arXiv:2311.01635).
 
-Every rank owns a part of each matrix, and computes its own inputs with the parts of one rank after
-the other (`ring`). So no rank ever has a whole matrix. What a part is follows from the model's
-`tensor_plan`, as for tensor parallelism:
+Every rank owns a part of each matrix, and multiplies its own inputs with the parts of one rank
+after the other (`ring`). So no rank ever has a whole matrix. The split follows from the model's
+`tensor_plan`, as in tensor parallelism:
 
-    embedding                 rows of the vocabulary: what is looked up adds up
-    linear                    outputs, which are put side by side
-    linear, "rowwise"         inputs: its results add up
+    embedding                 rows of the vocabulary; results are summed
+    linear                    outputs, which are concatenated
+    linear, "rowwise"         inputs; results are summed
     module, "input_gather"    heads of attention, or features between two linears: the parts of all
-                              linears inside travel together, and its results add up
-    loss in chunks            rows of the vocabulary: log-sum-exps add up
+                              linears inside travel together, and results are summed
+    loss in chunks            rows of the vocabulary; log-sum-exps are combined
 
-An attention whose heads the ranks do not divide, or that shares a sequence with other ranks, has
-its linears travel one by one. What is no matrix is gathered where it is read (`common.gathered`).
+The linears of an attention travel one by one if the ranks do not divide its heads, or if it shares
+a sequence with other ranks. Other parameters are gathered when they are read (`common.gathered`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PIECE = 2**20
-"""Bytes that are replaced at a time, where parts are replaced in place."""
+"""Bytes replaced at a time when parts are replaced in place."""
 
 
 class Rotated(ShardingConfig):
-    """Weights travel around a ring of ranks."""
+    """Sharding whose weights travel around a ring of ranks."""
 
     never_whole: ClassVar[bool] = True
 
@@ -55,7 +55,7 @@ class Rotated(ShardingConfig):
     )
 
     def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """Nothing else wants matrices that no rank has."""
+        """Yield conflicts with features that need whole matrices, which no rank has."""
         p, name = recipe.parallelism, f'{key}.name = "{self.name}"'
         others = {
             "parallelism.tensor_parallel_degree": (
@@ -93,14 +93,14 @@ class Rotated(ShardingConfig):
         return Ring(target, Neighbours(group, self.in_place, PIECE))
 
     def memory(self, parts: Sequence[Part]) -> float:
-        """A part is computed with, and another arrives."""
+        """Return the bytes of two parts: one in use, and one being received."""
         work = parts[0].work
         each = work.precision.compute.itemsize + work.precision.reduce.itemsize
         largest = max(largest_block(parts), outside_blocks(parts))
         return 2 * largest / work.degrees.fsdp / work.degrees.tp * each
 
     def messages(self, part: Part) -> Iterator[Traffic]:
-        """A message for each part and hop; what is no matrix is gathered wherever it is read."""
+        """Yield a message for each part and hop, and the gathers of parameters without a matrix."""
         work, precision = part.work, part.work.precision
         hops, times = work.degrees.fsdp - 1, work.times
         for name, parameter in part.module.named_parameters():
@@ -131,7 +131,7 @@ class Rotated(ShardingConfig):
                 yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
-        """Bytes of the messages that a part takes, and how many there are of each."""
+        """Yield the sizes of a part's messages, with the number of each."""
         if not self.in_place:
             yield size, 1
             return
@@ -141,7 +141,7 @@ class Rotated(ShardingConfig):
 
 
 class Matrix(NamedTuple):
-    """A weight of which each rank has a part, split on a dim."""
+    """Weight that is split on a dim over the ranks."""
 
     weight: nn.Parameter
     dim: int
@@ -152,12 +152,12 @@ class Matrix(NamedTuple):
         return local
 
     def shape(self, ranks: int) -> torch.Size:
-        """Of a part, filled up so that all are equal."""
+        """Return the shape of a part, padded so that all are equal."""
         return _part(self.weight.shape, self.dim, ranks)
 
 
 class Ring(Sharding):
-    """Rotated weights at work."""
+    """Rotated weights, applied to this rank's parts of a model."""
 
     def __init__(self, target: Target, ring: Neighbours) -> None:
         self.target, self.ring = target, ring
@@ -189,7 +189,7 @@ class Ring(Sharding):
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
     def after_backward(self) -> None:
-        """Copies add up what the ring has brought home."""
+        """Sum gradients over replicas after the ring has accumulated them."""
         for group in self.copies:
             for weight, _ in self.matrices.values():
                 if weight.grad is not None:
@@ -203,13 +203,13 @@ class Ring(Sharding):
         return travel(own, shapes, self.ring, self.target.precision, compute)
 
     def _can_share(self, module: nn.Module) -> bool:
-        """Whether each rank can have heads or features of its own."""
+        """Whether the module's heads or features can be divided among the ranks."""
         linears = [each for each in module.modules() if each in self.matrices]
         are_whole = not attends(module) or self.target.heads % self.ring.size == 0
         return are_whole and all(getattr(each, "bias", None) is None for each in linears)
 
     def _travel_together(self, module: nn.Module) -> set[nn.Module]:
-        """Have a module compute with the parts of all linears inside at once."""
+        """Make a module compute with the parts of all its linears at once."""
         forward, linears = module.forward, [m for m in module.modules() if m in self.matrices]
         visits: list[Visit] = []
         for index, linear in enumerate(linears):
@@ -224,14 +224,14 @@ class Ring(Sharding):
 
             try:
                 return _added(self._travel(matrices, compute))
-            finally:  # recomputation ends by an exception
+            finally:  # recomputation stops with an exception
                 visits.clear()
 
         module.forward = rotating
         return set(linears)
 
     def _loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The core of a `LinearLoss`: chunks of the logits of one part after the other."""
+        """Compute the core of a `LinearLoss` from chunks of the logits of each part in turn."""
         compiler = self.target.compile
         backend = compiler.backend if compiler.compiles("loss") else ""
         matrix = next(m for m in self.matrices.values() if m.weight is weight)
@@ -251,7 +251,7 @@ Travel = Callable[[Sequence[Matrix], Compute], Iterator[tuple[int, tuple[Tensor,
 
 
 def _product(module: nn.Linear, matrix: Matrix, travel: Travel, x: Tensor) -> Tensor:
-    """A linear by itself."""
+    """Compute a single linear layer."""
     if matrix.dim == 0:
         by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
         out = torch.cat([out for _, (out,) in sorted(by_rank.items())], -1)
@@ -277,7 +277,7 @@ def _travels(module: nn.Module) -> bool:
 
 
 def _dim(role: TensorRole | None) -> int:
-    """On which dim a weight is split."""
+    """Return the dim on which a weight is split."""
     return 1 if role == "rowwise" else 0
 
 

@@ -1,15 +1,15 @@
-"""What is done to the graphs of a model under `simple_fsdp`, before code is made of them.
+"""Passes over the graphs of a model under `simple_fsdp`, before code generation.
 
-Every parameter is gathered by a collective of its own, and its gradient reduced by another. Here it
-is decided what the backward gathers again rather than keeps since the forward, and many small
-collectives become few large ones, which a network carries faster (arXiv:2411.00284, section 4):
+Every parameter is gathered by its own collective, and its gradient reduced by another. The passes
+decide which parameters the backward gathers again instead of keeping them, and merge many small
+collectives into a few large, faster ones (arXiv:2411.00284, section 4):
 
-    block  those of one block of the model become one
-    size   neighbours become one, up to so many megabytes
-    auto   torch's scheduler merges and moves them, by its estimates of what takes how long
+    block  merges those of each block of the model
+    size   merges neighbours, up to a number of megabytes
+    auto   torch's scheduler merges and moves them, by its estimates of their time
 
-On CUDA `block` also moves each collective to where the block before hides it. A pass that finds
-nothing to do says nothing, so the collectives are counted before and after.
+On CUDA `block` also moves each collective so that the previous block's computation hides it. A pass
+without effect is silent, so the collectives are counted before and after.
 """
 
 from collections.abc import Iterable
@@ -41,27 +41,27 @@ OPERATIONS = {
     "reduce_scatter_tensor": "reduce-scatters",
     "all_reduce": "all-reduces",
 }
-"""The collectives of parameters and gradients, as graphs call them and as we do."""
+"""Collectives of parameters and gradients: names in graphs, mapped to ours."""
 UNLIMITED = 1e9
-"""Megabytes."""
+"""Megabytes that no bucket reaches."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do to the graphs of a part of a model; graphs in the cache are kept apart by it."""
+    """Plan of the passes over the graphs of a part of a model; part of the key of cached graphs."""
 
     groups: tuple[str, ...]
-    """Names of the process groups that parameters lie on; in a graph nothing else uses them."""
+    """Names of the process groups of parameters; in a graph nothing else uses them."""
     units: tuple[Unit, ...]
-    """The modules whose collectives `block` merges."""
+    """Modules whose collectives `block` merges."""
     freed: tuple[str, ...]
-    """The modules whose parameters the backward gathers again; "" stands for the whole model."""
+    """Modules whose parameters the backward gathers again; "" is the whole model."""
     bucketing: Bucketing
     megabytes: float
     device_type: str
 
     def options(self) -> dict[str, Any]:
-        """For `torch.compile`."""
+        """Return the options for `torch.compile`."""
         free, merge = partial(free_after_forward, self), partial(merge_and_count, self)
         return {
             "joint_custom_post_pass": graph_pass(free, __file__, repr(self)),
@@ -70,10 +70,10 @@ class Plan:
 
 
 def free_after_forward(plan: Plan, graph: Graph) -> None:
-    """In a graph of forward and backward: say which gathered parameters are not kept in between.
+    """Mark gathered parameters in a joint graph that are not kept from forward to backward.
 
-    With a parameter goes what is made of nothing else, such as its rows without the padding; else
-    that would be kept in its place.
+    Values computed from such a parameter alone, such as its rows without the padding, are marked
+    too; otherwise they would be kept in its place.
     """
     gathered: dict[Node, str] = {}
     for node in graph.nodes:
@@ -84,12 +84,12 @@ def free_after_forward(plan: Plan, graph: Graph) -> None:
     for node, module in gathered.items():
         if _is_inside(module, plan.freed):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        elif is_wait(node):  # also where activations are recomputed
+        elif is_wait(node):  # even if activations are recomputed
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def merge_and_count(plan: Plan, graph: Graph) -> None:
-    """In a graph of forward or of backward: merge collectives; count them before and after."""
+    """Merge the collectives of a forward or backward graph, counting them before and after."""
     _count(plan, graph, "before")
     if plan.bucketing == "auto":
         schedule_collectives(graph, None)
@@ -104,12 +104,12 @@ def merge_and_count(plan: Plan, graph: Graph) -> None:
 
 
 def _belongs(plan: Plan, modules: Unit, node: Node) -> bool:
-    """Whether a collective is one of the parameters in `modules`."""
+    """Whether a collective belongs to the parameters in `modules`."""
     return _kind(plan, node) is not None and _is_inside(module_of(node), modules)
 
 
 def _kind(plan: Plan, node: Node) -> str | None:
-    """What a node does to parameters or gradients, if it does."""
+    """Return the kind of a node's collective on parameters or gradients, or None."""
     kind = OPERATIONS.get(collective(node))
     return kind if kind and node.args[-1] in plan.groups else None
 
@@ -119,7 +119,7 @@ def _is_inside(module: str, modules: Iterable[str]) -> bool:
 
 
 def _count(plan: Plan, graph: Graph, when: str) -> None:
-    """Among what the compiler counts, so that it keeps the numbers with a graph in its cache."""
+    """Count collectives among the compiler's counters, which are cached with the graph."""
     counts = compiler_counts()["inductor"]
     for node in graph.nodes:
         if kind := _kind(plan, node):
@@ -129,16 +129,16 @@ def _count(plan: Plan, graph: Graph, when: str) -> None:
 
 
 class Tally(NamedTuple):
-    """The collectives of a kind that stand in compiled graphs, forward and backward together."""
+    """Collectives of a kind in compiled graphs, forward and backward together."""
 
     before: int
     after: int
     bytes: int
-    """Of their wholes: what is gathered, and what is reduced."""
+    """Total size of the whole tensors that are gathered or reduced."""
 
 
 def tallies() -> dict[str, Tally]:
-    """What this process has compiled so far, by kind."""
+    """Return the tallies of all graphs compiled by this process so far, by kind."""
     counts = compiler_counts()["inductor"]
     found = {
         kind: Tally(
@@ -150,10 +150,10 @@ def tallies() -> dict[str, Tally]:
 
 
 def confirm(bucketing: Bucketing) -> None:
-    """Log what was merged; after a step, not before.
+    """Log the merged collectives; call it after a step.
 
     Raises:
-        RuntimeError: if nothing was.
+        RuntimeError: if none was merged.
     """
     found = tallies()
     said = ", ".join(

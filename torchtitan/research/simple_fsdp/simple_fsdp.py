@@ -1,12 +1,12 @@
 """Data parallelism as plain tensor operations that a compiler sees (SimpleFSDP; Zhang et al., 2024,
 arXiv:2411.00284).
 
-FSDP2 gathers parameters in hooks, outside of what is compiled. Here each parameter is a DTensor,
-and its module has a property of the same name that gives the whole of it: to read `self.weight` is
-to gather it, and its backward is to reduce the gradient and scatter it. So a compiled model is one
-graph with every collective in it, for passes over that graph to free, merge and move (`bucketing`).
+FSDP2 gathers parameters in hooks, outside compiled code. Here each parameter is a DTensor, and its
+module has a property of the same name that returns the whole: reading `self.weight` gathers it, and
+its backward reduces and scatters the gradient. So a compiled model is one graph with every
+collective in it, for passes over that graph to free, merge and move (`bucketing`).
 
-Parameters keep their names, and lie as FSDP2 lays them, so checkpoints of one load in the other.
+Parameters have the same names and sharding as in FSDP2, so checkpoints of one load in the other.
 Gradients are summed, never averaged, as in `fsdp2`.
 """
 
@@ -30,7 +30,7 @@ SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 
 class SimpleFSDP(ShardingConfig):
-    """Gathers and reductions as operations of the model, which then can be one graph."""
+    """Gathers and reductions as operations of the model, which can then be one graph."""
 
     in_graph: ClassVar[bool] = True
 
@@ -53,7 +53,7 @@ class SimpleFSDP(ShardingConfig):
             yield Problem("bucketing", message)
 
     def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """What gathers within the computation is the compiler's to free, to merge and to move."""
+        """Yield conflicts: gathers in the graph need the compiler to free, merge and move them."""
         c, p, name = recipe.compile, recipe.parallelism, f'{key}.name = "{self.name}"'
         model, degrees = model_of(recipe), recipe.degrees(world.ranks)
         if p.tensor_parallel_degree > 1 and degrees.fsdp > 1 and model is not None:
@@ -109,7 +109,7 @@ class SimpleFSDP(ShardingConfig):
         return InGraph(self, target)
 
     def messages(self, part: Part) -> Iterator[Traffic]:
-        """Each parameter is a unit, and nothing is put off to a later microbatch."""
+        """Yield the traffic of each parameter as a unit, reduced in every microbatch."""
         work, is_tied = part.work, part.work.spec.tied(part.work.args)
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
@@ -127,7 +127,7 @@ class SimpleFSDP(ShardingConfig):
 
 
 class InGraph(Sharding):
-    """SimpleFSDP at work."""
+    """SimpleFSDP, applied to this rank's parts of a model."""
 
     def __init__(self, config: SimpleFSDP, target: Target) -> None:
         self.config, self.target = config, target
@@ -136,7 +136,7 @@ class InGraph(Sharding):
     def compile_options(
         self, blocks: Mapping[str, nn.Module], units: Sequence[Unit]
     ) -> dict[str, Any] | None:
-        """What is freed, merged and moved, as passes over the graphs."""
+        """Return the graph passes that free, merge and move collectives, as compiler options."""
         if not self.is_one_graph:
             return None
         target, mesh = self.target, self.target.mesh
@@ -156,7 +156,7 @@ class InGraph(Sharding):
         return plan.options()
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Every parameter is gathered where it is read."""
+        """Make every parameter of `part` gathered when it is read."""
         target = self.target
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision)
 

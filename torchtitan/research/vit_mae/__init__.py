@@ -1,1 +1,1 @@
-"""ViT-MAE: a vision transformer and its masked-autoencoder decoder in `model`, facts in `spec`."""
+"""ViT-MAE: a vision transformer with a masked-autoencoder decoder; facts about it are in `spec`."""

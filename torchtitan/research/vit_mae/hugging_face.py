@@ -1,9 +1,9 @@
-"""ViT-MAE as Hugging Face transformers has it: `ViTMAEForPreTraining`.
+"""ViT-MAE in the format of Hugging Face transformers: `ViTMAEForPreTraining`.
 
-The weights are the same under other names, but for the rows of the last matrix: a patch there has
-its channels together for each pixel, and ours has its pixels together for each channel, as the
-convolution of the first. The tables of positions are tensors there: they are written, and where
-they are read they have to be ours, since versions of transformers fill new ones differently.
+The weights are the same under other names, except for the rows of the last matrix: a patch there is
+ordered by pixel, then channel, and ours by channel, then pixel, as in the first layer's
+convolution. The position tables are tensors there: they are written, and when read they must equal
+ours, since versions of transformers initialize them differently.
 """
 
 import re
@@ -41,7 +41,7 @@ IN_BLOCK = {
     "feed_forward.w1": "intermediate.dense",
     "feed_forward.w2": "output.dense",
 }
-"""Our modules and theirs, also within a block."""
+"""Names of modules within a block, ours and theirs."""
 
 SIZES = {
     "dim": "hidden_size",
@@ -57,7 +57,7 @@ SIZES = {
     "decoder_ffn_dim": "decoder_intermediate_size",
 }
 FIXED = {"hidden_act": "gelu", "qkv_bias": True}
-"""What other networks of that architecture may have, and ours has not."""
+"""Options of that architecture that our network does not vary."""
 
 
 def name(ours: str) -> str:
@@ -71,7 +71,7 @@ def name(ours: str) -> str:
 
 
 def rows(args: ViTMAEArgs, ours: str) -> Tensor | None:
-    """Of what is predicted: channel c of pixel i of a patch is row i C + c there."""
+    """Return the order of the output's rows: there, channel c of pixel i is row i C + c."""
     if not ours.startswith("output."):
         return None
     theirs = torch.arange(args.patch_numbers).view(args.patch_size**2, args.channels)
@@ -79,7 +79,7 @@ def rows(args: ViTMAEArgs, ours: str) -> Tensor | None:
 
 
 def constants(args: ViTMAEArgs) -> dict[str, Tensor]:
-    """The tables of positions, behind zeros for the class token."""
+    """Return the position tables, after zeros for the class token."""
     places = {
         "vit.embeddings.position_embeddings": args.dim,
         "decoder.decoder_pos_embed": args.decoder_dim,
@@ -91,7 +91,7 @@ def constants(args: ViTMAEArgs) -> dict[str, Tensor]:
 
 
 def to_config(args: ViTMAEArgs, seq_len: int | None) -> dict[str, Any]:
-    """The model's part of config.json."""
+    """Return the model's part of config.json."""
     return {
         "architectures": [HUGGING_FACE.architecture],
         "model_type": "vit_mae",
@@ -104,7 +104,7 @@ def to_config(args: ViTMAEArgs, seq_len: int | None) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> ViTMAEArgs:
-    """Arguments from config.json; where it may leave something out, transformers' default."""
+    """Read arguments from config.json, with transformers' defaults for optional keys."""
     problems = [
         f"{key}: got {show(config[key])}; vit_mae has {show(value)}"
         for key, value in FIXED.items()
@@ -129,7 +129,7 @@ def from_config(config: Mapping[str, Any]) -> ViTMAEArgs:
         raise RecipeError(problems)
     args = ViTMAEArgs(**said)
     if args.channels != len(args.pixel_mean):
-        # What the pixels were divided by is in no config.json.
+        # config.json does not have the normalisation of pixels.
         args = ViTMAEArgs(
             **said, pixel_mean=(0.5,) * args.channels, pixel_std=(0.25,) * args.channels
         )

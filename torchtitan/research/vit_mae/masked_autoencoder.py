@@ -1,9 +1,9 @@
-"""Restoring what is hidden of images (He et al., 2021, arXiv:2111.06377).
+"""Restoring hidden patches of images (He et al., 2021, arXiv:2111.06377).
 
-Which patches of an image are hidden is drawn from the seed, the epoch and the number of the image:
-so no layout has a say, and held-out images are hidden alike at every validation. The target is a
-hidden patch with its own mean taken away, divided by its own deviation; the loss is the mean square
-error over all numbers of the hidden patches, and nothing else.
+The hidden patches of an image are drawn from the seed, the epoch and the number of the image: so
+they do not depend on the layout, and are the same at every validation of held-out images. The
+target is a hidden patch minus its own mean, divided by its own deviation; the loss is the mean
+square error over all numbers of the hidden patches, and nothing else.
 """
 
 import dataclasses
@@ -37,26 +37,26 @@ from torchtitan.research.vit_mae.model import (
 from torchtitan.tasks.task import LossFunction, Task
 
 PICTURED = 8
-"""Images in a picture."""
+"""Number of images in a picture."""
 EPSILON = 1e-6
-"""Added to the variance of a patch."""
+"""Constant added to the variance of a patch."""
 MASKS = 1
-"""Tells the draws of masks from others of the same seed."""
+"""Number that distinguishes the draws of masks from others of the same seed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedImages(Batch):
-    """A microbatch of images, of which the network sees some patches.
+    """Microbatch of images, of which the network sees some patches.
 
     Shapes: B images, N patches, V of them visible and M masked, P numbers of a patch.
     """
 
     visible: Tensor
-    """(B, V, P) float32."""
+    """Visible patches (B, V, P), float32."""
     targets: Tensor
-    """(B, M, P) float32: the masked patches as they are."""
+    """Masked patches (B, M, P), float32, not normalised."""
     order: Tensor
-    """(B, N) int64: which patch of the image each is, the visible ones first."""
+    """Indices of the patches in the image (B, N), int64, the visible ones first."""
 
     @property
     def inputs(self) -> Tensor:
@@ -66,40 +66,40 @@ class MaskedImages(Batch):
         return {"order": self.order}
 
     def count(self) -> Tensor:
-        """Images."""
+        """Number of images."""
         return torch.tensor(len(self.visible), device=self.visible.device)
 
     def images(self, patch_size: int) -> Tensor:
-        """The whole images, (B, C, height, width), as the network would take them."""
+        """Return the whole images, (B, C, height, width), as input of the network."""
         patches = torch.cat((self.visible, self.targets), 1)
         return unpatchify(take(patches, self.order.argsort(1)), patch_size)
 
 
 def mask_order(seed: int, epoch: int, number: int, patches: int) -> Tensor:
-    """The order of an image's patches; the first are visible. (patches,) int64."""
+    """Draw the order of an image's patches (patches,), int64; the first are visible."""
     noise = np.random.default_rng([seed, epoch, number, MASKS]).random(patches)
     return torch.from_numpy(noise.argsort(kind="stable"))
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedPatches:
-    """Each image is a sample, some of whose patches are hidden."""
+    """Packing of each image as a sample, with some patches hidden."""
 
     args: ViTMAEArgs
     seed: int
 
     @property
     def identity(self) -> Identity:
-        """What a run resumes only on equal."""
+        """Return the identity that must be equal for a run to resume."""
         return {"masks": f"{self.args.visible} of {self.args.patches} patches are visible"}
 
     def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> WholeLane:
-        """The samples of a lane, from where it stood; masked here, as workers read lanes."""
+        """Open the samples of a lane from `start`; masked here, since workers read lanes."""
         masked = (Document(position, self.masked(image)) for position, image in documents)
         return WholeLane(number, masked, start)
 
     def masked(self, sample: ImageSample) -> MaskedImages:
-        """A batch of one image."""
+        """Return a batch of one image."""
         args = self.args
         patches = patchify(normalize(sample.image[None], args), args.patch_size)
         order = mask_order(self.seed, sample.epoch, sample.number, args.patches)[None]
@@ -107,12 +107,12 @@ class MaskedPatches:
         return MaskedImages(shuffled[:, : args.visible], shuffled[:, args.visible :], order)
 
     def collate(self, samples: Sequence[WholeSample]) -> MaskedImages:
-        """A batch of the samples."""
+        """Join the samples into a batch."""
         return MaskedImages.join([sample.content for sample in samples])
 
 
 class MaskedAutoencoder(Task):
-    """Hidden patches are restored from those that are visible."""
+    """Task of restoring hidden patches from the visible ones."""
 
     unit, rate, content = "images", "images_per_second", "images"
     outputs = "numbers of a patch"
@@ -144,10 +144,10 @@ class MaskedAutoencoder(Task):
         return f"an image of {size}, {visible} of its {patches} patches visible"
 
     def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """Some images, below them what the network sees of each, and below that each restored.
+        """Draw some images, below each its visible patches, and below that the restored image.
 
-        Hidden patches have the mean color; a restored one is given the mean and the deviation of
-        the patch that is hidden, which the network does not predict.
+        Hidden patches have the mean color; a restored one has the mean and the deviation of the
+        original patch, which the network does not predict.
         """
         assert isinstance(batch, MaskedImages)
         batch, outputs = batch.split(PICTURED)[0], outputs[:PICTURED].float()
@@ -173,20 +173,20 @@ class MaskedAutoencoder(Task):
 
 
 def normalized(patches: Tensor) -> Tensor:
-    """Each patch with its own mean taken away, and divided by its own deviation; float32."""
+    """Subtract each patch's own mean, and divide by its own deviation; float32."""
     wide = at_least_float32(patches)
     variance, mean = torch.var_mean(wide, -1, keepdim=True)
     return (wide - mean) / (variance + EPSILON).sqrt()
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the squared differences, in float32."""
+    """Return the sum of the squared differences, in float32."""
     return (at_least_float32(outputs) - targets).square().sum()
 
 
 def split_squares(outputs: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The loss, of outputs whose last dim is split over the ranks of `group`, in equal parts but
-    the last."""
+    """Compute the loss of outputs whose last dim is split over the ranks of `group`, in equal parts
+    except the last."""
     size, rank = targets.shape[-1], dist.get_rank(group)
     part = -(-size // dist.get_world_size(group))
     own = normalized(targets)[..., part * rank : part * (rank + 1)]

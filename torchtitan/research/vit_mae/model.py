@@ -1,10 +1,10 @@
 """ViT-MAE: a vision transformer that is trained to restore the patches hidden from it.
 
 The network of "Masked Autoencoders Are Scalable Vision Learners" (https://arxiv.org/abs/2111.06377)
-as one plain `nn.Module`. The encoder (https://arxiv.org/abs/2010.11929) sees the visible patches
-alone, behind a class token. The bridge puts a learned token in the place of each hidden patch and
-brings all into the order of the image; a narrower decoder works on that. A sample comes with its
-`order`: the patches of the image, visible ones first.
+as one plain `nn.Module`. The encoder (https://arxiv.org/abs/2010.11929) sees only the visible
+patches, after a class token. The bridge inserts a learned token for each hidden patch and restores
+the order of the image; a narrower decoder follows. A sample includes its `order`: the patches of
+the image, visible ones first.
 
 Shapes: B batch, N patches, V visible and M masked patches (N = V + M), P numbers of a patch
 (channels x patch x patch), D encoder dim, W decoder dim, S positions, H heads, E head dim.
@@ -23,7 +23,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True, kw_only=True)
 class ViTMAEArgs:
-    """The shape of one flavor."""
+    """Shape of one flavor."""
 
     dim: int
     n_layers: int
@@ -47,7 +47,7 @@ class ViTMAEArgs:
 
     @property
     def grid(self) -> int:
-        """Patches along a side."""
+        """Number of patches along a side."""
         return self.image_size // self.patch_size
 
     @property
@@ -56,7 +56,7 @@ class ViTMAEArgs:
 
     @property
     def visible(self) -> int:
-        """Patches that the encoder sees: rounded down, but for the rounding of floats."""
+        """Number of patches that the encoder sees, rounded down, ignoring float errors."""
         return int(self.patches * (1 - self.mask_ratio) + 1e-6)
 
     @property
@@ -69,7 +69,7 @@ class ViTMAEArgs:
 
 
 def patchify(images: Tensor, size: int) -> Tensor:
-    """(B, C, height, width) to (B, N, P): patches row by row, and each channel by channel."""
+    """Convert (B, C, height, width) to (B, N, P): patches row by row, each channel by channel."""
     batch, channels, height, width = images.shape
     rows, columns = height // size, width // size
     cut = images.view(batch, channels, rows, size, columns, size)
@@ -77,7 +77,7 @@ def patchify(images: Tensor, size: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, size: int) -> Tensor:
-    """The square images (B, C, height, width) of which `patchify` made these."""
+    """Invert `patchify` for square images (B, C, height, width)."""
     batch, count, _ = patches.shape
     side = math.isqrt(count)
     cut = patches.view(batch, side, side, -1, size, size)
@@ -85,12 +85,12 @@ def unpatchify(patches: Tensor, size: int) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """The rows (B, I, ...) of `x` (B, S, D) that `index` (B, I) names in each sample."""
+    """Return the rows (B, I, ...) of `x` (B, S, D) at `index` (B, I) in each sample."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def position_table(grid: int, dim: int) -> Tensor:
-    """Sines and cosines of each patch's column, then of its row: (N, dim) fp32 on the CPU."""
+    """Return sines and cosines of each patch's column, then row: (N, dim) fp32 on the CPU."""
     frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64, device="cpu") * 4 / dim)
     place = torch.arange(grid, dtype=torch.float64, device="cpu")
     angles = torch.outer(place, frequencies)
@@ -100,7 +100,7 @@ def position_table(grid: int, dim: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """A fixed table of positions, which no checkpoint holds."""
+    """Fixed table of positions, which is not in checkpoints."""
 
     table: Tensor  # (N, dim) fp32
 
@@ -118,7 +118,7 @@ class Positions(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Each patch to a vector: a convolution whose stride is its kernel, as one matrix product."""
+    """Patch embedding: a convolution whose stride is its kernel, as one matrix product."""
 
     def __init__(self, args: ViTMAEArgs) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(args.dim))
 
     def forward(self, patches: Tensor) -> Tensor:
-        """(B, V, P) to (B, V, D)."""
+        """Map (B, V, P) to (B, V, D)."""
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class Prepend(nn.Module):
-    """Puts a learned token before all others."""
+    """Module that prepends a learned token."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Prepend(nn.Module):
 
 
 class Fill(nn.Module):
-    """Appends the same learned token, so that there are `length` positions in all."""
+    """Module that appends copies of a learned token, up to `length` positions in all."""
 
     def __init__(self, dim: int, length: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Fill(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Visible patches, and where they are in the image, behind the class token."""
+    """Embeddings of visible patches and their positions, after the class token."""
 
     def __init__(self, args: ViTMAEArgs) -> None:
         super().__init__()
@@ -166,14 +166,14 @@ class Embeddings(nn.Module):
         self.cls = Prepend(args.dim)
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """(B, V, P) at `places` (B, V) to (B, V + 1, D)."""
+        """Map (B, V, P) at `places` (B, V) to (B, V + 1, D)."""
         x = self.patch(patches)
         out: Tensor = self.cls(x + self.positions.table[places].type_as(x))
         return out
 
 
 class Attention(nn.Module):
-    """Self-attention of all positions to all."""
+    """Self-attention without a mask."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The number of heads is inferred, since tensor parallelism leaves this rank some of them.
+        # The number of heads is inferred, since with tensor parallelism a rank has some of them.
         heads = (-1, self.head_dim)
         q, k, v = (
             project(x).unflatten(-1, heads).transpose(1, 2)  # (B, H, S, E)
@@ -225,7 +225,7 @@ class Block(nn.Module):
 
 
 class Bridge(nn.Module):
-    """From the encoder to the decoder: all patches, in the order of the image."""
+    """Bridge from the encoder to the decoder: all patches, in the order of the image."""
 
     def __init__(self, args: ViTMAEArgs) -> None:
         super().__init__()
@@ -235,22 +235,22 @@ class Bridge(nn.Module):
         self.positions = Positions(args.grid, args.decoder_dim)
 
     def forward(self, x: Tensor, order: Tensor) -> Tensor:
-        """(B, V + 1, D) and the order of the patches (B, N) to (B, N + 1, W)."""
+        """Map (B, V + 1, D) and the order of the patches (B, N) to (B, N + 1, W)."""
         x = self.fill(self.project(self.norm(x)))
         restored = take(x[:, 1:], order.argsort(1)) + self.positions.table.type_as(x)
         return torch.cat((x[:, :1], restored), 1)
 
 
 class ViTMAE(nn.Module):
-    """The whole network.
+    """ViT-MAE network.
 
     Build it under `torch.device("meta")`, then call `to_empty` and `init_buffers`, and draw the
-    weights. A pipeline stage is this module with parts taken away: without `embeddings` it takes
+    weights. A pipeline stage is this module without some parts: without `embeddings` it takes
     hidden states, without `output` it returns them.
     """
 
     def __init__(self, args: ViTMAEArgs, seq_len: int = 1) -> None:
-        """`seq_len` is of text, and not read."""
+        """Create the modules; `seq_len` is for text models and ignored."""
         super().__init__()
         self.args = args
         self.embeddings: Embeddings | None = Embeddings(args)
@@ -263,18 +263,18 @@ class ViTMAE(nn.Module):
         self.output: nn.Linear | None = nn.Linear(args.decoder_dim, args.patch_numbers)
 
     def init_buffers(self) -> None:
-        """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
+        """Fill the buffers; call it after `to_empty` or a change of dtype."""
         for part in (self.embeddings, self.bridge):
             if part is not None:
                 part.positions.init_buffers()
 
     def forward(self, patches: Tensor, order: Tensor) -> Tensor:
-        """What is predicted of the masked patches: (B, M, P), in the order of `order[:, V:]`.
+        """Predict the masked patches: (B, M, P), in the order of `order[:, V:]`.
 
         Args:
-            patches: (B, V, P), those at `order[:, :V]`; or hidden states for a later stage of a
+            patches: patches (B, V, P) at `order[:, :V]`; or hidden states for a later stage of a
                 pipeline.
-            order: (B, N) int64, which patch of the image is which, visible ones first.
+            order: indices of patches in the image (B, N), int64, visible ones first.
         """
         x = self._decode(self._encode(patches, order), order)
         if self.output is None:
@@ -302,7 +302,7 @@ class ViTMAE(nn.Module):
         return predicted
 
     def encode(self, images: Tensor) -> Tensor:
-        """Features of whole images, nothing masked: the class token's, then those of the patches.
+        """Return features of whole images, unmasked: the class token's, then the patches'.
 
         Args:
             images: (B, C, height, width), as `normalize` makes them.
@@ -317,13 +317,13 @@ class ViTMAE(nn.Module):
         return features
 
     def reconstruct(self, images: Tensor, order: Tensor) -> Tensor:
-        """What is predicted of every patch: (B, N, P), in the order of the image.
+        """Predict every patch: (B, N, P), in the order of the image.
 
-        Each patch is predicted with its own mean taken away and divided by its deviation.
+        Predicted patches are normalised: minus their own mean, divided by their deviation.
 
         Args:
             images: (B, C, height, width), as `normalize` makes them.
-            order: (B, N) int64; of its patches the first V are seen.
+            order: (B, N) int64; the first V patches are visible.
         """
         patches = patchify(images, self.args.patch_size)
         seen = take(patches, order[:, : self.args.visible])
@@ -331,19 +331,19 @@ class ViTMAE(nn.Module):
 
 
 def normalize(images: Tensor, args: ViTMAEArgs) -> Tensor:
-    """Images of numbers from 0 to 1, (..., C, height, width), as the network takes them."""
+    """Normalise images in 0..1, (..., C, height, width), for the network."""
     mean, std = _pixels(images, args)
     return (images - mean) / std
 
 
 def restore(images: Tensor, args: ViTMAEArgs) -> Tensor:
-    """What `normalize` was given."""
+    """Invert `normalize`."""
     mean, std = _pixels(images, args)
     return images * std + mean
 
 
 def _pixels(images: Tensor, args: ViTMAEArgs) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, (C, 1, 1), where the images are."""
+    """Return mean and deviation of each channel, (C, 1, 1), on the images' device."""
     mean, std = (
         torch.tensor(numbers, dtype=images.dtype, device=images.device)[:, None, None]
         for numbers in (args.pixel_mean, args.pixel_std)

@@ -1,14 +1,14 @@
-"""A linear probe: how much of the class of an image a linear function of frozen features tells.
+"""Linear probe: the accuracy of predicting an image's class by a linear function of features.
 
-The features of an image are the mean over its patches of what the encoder gives, nothing masked.
+The features of an image are the mean of the frozen encoder's outputs over its patches, unmasked.
 They are standardized by mean and deviation over the training images (a batch norm without learned
-numbers), and a multinomial logistic regression is fitted to them, all images at once: the mean
+parameters), and a multinomial logistic regression is fitted to them, all images at once: the mean
 cross entropy plus `PENALTY` / 2 times the sum of squared weights, which has one minimum, found by
-L-BFGS in float64. So there is no rate, no number of epochs, and nothing is drawn. Every fifth
+L-BFGS in float64. So there is no learning rate, no epochs, and no randomness. Every fifth
 image of the data set, by its number, is held out.
 
-An encoder with new weights is probed the same way, to compare with: random features tell something
-too.
+An encoder with new weights is probed the same way for comparison, since random features are also
+informative.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,42 +38,42 @@ from torchtitan.tools.evaluate.evaluation import Request, Result
 from torchtitan.tools.evaluate.opening import Place
 
 PROBE = "linear_probe"
-"""What the task is called."""
+"""Name of the task."""
 HELD_OUT = 5
 PENALTY = 1e-3
 MOST_ITERATIONS = 500
 Encode = Callable[[Tensor], Tensor]
-"""Images (N, bands, H, W) in 0..1 to features (N, D) float64."""
+"""Function from images (N, bands, H, W) in 0..1 to features (N, D) float64."""
 ORDER_SEED = 0
-"""Of the choice of images where not all are used: a folder has its classes one after the other."""
+"""Seed for choosing images if not all are used, since a folder is ordered by class."""
 
 
 class Found(NamedTuple):
-    """What a probe finds; accuracies are of held-out images, from 0 to 1."""
+    """Results of a probe; accuracies are on held-out images, from 0 to 1."""
 
     accuracy: float
     random_encoder: float
-    """With new weights, drawn by the seed of the run."""
+    """Accuracy with new weights, drawn by the seed of the run."""
     most_frequent: float
-    """Of always guessing the class that is the most frequent in training."""
+    """Accuracy of always guessing the most frequent class in training."""
     classes: int
     images: int
     held_out: int
 
 
 class Features(NamedTuple):
-    """Of images, what an encoder gives, and what they are."""
+    """Features of images by several encoders, and their labels."""
 
     found: list[Tensor]
-    """Of each encoder, (N, D) float64."""
+    """Features of each encoder (N, D), float64."""
     labels: Tensor
-    """(N,) int64."""
+    """Classes (N,), int64."""
     is_held_out: Tensor
-    """(N,) bool."""
+    """Mask of held-out images (N,), bool."""
 
 
 def linear_probe(request: Request) -> Result:
-    """The evaluation that `torchtitan evaluate --tasks linear_probe` runs."""
+    """Run the evaluation `torchtitan evaluate --tasks linear_probe`."""
     place, name, path, limit, batch_size, dtype = request
     found = run_probe(place, (name, path), limit, batch_size, dtype)
     return Result(found._asdict(), as_lines(found))
@@ -89,9 +89,9 @@ def run_probe(
     """Probe the encoder at a place.
 
     Args:
-        dataset: name, and file or folder; None: as the run was trained on.
-        limit: images to use at most.
-        batch: images that are encoded together.
+        dataset: name, and file or folder; None: those that the run was trained on.
+        limit: maximum number of images.
+        batch: number of images encoded together.
 
     Raises:
         ConfigError: if there is no such encoder, or its images have no classes.
@@ -135,10 +135,10 @@ def run_probe(
 
 
 def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> ImageData:
-    """The section `[data]` of a recorded recipe, of another data set if one is named.
+    """Return the section `[data]` of a recorded recipe, with another data set if one is named.
 
     Raises:
-        ConfigError: neither names one.
+        ConfigError: if neither names one.
     """
     said: dict[str, Any] = {}
     for key, value in recipe.items():
@@ -160,7 +160,7 @@ def check_classes(view: ImageView) -> None:
     """Refuse images without classes.
 
     Raises:
-        ConfigError: with what gives them some.
+        ConfigError: with ways to provide classes.
     """
     if not view.images.has_classes:
         raise ConfigError(
@@ -171,7 +171,7 @@ def check_classes(view: ImageView) -> None:
 
 @torch.no_grad()
 def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[Encode]) -> Features:
-    """What encoders make of each image of a data set, or of so many of them."""
+    """Encode each image of a data set, or at most `limit` of them, by several encoders."""
     numbers = np.random.default_rng(ORDER_SEED).permutation(len(view))[:limit]
     found: list[list[Tensor]] = [[] for _ in encoders]
     labels: list[int] = []
@@ -212,23 +212,23 @@ def _encoder(network: Network, device: torch.device) -> ViTMAE:
 
 
 def features(encoder: ViTMAE, images: Tensor) -> Tensor:
-    """The mean over the patches of each image (N, bands, H, W) in 0..1: (N, D) float64."""
+    """Return mean features over the patches of images (N, bands, H, W) in 0..1: (N, D) float64."""
     weight = next(encoder.parameters())
     given = normalize(images.to(weight.device), encoder.args).to(weight.dtype)
     return encoder.encode(given)[:, 1:].double().mean(1).cpu()
 
 
 def accuracy(found: Tensor, made: Features, classes: int) -> float:
-    """The part of held-out images whose class a regression on the others tells."""
+    """Return the accuracy on held-out images of a regression fitted on the others."""
     train = ~made.is_held_out
     logits = fit(found[train], made.labels[train], classes)(found[made.is_held_out])
     return float((logits.argmax(1) == made.labels[made.is_held_out]).double().mean())
 
 
 def fit(found: Tensor, labels: Tensor, classes: int) -> Any:
-    """A logistic regression of `labels` (N,) on standardized `found` (N, D), ready to be applied.
+    """Fit a logistic regression of `labels` (N,) on standardized `found` (N, D).
 
-    It maps features (M, D) to logits (M, classes).
+    The returned function maps features (M, D) to logits (M, classes).
     """
     mean, std = found.mean(0), found.std(0, correction=0)
 
@@ -257,7 +257,7 @@ def fit(found: Tensor, labels: Tensor, classes: int) -> Any:
 
 
 def as_lines(found: Found) -> Sequence[str]:
-    """Results for people."""
+    """Format the results as text."""
     return (
         f"{PROBE}  accuracy        {found.accuracy:.4f}  of {found.held_out} held-out images in "
         f"{found.classes} classes",

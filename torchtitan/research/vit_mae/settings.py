@@ -1,4 +1,4 @@
-"""The sizes of a ViT-MAE that a recipe can set, and which of them fit each other."""
+"""Sizes of a ViT-MAE that a recipe can set, and the checks of their combinations."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torchtitan.models.settings import MAX_LAYERS, ModelConfig, size
 from torchtitan.research.vit_mae.model import ViTMAEArgs
 
 MAX_WIDTH, MAX_SIDE, MAX_BANDS = 2**20, 2**14, 2**12
-"""Beyond what any model has; what follows from them can still be counted."""
+"""Limits beyond any model's sizes, at which derived numbers can still be computed."""
 
 
 class ViTMAEConfig(ModelConfig):

@@ -1,8 +1,8 @@
-"""The facts about ViT-MAE: its flavors, how its weights start, and what an image costs.
+"""Facts about ViT-MAE: its flavors, the initialization of its weights, and the cost of an image.
 
 The sizes are those of "Pretraining Billion-scale Geospatial Foundational Models on Frontier"
-(https://arxiv.org/abs/2404.11706), which give the published numbers of parameters, of the encoder
-with its table of positions. Base and huge are also those of the MAE paper, whose decoder all have.
+(https://arxiv.org/abs/2404.11706), with the published numbers of parameters, of the encoder and its
+table of positions. Base and huge are also those of the MAE paper, whose decoder all flavors have.
 `debugmodel` is small enough for a laptop and still has every part.
 """
 
@@ -52,7 +52,7 @@ DECODER = ("bridge", "decoder.*")
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of the encoder, what leads to the decoder, and those of the decoder."""
+    """Return the encoder's blocks, the bridge to the decoder, and the decoder's blocks."""
     encoder, decoder = model.get_submodule("layers"), model.get_submodule("decoder")
     found = {f"layers.{name}": block for name, block in encoder.named_children()}
     bridge = dict(model.named_children()).get("bridge")
@@ -62,9 +62,9 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def init_std(args: ViTMAEArgs, name: str) -> InitialWeight:
-    """Xavier's deviation for a matrix, by its inputs and outputs; 0.02 for what is learned alone.
+    """Return Xavier's deviation for a matrix, by its inputs and outputs; 0.02 for learned tokens.
 
-    The published network draws its matrices with the same deviation, evenly.
+    The published network draws its matrices from a uniform distribution with the same deviation.
     """
     module, _, kind = name.rpartition(".")
     if kind == "token":
@@ -86,7 +86,7 @@ def init_std(args: ViTMAEArgs, name: str) -> InitialWeight:
 
 
 def shapes(args: ViTMAEArgs, seq_len: int) -> SampleShapes:
-    """Of an image; the encoder has the class token and visible patches, the decoder all patches."""
+    """Return shapes of an image: class token and visible patches (encoder), or all (decoder)."""
     return SampleShapes(
         inputs=(args.visible, args.patch_numbers),
         hidden=(args.visible + 1, args.dim),
@@ -97,7 +97,7 @@ def shapes(args: ViTMAEArgs, seq_len: int) -> SampleShapes:
 
 
 def flops_of(args: ViTMAEArgs, seq_len: int, name: str) -> float:
-    """Floating-point operations of a part, forward and backward, for an image.
+    """Return the floating-point operations of a part, forward and backward, for an image.
 
     A weight costs 6 for each position that it is multiplied with, and attention 12 for each element
     of a position and each position: 4 in the forward, 8 in the backward.
@@ -119,18 +119,18 @@ def flops_of(args: ViTMAEArgs, seq_len: int, name: str) -> float:
 
 
 def flops_per_unit(args: ViTMAEArgs, seq_len: int) -> int:
-    """Those of all parts for an image: the encoder computes with what is visible alone."""
+    """Return the operations of all parts for an image; the encoder sees only visible patches."""
     layers = args.n_layers * flops_of(args, seq_len, "layers.0")
     layers += args.decoder_layers * flops_of(args, seq_len, "decoder.0")
     return int(layers + sum(flops_of(args, seq_len, n) for n in ("embeddings", "bridge", "output")))
 
 
 def kept_by_block(args: ViTMAEArgs, itemsize: int, name: str) -> float:
-    """Bytes that the backward of a block needs of a position: exact for torch's own operators.
+    """Return the bytes a block keeps of a position for its backward: exact for torch's operators.
 
-    As computed are the input and the sum after attention, what both norms give, queries, keys,
-    values, the mixed values, and what goes into the GELU and comes out of it. In float32 are the
-    mean and the deviation in each norm, and the log-sum-exp of each head.
+    In the computed dtype are the input and the sum after attention, the outputs of both norms,
+    queries, keys, values, the mixed values, and the input and output of the GELU. In float32 are
+    the mean and the deviation in each norm, and the log-sum-exp of each head.
     """
     if name == "bridge":
         return itemsize * (args.dim + args.decoder_dim) * (args.visible + 1) / (args.patches + 1)
@@ -149,7 +149,7 @@ def tensor_splits(args: ViTMAEArgs) -> TensorSplits:
 
 
 def shrink(args: ViTMAEArgs, needed: MinShape) -> ViTMAEArgs:
-    """The same structure in heads of 8, on images of 8 x 8 patches of 4 x 4 pixels."""
+    """Return the same structure with heads of 8, on images of 8 x 8 patches of 4 x 4 pixels."""
     heads = 4 * needed.tensor_ranks
     return dataclasses.replace(
         args,

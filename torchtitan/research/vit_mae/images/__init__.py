@@ -1,1 +1,1 @@
-"""Images to samples: where they come from, and what is cut from them for an epoch."""
+"""Data path from images to samples: sources of images, and crops for each epoch."""

@@ -1,4 +1,4 @@
-"""The data sets of images that a recipe can name."""
+"""Data sets of images that a recipe can name."""
 
 from torchtitan.data.settings import Dataset
 

@@ -1,7 +1,7 @@
-"""Bytes of an image to numbers: photographs by pillow, rasters by numpy or tifffile.
+"""Decoding of images: photographs by pillow, rasters by numpy or tifffile.
 
-Both libraries are optional, and imported where an image is decoded. What they do not understand
-becomes a `CorruptImage` with their reason.
+Pillow and tifffile are optional, and imported when an image is decoded. Their errors become a
+`CorruptImage` with the reason.
 """
 
 import importlib.util
@@ -27,25 +27,25 @@ TIFF: Final = (".tif", ".tiff")
 RASTERS: Final = NUMPY + TIFF
 SUFFIXES: Final = PHOTOGRAPHS + RASTERS
 PACKAGES: Final = {"pillow": ("PIL", PHOTOGRAPHS), "tifffile": ("tifffile", TIFF)}
-"""What decodes which suffixes, and its name in Python."""
+"""Decoder packages: the name in Python, and the suffixes they decode."""
 MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's, by the number of bands."""
+"""Pillow's modes, by the number of bands."""
 DAMAGE: Final = (
     *(OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError),
     *(struct.error, zlib.error, tokenize.TokenError),
 )
-"""What decoders raise of bytes that are not what they say."""
+"""Errors that decoders raise for malformed bytes."""
 
 
 class CorruptImage(ConfigError):
-    """An image cannot be decoded; the message names it and the reason."""
+    """Error that an image cannot be decoded; the message names it and the reason."""
 
 
 def check_packages(suffixes: set[str]) -> None:
     """Refuse files whose decoder is not installed.
 
     Raises:
-        ConfigError: with what to install.
+        ConfigError: with the package to install.
     """
     for package, (module, decoded) in PACKAGES.items():
         needed = sorted(suffixes.intersection(decoded))
@@ -57,10 +57,10 @@ def check_packages(suffixes: set[str]) -> None:
 
 
 def decode(content: bytes, suffix: str, name: str, config: ImagesConfig, bands: int) -> Tensor:
-    """An image, (bands, H, W) float32 in 0..1.
+    """Decode an image to (bands, H, W) float32 in 0..1.
 
     Args:
-        bands: how many a photograph is converted to; a raster has what it has.
+        bands: number of bands to which a photograph is converted; a raster keeps its own.
 
     Raises:
         CorruptImage: if it cannot be decoded.
@@ -110,7 +110,7 @@ def _tiff(content: bytes) -> npt.NDArray[Any]:
 
 
 def bands_first(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(bands, H, W) of that or of (H, W).
+    """Convert (bands, H, W) or (H, W) to (bands, H, W).
 
     Raises:
         ValueError: if it has another number of dims.
@@ -121,7 +121,7 @@ def bands_first(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def scaled(pixels: npt.NDArray[Any], name: str, config: ImagesConfig) -> Tensor:
-    """The bands that are asked for, as float32, what is the largest value as 1.
+    """Return the requested bands as float32, with the largest value scaled to 1.
 
     Raises:
         CorruptImage: if a value is not a finite number.

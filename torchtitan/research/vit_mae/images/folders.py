@@ -1,4 +1,4 @@
-"""A folder of images, each a file; its subfolders, in the order of their names, are classes."""
+"""Folders of image files; subfolders, in the order of their names, are classes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,15 @@ from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
 
 class ImageFolder:
-    """The images in a folder, by number, in the order of their names."""
+    """Images in a folder, by number, in the order of their names."""
 
     def __init__(
         self, root: Path, suffixes: Sequence[str], config: ImagesConfig, bands: int
     ) -> None:
         """
         Args:
-            suffixes: of what files are read; others are passed over.
-            bands: how many a photograph is converted to.
+            suffixes: suffixes of the files to read; others are ignored.
+            bands: number of bands to which a photograph is converted.
 
         Raises:
             ConfigError: if there are no images, or they do not all have a class.

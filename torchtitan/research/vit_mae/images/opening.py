@@ -1,6 +1,6 @@
 """Opens the images that a recipe names, as a source that lanes can read.
 
-`IMAGES` maps the kind of a data set whose `content` is images to how it is opened.
+`IMAGES` maps the kind of a data set whose `content` is images to the function that opens it.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from torchtitan.research.vit_mae.images.shards import TarShards
 from torchtitan.research.vit_mae.images.source import Images, ImageView, ShuffledImages
 
 HELD_OUT_SEED = 1
-"""Scenes of another seed are other scenes."""
+"""Seed of held-out scenes, which differ from those of any other seed."""
 
 OpenImages = Callable[[Dataset, DataConfig, int, int], Images]
-"""(data set, section, height and width and bands that the model takes) to the images."""
+"""Function of data set, section, and the model's height = width and bands, that opens images."""
 
 
 def _open_scenes(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
@@ -44,14 +44,14 @@ IMAGES: dict[str, OpenImages] = {
 
 
 def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
-    """The images that a section names, by number.
+    """Open the images that a section names, by number.
 
     Args:
-        size: height and width in pixels that the model takes.
-        bands: how many it takes.
+        size: height and width in pixels of the model's input.
+        bands: number of bands of the model's input.
 
     Raises:
-        ConfigError: if they cannot be had, or do not fit.
+        ConfigError: if they cannot be opened, or do not match the model.
     """
     if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
@@ -66,10 +66,10 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
 
 
 def check_images(config: DataConfig) -> None:
-    """Look at the files that a section names, if it names any, without decoding them.
+    """Check the files that a section names, if any, without decoding them.
 
     Raises:
-        ConfigError: if they are no images, and why.
+        ConfigError: if they are not images, with the reason.
     """
     dataset = DATASETS.get(config.dataset)
     if dataset and dataset.kind in IMAGES and not any(config.problems(None, PlannedWorld())):
@@ -77,9 +77,9 @@ def check_images(config: DataConfig) -> None:
 
 
 def open_images(config: DataConfig, *, size: int, bands: int, seed: int) -> ShuffledImages:
-    """The images that a section names, as documents; each holds an `ImageSample`.
+    """Open the images that a section names, as documents; each holds an `ImageSample`.
 
-    Args, Raises: as of `open_view`.
+    Args, Raises: as in `open_view`.
     """
     images = open_view(config, size=size, bands=bands)
     return ShuffledImages(config.dataset, images, seed=seed, shuffle=config.shuffle)

@@ -1,13 +1,13 @@
-"""Images that are drawn instead of read: figures with classes, for trials without a download.
+"""Synthetic images: figures with classes, for experiments without a download.
 
-A scene is a figure on a ground. Both have the same stripes, upright in the figure and level in the
-ground, and the class is which figure it is. Where stripes begin, their contrast and tint, and where
-the figure lies are drawn independently of the class. So the mean of a pixel is the same in all
-classes, and any patch by itself may be of any: what tells is where stripes turn.
+A scene is a figure on a ground. Both have the same stripes, vertical in the figure and horizontal
+in the ground, and the class is the shape of the figure. The phase of the stripes, their contrast
+and tint, and the position of the figure are drawn independently of the class. So the mean of a
+pixel is the same in all classes, and no patch alone reveals the class: only where stripes turn.
 
-Stripes repeat after `PERIOD` pixels, which divides the usual patches. So a hidden patch can be told
-from visible ones, by whoever knows whether it lies in the figure: which is what a masked
-autoencoder has to learn.
+Stripes repeat after `PERIOD` pixels, which divides the usual patches. So a hidden patch can be
+restored from visible ones, given whether it is inside the figure, which a masked autoencoder must
+learn.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from torch import Tensor
 
 Array = npt.NDArray[np.float64]
 Figure = Callable[[Array, Array], npt.NDArray[np.bool_]]
-"""Columns and rows from the center, both (H, W) in -0.5..0.5, to what is inside."""
+"""Function from columns and rows, both (H, W) in -0.5..0.5 from the center, to the inside."""
 
 TURN: Final = 2 * np.pi
 PERIOD: Final = 4
-"""Pixels after which stripes repeat."""
+"""Number of pixels after which stripes repeat."""
 MOVED: Final = 0.1
-"""How far a figure lies from the center at most, as a share of the image."""
+"""Maximum distance of a figure from the center, as a fraction of the image."""
 SCENES: Final = 3
-"""Tells the draws of scenes from others of the same seed."""
+"""Number that distinguishes the draws of scenes from others of the same seed."""
 
 FIGURES: Final[dict[str, Figure]] = {
     "left": lambda x, y: x < 0,
@@ -54,7 +54,7 @@ class Scenes:
         """
         Args:
             size: height and width in pixels.
-            length: how many there are; more of them are the same ones, and others after them.
+            length: number of scenes; a larger number adds scenes after the same ones.
         """
         self._seed, self._size, self._channels, self._length = seed, size, channels, length
         self.fingerprint = f"scenes, version 2, {size} x {size} x {channels}, seed {seed}"
@@ -63,11 +63,11 @@ class Scenes:
         return self._length
 
     def name(self, index: int) -> str:
-        """What messages call it."""
+        """Return the name of a scene in messages."""
         return f"scene {index}"
 
     def label(self, index: int) -> int:
-        """The number of its class, the first that is drawn."""
+        """Return the number of a scene's class, which is drawn first."""
         return self._begin(index)[0]
 
     def _begin(self, index: int) -> tuple[int, np.random.Generator]:
@@ -75,7 +75,7 @@ class Scenes:
         return int(draw.integers(len(FIGURES))), draw
 
     def image(self, index: int) -> Tensor:
-        """A scene, (channels, size, size) float32 in 0..1."""
+        """Return a scene, (channels, size, size) float32 in 0..1."""
         label, draw = self._begin(index)
         column, row = np.meshgrid(*2 * [np.arange(self._size)])
         right, down = draw.uniform(-MOVED, MOVED, size=2)

@@ -1,4 +1,4 @@
-"""The sections `[data]` and `[data.images]` of a run on images."""
+"""Sections `[data]` and `[data.images]` of a run on images."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, Self
@@ -10,7 +10,7 @@ from torchtitan.data.settings import DataConfig
 
 
 class ImagesConfig(Config):
-    """How images are read, and what of each is trained on."""
+    """Reading of images, and the part of each to train on."""
 
     crop: Literal["resized", "window", "none"] = Field(
         "resized",
@@ -58,7 +58,7 @@ class ImagesConfig(Config):
 
 
 class ImageData(DataConfig):
-    """Which images to train on, and how they are read."""
+    """Images to train on, and how to read them."""
 
     images: ImagesConfig = ImagesConfig()
 
@@ -68,5 +68,5 @@ class ImageData(DataConfig):
 
 
 def images_of(config: DataConfig) -> ImagesConfig:
-    """The section `[data.images]`, or its defaults where nothing chose `ImageData`."""
+    """Return the section `[data.images]`, or its defaults if the section is not `ImageData`."""
     return config.images if isinstance(config, ImageData) else ImagesConfig()

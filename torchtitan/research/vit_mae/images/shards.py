@@ -1,8 +1,8 @@
 """Images in tar archives, by WebDataset's convention (https://github.com/webdataset/webdataset).
 
-Files that follow each other and share a key, the path up to the first dot of the name, make a
-sample: `n01/0007.jpg` is an image, `n01/0007.cls` the number of its class. Nothing is unpacked.
-The headers are read once, when the shards are opened; then an image is its bytes at their place.
+Consecutive files that share a key, the path up to the first dot of the name, form a sample:
+`n01/0007.jpg` is an image, `n01/0007.cls` the number of its class. Nothing is unpacked. The headers
+are read once, when the shards are opened; images are then read at their offsets.
 """
 
 import tarfile
@@ -22,7 +22,7 @@ LABEL = ".cls"
 
 
 class Entry(NamedTuple):
-    """A sample of a shard, and where its parts are, in bytes."""
+    """Sample of a shard, with the byte offsets of its parts."""
 
     shard: int
     key: str
@@ -30,19 +30,19 @@ class Entry(NamedTuple):
     begin: int
     size: int
     label: tuple[int, int] | None
-    """Begin and size of what says its class."""
+    """Offset and size of the file with its class."""
 
 
 class TarShards:
-    """The images in a tar file, or in those of a folder, by number: shard by shard."""
+    """Images in a tar file, or in those of a folder, by number: shard by shard."""
 
     def __init__(self, path: Path, config: ImagesConfig, bands: int) -> None:
         """
         Args:
-            bands: how many a photograph is converted to.
+            bands: number of bands to which a photograph is converted.
 
         Raises:
-            ConfigError: if there are no shards, or one is empty, cut short or not tar.
+            ConfigError: if there are no shards, or one is empty, truncated or not tar.
         """
         self._config, self._bands = config, bands
         root = path if path.is_dir() else path.parent
@@ -95,7 +95,7 @@ class TarShards:
 
 
 def shards_at(path: Path) -> list[Path]:
-    """The tar files at a path, in the order of their names.
+    """Return the tar files at a path, in the order of their names.
 
     Raises:
         ConfigError: if there are none, or they are compressed.
@@ -113,10 +113,10 @@ def shards_at(path: Path) -> list[Path]:
 
 
 def entries_of(path: Path, shard: int) -> Iterator[Entry]:
-    """The samples of a shard, in the order in which they stand in it.
+    """Yield the samples of a shard, in their order in it.
 
     Raises:
-        ConfigError: if it is empty, cut short, or not tar; or a sample is none.
+        ConfigError: if it is empty, truncated, or not tar; or a sample is invalid.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     last = None
@@ -141,7 +141,7 @@ def entries_of(path: Path, shard: int) -> Iterator[Entry]:
 
 
 def _files(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, begin and size of each file of an archive."""
+    """Yield the name, offset and size of each file of an archive."""
     length = path.stat().st_size
     if not length:
         raise ConfigError(f"{path}: the shard is empty")

@@ -1,9 +1,9 @@
-"""Images as documents that lanes read: in a shuffled order, each cut anew in every epoch.
+"""Images as documents that lanes read: in a shuffled order, each with a new crop in every epoch.
 
-An image is cut and flipped by random numbers from (seed, epoch, index in the data set), and by
-nothing else. So it is the same on every layout, with any number of threads, and after a resume.
-An image that is left out is left out of its lane, which goes on to the next of its own; so that
-does not depend on the layout either.
+An image is cropped and flipped by random numbers from (seed, epoch, index in the data set) alone.
+So it is the same on every layout, with any number of threads, and after a resume. An image that is
+left out is left out of its lane, which continues with its own next image; so that does not depend
+on the layout either.
 """
 
 import json
@@ -20,24 +20,24 @@ from torchtitan.research.vit_mae.images.settings import ImagesConfig
 from torchtitan.research.vit_mae.images.views import view
 
 VIEWS = 2
-"""Tells the draws of views from others of the same seed."""
+"""Number that distinguishes the draws of views from others of the same seed."""
 
 
 class Images(Protocol):
-    """Images by number."""
+    """Interface to images by number."""
 
     fingerprint: str
-    """Changes with what they are read from."""
+    """Fingerprint of the source of the images."""
     has_classes: bool
     """Whether each image has a class."""
 
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What messages call an image: its file."""
+        """Return the name of an image in messages: its file."""
 
     def image(self, index: int) -> Tensor:
-        """An image, (bands, H, W) float32 in 0..1.
+        """Read an image, (bands, H, W) float32 in 0..1.
 
         Raises:
             CorruptImage: if it cannot be decoded.
@@ -45,34 +45,34 @@ class Images(Protocol):
         """
 
     def label(self, index: int) -> int:
-        """The number of its class, where images have classes; training does not ask for it.
+        """Return the number of an image's class, if images have classes; not used in training.
 
         Raises:
-            ConfigError: what should say it does not.
+            ConfigError: if the class is missing.
         """
 
 
 class ImageSample(NamedTuple):
-    """What is trained on of an image in an epoch."""
+    """Part of an image to train on in an epoch."""
 
     image: Tensor
-    """(bands, size, size) float32 in 0..1."""
+    """Pixels (bands, size, size), float32 in 0..1."""
     epoch: int
     number: int
-    """In the data set. Whatever else is drawn for a sample follows from seed, epoch and number."""
+    """Index in the data set. All random draws of a sample follow from seed, epoch and number."""
 
 
 class ImageView:
-    """What a model is given of the images of a data set."""
+    """View of a data set's images as a model's input."""
 
     def __init__(self, images: Images, config: ImagesConfig, *, size: int, bands: int) -> None:
         """
         Args:
-            size: height and width in pixels that the model takes.
-            bands: how many the model takes.
+            size: height and width in pixels of the model's input.
+            bands: number of bands of the model's input.
 
         Raises:
-            ConfigError: if the section is of images with another number of bands.
+            ConfigError: if the section's images have another number of bands.
         """
         self.images, self.config, self.size, self.bands = images, config, size, bands
         self.windows = [0, len(images)]
@@ -91,14 +91,14 @@ class ImageView:
         return self.sample(index)
 
     def sample(self, index: int, epoch: int = 0, seed: int | None = None) -> ImageSample:
-        """What an epoch sees of an image.
+        """Return the sample of an image in an epoch.
 
         Args:
-            seed: None: nothing is random, whatever the section says.
+            seed: seed of the draws; None: nothing is random, regardless of the section.
 
         Raises:
             CorruptImage: if it cannot be decoded.
-            ConfigError: if it does not have the size or bands that it should have.
+            ConfigError: if it does not have the required size or bands.
         """
         image = self.images.image(index)
         draw = None
@@ -117,13 +117,13 @@ class ImageView:
 
 
 class ShuffledImages(ShuffledDocuments):
-    """Images in an order drawn anew for each epoch, as samples."""
+    """Images as samples, shuffled again for each epoch."""
 
     def __init__(self, name: str, images: ImageView, *, seed: int, shuffle: bool) -> None:
         super().__init__(name, images, seed=seed, shuffle=shuffle)
         self._images, self._seed = images, seed
         self.corrupt: dict[str, str] = {}
-        """Images that were left out, by name, and why."""
+        """Images that were left out, by name, with the reasons."""
 
     def _content(self, epoch: int, index: int) -> ImageSample | None:
         try:

@@ -1,7 +1,7 @@
-"""What is cut from an image: a part of random area, a window, or all of it.
+"""Crops of an image: a part of random area, a window, or all of it.
 
 After Szegedy et al., "Going deeper with convolutions" (https://arxiv.org/abs/1409.4842): the area
-of a part is uniform, and so is the logarithm of its width over its height, from 3/4 to 4/3.
+of a part is uniform, and so is the logarithm of its aspect ratio, width / height, from 3/4 to 4/3.
 """
 
 import math
@@ -15,7 +15,7 @@ from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
 MOST_STRETCHED = 4 / 3
 TRIES = 10
-"""Of a random part that may not fit in the image; then the largest square is taken."""
+"""Number of draws of a random part that may exceed the image, before taking the largest square."""
 
 Box = tuple[int, int, int, int]
 """Top, left, height and width."""
@@ -24,18 +24,18 @@ Box = tuple[int, int, int, int]
 def view(
     image: Tensor, config: ImagesConfig, size: int, draw: np.random.Generator | None
 ) -> Tensor:
-    """What a model is given of an image.
+    """Crop and resize an image for a model.
 
     Args:
         image: (bands, H, W).
-        size: height and width of what is wanted.
-        draw: random numbers; None: cut from the center, and flip nothing.
+        size: height and width of the result.
+        draw: random numbers; None: crop the center, without a flip.
 
     Returns:
         (bands, size, size).
 
     Raises:
-        ConfigError: if the image does not have the size that `config` asks for.
+        ConfigError: if the image does not have the size that `config` requires.
     """
     height, width = image.shape[1:]
     if config.crop == "none" and (height, width) != (size, size):
@@ -81,7 +81,7 @@ def _window(height: int, width: int, size: int, draw: np.random.Generator | None
 
 
 def _resized(image: Tensor, size: int) -> Tensor:
-    """By cubic interpolation, which may overshoot; never beyond what the part holds."""
+    """Resize by cubic interpolation, clamped to the range of the part, since it may overshoot."""
     low, high = image.amin((1, 2), keepdim=True), image.amax((1, 2), keepdim=True)
     resized = F.interpolate(image[None], (size, size), mode="bicubic", antialias=True)[0]
     return resized.clamp(low, high)
