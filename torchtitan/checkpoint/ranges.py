@@ -2,7 +2,7 @@
 
 On a disk a file is mapped into memory, and what is read is a view of it. From a store ranges are
 fetched: long ones by several requests at once, short ones out of blocks that are kept for a while,
-since tensors that are loaded one after the other lie one behind the other.
+since tensors that are loaded one after the other are adjacent in the file.
 """
 
 import math
