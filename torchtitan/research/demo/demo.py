@@ -208,7 +208,7 @@ class Chosen(DecoupledConfig):
 
 
 class Random(Chosen):
-    """DeMo with one random number of each of `count` equal parts, drawn in each step.
+    """DeMo with random numbers, one from each of equal parts, drawn again in each step.
 
     Integers are drawn on the device, so the cost is that of the numbers sent, not of all, and the
     draws are the same on every device.
