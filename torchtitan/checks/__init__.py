@@ -38,7 +38,6 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Setting,
-    Translation,
     load,
     shorten,
     show,
@@ -128,26 +127,9 @@ def load_job(
             found = problems(job, replace(world, ranks=ranks))
         return (problem for problem in found if problem.path not in spared)
 
-    return load(
-        JobConfig,
-        recipe,
-        flags,
-        over=over,
-        translate=legacy_recipes.translate,
-        new_name=legacy_recipes.new_name,
-        unsaid=_unsaid,
-        prepare=_import_first,
-        check=check,
-    )
-
-
-def _unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
-    """The defaults of TorchTitan in a recipe of its own, and a vocabulary for the tokenizer."""
-    theirs = legacy_recipes.unsaid(files, flags, settings)
-    vocabulary = follow_tokenizer(theirs.settings | settings)
-    theirs.settings.update(vocabulary.settings)
-    theirs.notices.extend(vocabulary.notices)
-    return theirs
+    gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
+    follow_tokenizer(gathered)
+    return load(JobConfig, gathered, check)
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:

@@ -193,13 +193,3 @@ class Setting(NamedTuple):
 
     value: Any
     origin: str
-
-
-class Translation(NamedTuple):
-    """What a translation table made of the settings of one source."""
-
-    settings: dict[KeyPath, Setting]
-    notices: list[str]
-    problems: list[str]
-    moved: dict[KeyPath, KeyPath]
-    """Where the settings went that are not where they were."""

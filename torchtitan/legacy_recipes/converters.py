@@ -7,8 +7,8 @@ acts only where it is named. Here both are a `[[convert]]` section.
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config import ConfigError, KeyPath, Setting, Translation, allowed_names, show
-from torchtitan.legacy_recipes.rows import Converted, Gone, always, falsy, just
+from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, show
+from torchtitan.legacy_recipes.rows import Converted, Gone, Translation, always, falsy, just
 
 Settings = dict[KeyPath, Setting]
 
@@ -114,7 +114,7 @@ def sections(
 
 
 def of(path: KeyPath) -> str | None:
-    """Which converter, by its name here, a key of an old section is of."""
+    """The name, in this version, of the converter to which a key of an old section belongs."""
     return HERE.get(".".join(path[:-1]))
 
 

@@ -1,8 +1,10 @@
-"""What can become of an old key: the rows of the tables."""
+"""The rows of the tables: every way to translate an old key."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torchtitan.config import KeyPath, Setting
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Moved:
     chosen_by: tuple[str, Any] | None = None
     """An old key, and the value of it that what this key sets belongs to."""
     idle: Callable[[Any], bool] = lambda _: False
-    """Which values may stand beside another choice, where they are left out."""
+    """Predicate of the values that may be left out next to another choice."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,13 @@ class Together:
     """A key that means something only with others: `unsaid` reads it."""
 
     about: str
+
+
+class Translation(NamedTuple):
+    """What a translation table made of the settings of one source."""
+
+    settings: dict[KeyPath, Setting]
+    notices: list[str]
+    problems: list[str]
+    moved: dict[KeyPath, KeyPath]
+    """Where the settings went that are not where they were."""
