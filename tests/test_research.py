@@ -32,7 +32,7 @@ ALONE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_EditableFinder"]
 """
-"""Run by every Python of a copy: an editable install would find there what the copy does not have."""
+"""Run by every Python of a copy: an editable install would find what the copy does not have."""
 QUICK = {
     "auxiliary_tasks": "by_hand or takes_a_head or refused",
     "demo": "scipy or divisor or turn or mean_over",
