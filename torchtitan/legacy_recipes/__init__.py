@@ -49,10 +49,10 @@ def new_name(path: KeyPath) -> KeyPath:
 
 
 def translate(settings: Settings, below: Settings) -> Translation:
-    """Read the settings of one source, whatever version it was written for.
+    """Translate the settings of one source, which may be written for any version.
 
     Args:
-        below: what they go over, as it was written; for flags it is the recipe.
+        below: the settings that they override, as written; for flags those of the recipe.
     """
     result = Translation({}, [], [], {})
     numbers, keys = converters.sections(settings, below, result)
