@@ -31,8 +31,8 @@ Kind = Literal["collective", "p2p", "other", "terminated"]
 `terminated`: nowhere, the process received SIGTERM."""
 
 Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "terminated"]
-"""State in which a rank ended: `waiting` in a collective; `exchanging` in a send or receive that has
-no record; `lost` without a message; `stuck` outside communication; `terminated` by SIGTERM."""
+"""State in which a rank ended: `waiting` in a collective; `exchanging` in a send or receive without
+a record; `lost` without a message; `stuck` outside communication; `terminated` by SIGTERM."""
 
 
 @dataclass(frozen=True)
