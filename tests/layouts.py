@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
+from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, ZLoss
 from torchtitan.convert import (
     MXFP8,
     ConverterConfig,
@@ -13,7 +13,6 @@ from torchtitan.convert import (
     LinearConverterConfig,
 )
 from torchtitan.job import JobConfig
-from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
 
@@ -112,11 +111,8 @@ UNBALANCED = {"context_parallel_load_balancer": "none"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}
-SIMPLE = {"name": "simple_fsdp"}
 REGATHER = {"name": "fsdp2", "regather_size": 2}
 WHOLE = {"name": "fsdp2", "accumulate_whole": True}
-ROTATED = {"name": "rotated"}
-IN_PLACE = {**ROTATED, "in_place": True}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
@@ -130,10 +126,7 @@ TENSORWISE = (Float8(emulate=True),)
 GATHERED = (Float8(emulate=True, enable_fsdp_float8_all_gather=True),)
 SCALED_BEFORE = (GATHERED[0].model_copy(update={"precompute_float8_dynamic_scale_for_fsdp": True}),)
 MICROSCALED = (MXFP8(emulate=True),)
-BY_TOKEN = (LowPrecisionAttention(rotation="qkv"),)
-BY_HEAD = (LowPrecisionAttention(scale="head", rotation="qk"),)
-BY_TENSOR = (LowPrecisionAttention(scale="tensor", dtype="int8", rotation="v"),)
-BESIDE = (ZLoss(weight=0.01), NextLatent(warmup_steps=4))
+BESIDE = (ZLoss(weight=0.01),)
 ALL_LOSSES = (*BESIDE, MultiToken(depth=2, final_weight=0.1, final_step=4))
 
 ALL_BESIDE: dict[str, Any] = {"chunk": 100, "auxiliary": ALL_LOSSES}
@@ -211,7 +204,6 @@ LAYOUTS: dict[str, Case] = {
     "TP 2, loss in chunks": case(tp=2, chunk=64),
     "TP 2, neither, loss in chunks": case(tp=2, chunk=64, **NO_SEQUENCE, **NO_LOSS),
     "FSDP 2 x CP 2, loss in chunks": case(shard=2, cp=2, batch=1, chunk=100),
-    "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, sharding=SIMPLE),
     "PP 2, loss in chunks": case(2, chunk=100),
     # Converted linears: the reference is converted alike, and has microbatches of the same size.
     "FSDP 2, Float8 rowwise": case(shard=2, convert=ROWWISE),
@@ -230,12 +222,6 @@ LAYOUTS: dict[str, Case] = {
     "FSDP 2, MXFP8": case(shard=2, convert=MICROSCALED),
     "FSDP 2 x TP 2, MXFP8": case(shard=2, tp=2, convert=MICROSCALED),
     "PP 2, MXFP8": case(2, convert=MICROSCALED),
-    # Attention in 8 bits: the reference is converted alike.
-    "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
-    "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
-    "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
-    "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
-    "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
     # Auxiliary losses: the reference has the same.
     "TP 2 x PP 2, auxiliary losses": case(2, tp=2, auxiliary=BESIDE),
     "FSDP 2, accumulating 4, all auxiliary losses": case(
@@ -244,53 +230,13 @@ LAYOUTS: dict[str, Case] = {
     "CP 2 x TP 2, documents, all auxiliary losses": case(
         cp=2, tp=2, chunk=64, documents=True, auxiliary=ALL_LOSSES
     ),
-    "rotated 2, auxiliary losses": case(
-        shard=2, chunk=100, auxiliary=ALL_LOSSES[1:], sharding=ROTATED
-    ),
-    "SimpleFSDP 2, all auxiliary losses": case(
-        shard=2, chunk=100, auxiliary=ALL_LOSSES, sharding=SIMPLE
-    ),
     "PP 2, 1F1B, all auxiliary losses": schedule("1F1B", **ALL_BESIDE),
-    "PP 2, GPipe, all auxiliary losses": schedule("GPipe", **ALL_BESIDE),
-    "PP 2, Interleaved1F1B, all auxiliary losses": schedule("Interleaved1F1B", **ALL_BESIDE),
-    "TP 2 x PP 2, all auxiliary losses": case(2, tp=2, chunk=64, auxiliary=ALL_LOSSES),
-    "FSDP 2 x PP 2, documents, all auxiliary losses": case(
-        2, shard=2, documents=True, **ALL_BESIDE
-    ),
-    "DDP 2, all auxiliary losses": case(replicate=2, **ALL_BESIDE),
-    "HSDP 2 x 2, all auxiliary losses": case(replicate=2, shard=2, **ALL_BESIDE),
-    "CP 2, ring, all auxiliary losses": case(cp=2, **ALL_BESIDE, **RING),
-    # SimpleFSDP.
-    "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
-    "SimpleFSDP, copies 2, added up afterwards": case(
-        replicate=2, sharding=SIMPLE, communication=AFTERWARDS
-    ),
-    "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, sharding=SIMPLE),
-    "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, sharding=SIMPLE),
-    "SimpleFSDP, HSDP 2 x 2, full recomputation": case(
-        replicate=2, shard=2, recompute=FULL, sharding=SIMPLE
-    ),
-    "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, sharding=SIMPLE),
-    "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
-    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
-    "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
     # Strategies of FSDP.
     "FSDP 4, regathered by 2": case(shard=4, sharding=REGATHER),
     "HSDP 2 x 2, always reshard, accumulating 2 whole": case(
         replicate=2, shard=2, batch=1, sharding=WHOLE, **{RESHARD: "always"}
     ),
     "FSDP 2 x TP 2, accumulating 4 whole": case(shard=2, tp=2, batch=1, sharding=WHOLE),
-    # Rotated weights.
-    "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
-    "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
-    "rotated 2, copies 2": case(replicate=2, shard=2, sharding=ROTATED),
-    "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
-    "rotated 2, in place, every second block recomputed": case(
-        shard=2, recompute=SECOND, sharding=IN_PLACE
-    ),
-    "rotated 4, loss in chunks, operators recomputed": case(
-        shard=4, chunk=100, recompute=OPERATORS, sharding=ROTATED
-    ),
     # All together.
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     "FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation": case(
@@ -302,7 +248,7 @@ LAYOUTS: dict[str, Case] = {
 if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
     LAYOUTS["PP 2, ZBVZeroBubble, z-loss in chunks"] = schedule(
-        "ZBVZeroBubble", chunk=100, auxiliary=BESIDE[:1]
+        "ZBVZeroBubble", chunk=100, auxiliary=BESIDE
     )
     LAYOUTS["PP 2, ZBVZeroBubble, all auxiliary losses"] = schedule("ZBVZeroBubble", **ALL_BESIDE)
     LAYOUTS["PP 2, ZBVZeroBubble, Float8 rowwise"] = schedule("ZBVZeroBubble", convert=ROWWISE)
@@ -315,8 +261,6 @@ DAILY = (
     *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2"),
     *("one rank, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
-    *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
-    "TP 2, attention in Float8, full recomputation",
     "FSDP 2, accumulating 4, all auxiliary losses",
 )
 """What `./scripts/test` compares with one rank: each technique, and each pair that interacts, some
@@ -324,7 +268,7 @@ of them within a layout of three."""
 LONG = (
     *("FSDP 2 x TP 2, MXFP8", "CP 2 x TP 2 x PP 2, documents", "HSDP 2 x 2 x TP 2"),
     *("FSDP 2 x TP 2 x PP 2, Interleaved1F1B, full recomputation", "TP 2 x PP 2, Float8 rowwise"),
-    *("TP 2 x PP 2, ZBVZeroBubble", "SimpleFSDP 2 x PP 2, ZBVZeroBubble"),
+    "TP 2 x PP 2, ZBVZeroBubble",
 )
 """Others have each part of these, which take up to a minute each: before a release. The rest of
 the layouts is compared by the gate."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan.parallel import Launch
 from torchtitan.resilience.replicas.step import GroupBatches
 from torchtitan.step import RankBatches
+from torchtitan.tools.verify.measure import hide_targets
 from torchtitan.trainer import Trainer
 
 FOLDER = Path(os.environ["MEETING"])
@@ -31,8 +32,7 @@ def step(trainer: Trainer) -> None:
     group = batches.group.config.group
     if trainer not in PREPARED:
         PREPARED.append(trainer)
-        stream = batches.inner.stream
-        batches.inner.stream = (batch.uneven() for batch in stream)
+        batches.inner.stream = map(hide_targets, batches.inner.stream)
         (FOLDER / f"{group} {launch.rank} {launch.restart}").touch()
         wait_for(f"{1 - group} {launch.rank} 0")
     if FAULT == "kill":

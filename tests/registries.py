@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torchtitan.build  # noqa: F401  (imports every module that has a registry)
+import torchtitan.build
+import torchtitan.tools.evaluate.evaluation  # noqa: F401
+from torchtitan.config import Registry
 
 Registries = dict[str, dict[str, Any]]
 
@@ -20,13 +22,16 @@ INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", 
 
 
 def find_registries() -> Registries:
-    """Every dict that is a constant of a module, by the shortest of its names."""
+    """Every dict that is a constant of a module, by the shortest of its names.
+
+    Of a `Registry` the dict of its entries, so that none is imported.
+    """
     found = {
-        f"{module}.{name}": value
+        f"{module}.{name}": value._entries if isinstance(value, Registry) else value
         for module, there in sys.modules.items()
         if module.partition(".")[0] == "torchtitan"
         for name, value in vars(there).items()
-        if name.isupper() and isinstance(value, dict)
+        if name.isupper() and isinstance(value, dict | Registry)
     }
     shortest = {id(found[name]): name for name in sorted(found, key=len, reverse=True)}
     return {name: found[name] for name in shortest.values()}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.strategies import DEVICE, foresee, gib
 from tests.processes import descendants
 from tests.tiers import tiers
 
@@ -317,16 +316,3 @@ def test_loading_what_dcp_saved(tmp_path: Path) -> None:
     kept = (ROOT / "benchmarks/results/checkpoint_dcp.md").read_text()
     for page in (output.read_text(), kept):
         assert re.findall(r"^\| (\S+) \| \d+ \(", page, re.MULTILINE) == ["dcp.load", "ours"] * 2
-
-
-def test_sizes_of_images_are_those_of_the_formulas() -> None:
-    """One size of six; the table in docs is the page's."""
-    page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()
-    held = page[page.index("**GiB") : page.index("**GB")]
-    docs = (ROOT / "docs/vision.md").read_text()
-    assert [line for line in held.splitlines() if line.startswith("|") and line not in docs] == []
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held.splitlines()[4:]]
-    column = {row[0]: row[6] for row in rows if len(row) == 7}
-    found = foresee("15B")
-    assert column == {name: gib(each) for name, each in found.items()}
-    assert found["hybrid, groups of 2"].held > DEVICE > found["hybrid, groups of 4"].held

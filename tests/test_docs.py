@@ -25,6 +25,7 @@ Other blocks are for reading only.
 
 import ast
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -43,6 +44,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.reliability import __main__ as reliability
 from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__, launch, train
@@ -56,6 +58,7 @@ from torchtitan.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "torchtitan/research").glob("*/README.md"))
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
 LONG = ("checkpoint.md", "compare.md", "debugging.md", "evaluation.md", "profiling.md")
@@ -239,11 +242,10 @@ def run(command: str) -> int:
         case ["./scripts/test"] | ["./scripts/test", "--all"]:
             return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
         case ["./scripts/test", *arguments]:
-            collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
-            return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
+            return collect(*arguments)
         case ["python", "-m", "tests.reliability"]:
-            collect = [sys.executable, "-m", "tests.reliability", "--collect-only"]
-            return subprocess.call(collect, cwd=ROOT, stdout=sys.stdout)
+            sys.argv = ["tests.reliability", "--collect-only"]
+            return reliability.main()
         case ["python", "-m", "torchtitan.train", *flags]:
             return train.main(small(flags))
         case ["python", "-m", "torchtitan.launch", *arguments]:
@@ -262,6 +264,12 @@ def run(command: str) -> int:
             runpy.run_path(str(ROOT / script), run_name="__main__")
             return 0
     raise AssertionError(f"this test does not know how to run {words[0]}")
+
+
+def collect(*arguments: str) -> int:
+    """The status of pytest, which need not import torch again in this process."""
+    os.chdir(ROOT)
+    return int(pytest.main(["--collect-only", "-q", *arguments]))
 
 
 def small(flags: list[str], limits: dict[str, str] = SMALL) -> list[str]:
@@ -345,6 +353,7 @@ def keys_named(text: str) -> set[str]:
     return keys - files - {"metrics.enable_x"}  # a pattern
 
 
+@functools.cache
 def known_keys() -> set[str]:
     return {entry.path for section in sections(JobConfig) for entry in section.entries}
 

@@ -1,10 +1,17 @@
-"""Steps on fake CUDA tensors, where torch is built for CUDA and there is no device."""
+"""CUDA where there is no device: fake tensors, and a fake `torch.cuda` that notes who asks what."""
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from torchtitan import launch, train
+from torchtitan.checkpoint.staging import Staging, Task, after
+from torchtitan.device import Device
+from torchtitan.tools.cli import main
 
 
 @pytest.mark.slow
@@ -13,3 +20,97 @@ import torch
 def test_every_layout_and_option_takes_a_step() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.gpu.fake"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+class Joined(Exception):
+    """The rank has read its recipe and joins the others."""
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """The indices of the devices on which this process makes a context, on a machine with two."""
+    current, made = [0], list[int]()
+
+    def memory(index: int | None = None) -> tuple[int, int]:
+        made.append(current[0] if index is None else index)
+        return 2**30, 2**35
+
+    def choose(index: int) -> None:
+        current[0] = index
+        made.append(index)
+
+    def about(index: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(name="H100", total_memory=2 ** (35 - index), major=9, minor=0)
+
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": about,
+        "get_device_name": lambda index=0: about(index).name,
+        "get_device_capability": lambda index=0: (9, 0),
+        "mem_get_info": memory,
+        "set_device": choose,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("asked the real CUDA"))
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+RECIPE = ["--training.steps", "1", "--job.dump_folder", "run"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_touches_its_own_device_alone(
+    rank: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+    def join(*args: object) -> None:
+        raise Joined
+
+    monkeypatch.setattr(train, "open_world", join)
+    with pytest.raises(Joined):
+        train.main(RECIPE)
+    # The first time to make it current. Free memory is asked for by rank 0, which logs it.
+    assert contexts == ([0, 0] if rank == 0 else [1])
+
+
+def test_who_only_looks_at_a_recipe_touches_no_device(
+    contexts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, words = launch.parse(["--processes", "2", *RECIPE])
+    launch.check(arguments, words)
+    assert main(["check", "--here", "--world-size", "2", *RECIPE]) == 0
+    assert "# valid on 2 ranks" in capsys.readouterr().out
+    assert contexts == []
+
+
+def test_the_smallest_of_the_devices_of_a_run_is_its_limit(
+    contexts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["check", "--here", "--model.flavor", "405B", "--training.steps", "1"]
+    assert main([*large, "--world-size", "2"]) == 2
+    assert "at the least, and H100 has 16.0" in capsys.readouterr().err
+    assert contexts == []
+
+
+def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts: list[int]) -> None:
+    """A new thread has the first device of the machine."""
+
+    class OnHost(Device):
+        """Its tensors are on the host, and it is made current like a CUDA device."""
+
+        def make_current(self) -> None:
+            torch.cuda.set_device(1)
+
+    staging = Staging(pinned=False, device=OnHost("cpu"))
+    copies = staging.begin([])
+    assert Task(copies).result() == []
+    staging.device = Device("cuda", 1)
+    event = SimpleNamespace(synchronize=lambda: contexts.append(-1))
+    assert Task(lambda: after(event, [], staging.device, [])).result() == []
+    assert contexts == [1, 1, -1]

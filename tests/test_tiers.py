@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoint.test_resume import DAILY as CHANGES_DAILY
 from tests.checkpoint.test_resume import PAIRS
 from tests.layouts import DAILY, LAYOUTS, LONG
+from tests.research import layouts as research
 from tests.tiers import tiers
 from torchtitan.parallel.sharding import SHARDING
 
@@ -42,6 +43,8 @@ def test_every_axis_converter_and_way_to_shard_is_compared_daily() -> None:
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
         assert max(getattr(layout, axis) for layout in daily) > 1, axis
     assert converters(daily) == converters(LAYOUTS.values())
+    daily += [research.LAYOUTS[name] for name in research.DAILY]
+    assert converters(daily) >= converters(research.LAYOUTS.values())
     ways = {layout.sections.get("sharding", {}).get("name", "fsdp2") for layout in daily}
     assert ways == SHARDING.keys()
 
@@ -74,11 +77,12 @@ def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
 
 def test_the_guide_counts_the_layouts() -> None:
     guide = (ROOT / "CONTRIBUTING.md").read_text()
-    gate = len(LAYOUTS) - len(DAILY) - len(LONG)
+    both = ((LAYOUTS, research.LAYOUTS), (DAILY, research.DAILY), (LONG, research.LONG))
+    every, daily, long = (sum(map(len, each)) for each in both)
     for words in (
-        f"{len(DAILY)} of {len(LAYOUTS)} layouts",
-        f"{gate} more layouts",
-        f"the {len(LONG)} longest layouts",
+        f"{daily} of {every} layouts",
+        f"{every - daily - long} more layouts",
+        f"the {long} longest layouts",
     ):
         assert words in guide
     assert f"{len(LAYOUTS)} layouts with a single rank" in (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""A model and recipes small enough to train in a test."""
+"""A model, a text and recipes small enough to train in a test."""
 
 import dataclasses
 from pathlib import Path
@@ -6,6 +6,10 @@ from typing import Any
 
 from torchtitan import checks
 from torchtitan.config import PlannedWorld, Problem
+from torchtitan.data import SOURCES, DataConfig, Dataset, Tokenizer
+from torchtitan.data.documents import JsonlDocuments
+from torchtitan.data.order import Source
+from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
@@ -56,6 +60,18 @@ FLAVORS = {
     ),
     "flat": dataclasses.replace(ARGS, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=301),
 }
+TEXT = Path(__file__).parent / "text"
+
+
+def open_text(
+    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
+) -> Source:
+    """The text of the tests: the running Python's library would give other numbers on another."""
+    documents = JsonlDocuments([TEXT / f"{dataset.split}.jsonl"], "text", TEXT)
+    return ShuffledDocuments("text of the tests", documents, seed=seed, shuffle=config.shuffle)
+
+
+SOURCES["python_stdlib"] = open_text
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 

@@ -9,18 +9,17 @@ of a run and change later, as a pure function of the step, which a run that resu
     multi_token  the tokens after the next, by a block for each that follows the one before it, with
                  the embedding and the output of the model (DeepSeek-V3, 2024, arXiv:2412.19437,
                  section 2.2)
-    next_latent  the next hidden state, whose gradient is stopped. Inspired by representations that
-                 are trained to predict the next one in reinforcement learning (arXiv:2310.04241),
-                 and no more than that: there is no environment, and no result of theirs is shown.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, PlannedWorld, Problem, Registry
 
 
 class AuxiliaryLossConfig(Config):
@@ -95,6 +94,25 @@ class AuxiliaryLossConfig(Config):
         """The arguments of a model, with what it must have for this."""
         return args
 
+    def distribute(
+        self,
+        part: nn.Module,
+        sequence: ProcessGroup | None,
+        balancing: str,
+        tensor: ProcessGroup | None,
+    ) -> None:
+        """Have the loss see what other ranks have of the sequences that a part of the model has.
+
+        Args:
+            sequence: ranks with other parts of the sequence (cp), if there are any.
+            balancing: how the sequence is cut for them.
+            tensor: ranks with other parts of this one's part (tp), if there are any.
+        """
+
+    def traffic(self, part: nn.Module, work: Any) -> Iterator[Any]:
+        """What its ranks send for that in a step: `Traffic`, by the `Work` of a part."""
+        return iter(())
+
 
 class ZLoss(AuxiliaryLossConfig):
     """The square of the log-sum-exp of the logits (arXiv:2204.02311)."""
@@ -108,22 +126,34 @@ class ZLoss(AuxiliaryLossConfig):
 class ModelLossConfig(AuxiliaryLossConfig):
     """One that needs parameters of its own; without a weight it is left out of the model."""
 
+    argument: ClassVar[str]
+    """The argument of the model that says so."""
+
     @property
     def reported(self) -> bool:
         return self.is_on
 
     def over(self, args: Any) -> Any:
-        needed = self.needed()
-        has_them = needed.keys() <= {field.name for field in dataclasses.fields(args)}
-        return dataclasses.replace(args, **needed) if self.is_on and has_them else args
+        has_it = self.argument in {field.name for field in dataclasses.fields(args)}
+        if not (self.is_on and has_it):
+            return args
+        wanted = self.wanted(getattr(args, self.argument))
+        return dataclasses.replace(args, **{self.argument: wanted})
 
-    def needed(self) -> dict[str, Any]:
-        """Arguments of the model, by name."""
+    def is_in(self, args: Any) -> bool:
+        """Whether a model of these arguments has what it takes."""
+        has = getattr(args, self.argument, None)
+        return has is not None and has == self.wanted(has)
+
+    def wanted(self, has: Any) -> Any:
+        """The value of `argument` that is needed, where the model has another for other losses."""
         raise NotImplementedError
 
 
 class MultiToken(ModelLossConfig):
     """The tokens after the next one, by blocks that share the trunk (arXiv:2412.19437)."""
+
+    argument: ClassVar[str] = "multi_token"
 
     name: Literal["multi_token"] = Field("multi_token", description="Which loss.")
     weight: float = Field(
@@ -135,24 +165,14 @@ class MultiToken(ModelLossConfig):
         each = self.weight_at(step) / self.depth
         return {f"{self.name}_{number}": each for number in range(1, self.depth + 1)}
 
-    def needed(self) -> dict[str, Any]:
-        return {"multi_token": self.depth}
+    def wanted(self, has: int) -> int:
+        return self.depth
 
 
-class NextLatent(ModelLossConfig):
-    """The hidden state after each, whose gradient is stopped; inspired by arXiv:2310.04241."""
-
-    name: Literal["next_latent"] = Field("next_latent", description="Which loss.")
-    weight: float = Field(
-        0.1, ge=0, description="What it is multiplied with; 0: it is left out of the model."
-    )
-
-    def needed(self) -> dict[str, Any]:
-        return {"next_latent": True}
-
-
-AUXILIARY_LOSSES: dict[str, type[AuxiliaryLossConfig]] = {
-    "z_loss": ZLoss,
-    "multi_token": MultiToken,
-    "next_latent": NextLatent,
-}
+AUXILIARY_LOSSES = Registry[type[AuxiliaryLossConfig]](
+    "auxiliary_loss",
+    {
+        "z_loss": ZLoss,
+        "multi_token": MultiToken,
+    },
+)

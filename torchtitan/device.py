@@ -11,6 +11,7 @@ Where a sheet gives only the figure with sparsity, the dense one is half of it.
 
 import ctypes
 import gc
+import math
 import os
 import platform
 import re
@@ -21,12 +22,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
 
 GIB = 1024**3
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+# Collections of garbage from one of all objects to the next.
+FULL_COLLECTION = 10
 
 # Seconds of a clock on a CPU, an event in the stream on CUDA.
 Stamp = float | torch.Event
@@ -107,6 +112,10 @@ class Device:
         if self.type == "cuda":
             torch.cuda.set_device(self.index)
 
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that this device reads by itself; on a CPU, the tensor as it is."""
+        return tensor.pin_memory() if self.type == "cuda" else tensor
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
         if self.type == "cuda":
@@ -155,16 +164,21 @@ class Device:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
     def memory_limit(self) -> float:
-        """GiB that processes could have at the most: on a machine its swap counts, and a limit of
-        the control group they are in."""
+        """GiB that processes could have at most: on a machine its swap counts, and the limits of
+        the control groups they are in."""
         if self.type == "cuda":
             return self.memory_capacity()
-        here = self.memory_capacity() + _meminfo("SwapTotal")
-        group = [_control_group(name) for name in ("memory.max", "memory.swap.max")]
-        return min(here, sum(group))
+        ram = _group_limit("memory.max", "memory.limit_in_bytes")
+        swap = _group_limit("memory.swap.max")
+        total = min(self.memory_capacity(), ram) + min(_meminfo("SwapTotal"), swap)
+        return min(total, _group_limit("memory.memsw.limit_in_bytes"))
 
     def memory_available(self) -> float:
-        """GiB that are free, or would be without caches."""
+        """GiB that are free, or would be without caches.
+
+        On CUDA only for the device of this process: the question makes a context there, which
+        stays, and takes about half a GiB.
+        """
         if self.type == "cuda":
             return torch.cuda.mem_get_info(self.index)[0] / GIB
         return min(_meminfo("MemAvailable") or self.memory_capacity(), self.memory_limit())
@@ -194,14 +208,19 @@ class Device:
             torch.cuda.set_rng_state(state["cuda"], self.index)
 
 
-def collect_garbage() -> int:
-    """Python's, and what the C library keeps of freed memory goes back to the kernel.
+def collect_garbage(step: int, every: int) -> int:
+    """Collect Python's garbage at every so many steps, and give what is free back to the kernel.
 
-    Small objects that live long, such as the Flight Recorder's entries, lie between tensors that
+    Small objects that live long, such as the Flight Recorder's entries, are between tensors that
     come and go, so that the heap of a rank grows though little is in use. Elsewhere than in glibc
-    there is no such call, and nothing is given back. Returns how many objects were found.
+    there is no call to give memory back. Young objects are collected each time, and all objects at
+    each tenth: that takes about a second where the compiler has made millions. By the number of
+    the step it is the same on all ranks. Returns the number of objects found.
     """
-    found = gc.collect(1)
+    calls, rest = divmod(step, every)
+    if rest:
+        return 0
+    found = gc.collect(1 if calls % FULL_COLLECTION else 2)
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return found
@@ -223,6 +242,17 @@ def pick(local_rank: int = 0) -> Device:
     return Device("cuda", local_rank)
 
 
+def smallest(local_ranks: int) -> Device:
+    """The device with the least memory among those of so many ranks of this machine.
+
+    Any process may ask: neither count nor properties of devices take a context on one.
+    """
+    if not torch.cuda.is_available():
+        return Device("cpu")
+    devices = range(min(local_ranks, torch.cuda.device_count()))
+    return min((Device("cuda", index) for index in devices), key=Device.memory_capacity)
+
+
 def compiles_for_cpu() -> bool:
     """Whether there is what inductor needs for code of the CPU: a compiler of C++."""
     return bool(shutil.which("g++") or shutil.which("clang++"))
@@ -230,21 +260,34 @@ def compiles_for_cpu() -> bool:
 
 def _meminfo(key: str) -> float:
     """GiB by a line of the kernel's; 0 where there is none."""
-    path = Path("/proc/meminfo")
+    path = PROC / "meminfo"
     text = path.read_text() if path.exists() else ""
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 / GIB if found else 0.0
 
 
-def _control_group(name: str) -> float:
-    """GiB that a control group (v2) limits its processes to; infinite where there is no limit."""
-    path = Path("/sys/fs/cgroup") / name
-    text = path.read_text().strip() if path.exists() else "max"
-    return int(text) / GIB if text.isdecimal() else float("inf")
+def _group_limit(*names: str) -> float:
+    """GiB, the least in files of these names of this process's control groups; else infinite."""
+    files = (folder / name for folder in _groups() for name in names)
+    limits = [path.read_text().strip() for path in files if path.is_file()]
+    return min((int(text) / GIB for text in limits if text.isdecimal()), default=math.inf)
+
+
+def _groups() -> Iterator[Path]:
+    """The folder of each control group (v1 and v2) that this process is in, up to the root."""
+    path = PROC / "self/cgroup"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # A container may see its own group as the root, so that not all of the path is there.
+        folders = PurePath(group.lstrip("/"))
+        for above in (folders, *folders.parents):
+            yield CGROUPS / ("memory" if controllers else "") / above
 
 
 def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
+    cpuinfo = PROC / "cpuinfo"
     if cpuinfo.exists():
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
         if found:
@@ -254,7 +297,7 @@ def _cpu_name() -> str:
 
 def _resident_peak() -> int:
     """Bytes. `VmHWM` comes first because `ru_maxrss` may be inherited from the parent process."""
-    status = Path("/proc/self/status")
+    status = PROC / "self/status"
     if status.exists():
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
         if found:

@@ -86,7 +86,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
         after_step=lambda state: parts.profiler.step(state.step),
         session=parts.profiler,
     )
-    yield Hooks(after_step=lambda state: state.step % job.training.gc_freq or collect_garbage())
+    yield Hooks(after_step=lambda state: collect_garbage(state.step, job.training.gc_freq))
     yield Hooks(after_step=once(world.after_first_step))
     yield Hooks(after_step=once(model.confirm))
     yield Hooks(after_step=lambda state: model.after_step(state.step, parts.is_finished()))

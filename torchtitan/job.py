@@ -10,9 +10,18 @@ from pydantic import Field
 from torchtitan.auxiliary import AUXILIARY_LOSSES, AuxiliaryLossConfig
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
-from torchtitan.config import Config, ListOf, OneOf, PlannedWorld, Problem, flat, local_path
+from torchtitan.config import (
+    Config,
+    Discriminated,
+    ListOf,
+    OneOf,
+    PlannedWorld,
+    Problem,
+    flat,
+    local_path,
+)
 from torchtitan.convert import CONVERTERS, ConverterConfig
-from torchtitan.data import DataConfig
+from torchtitan.data import DATA, DataConfig, data_class
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -157,7 +166,7 @@ class JobConfig(Config):
     job: JobSection = JobSection()
     model: Annotated[ModelConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()
     convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
-    data: DataConfig = DataConfig()
+    data: Annotated[DataConfig, Discriminated(DataConfig, DATA, data_class)] = DataConfig()
     training: TrainingSection = TrainingSection()
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
     loss: LossConfig = LossConfig()

@@ -11,6 +11,7 @@ import torch
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
 from torchtitan.config import local_path
 from torchtitan.data import Batch, DataStream
+from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -88,11 +89,13 @@ class Parts:
             rank=groups.group * degrees.data + world.data_rank,
             ranks=job.data_ranks(degrees),
             groups=groups.groups,
+            device=world.device,
         )
         runs_apart = job.communication.replicas.runs_apart
         self.contents = Checkpointable(
             *(self.model.parts, self.optimizers, self.state, self.data, world, self.model.state),
             copies=degrees.dp_replicate if runs_apart else 1,
+            start_over=self.model.start_over,
         )
         about = about_run(job) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
@@ -134,8 +137,9 @@ def open_stream(
     rank: int,
     ranks: int,
     groups: int = 1,
+    device: Device | None = None,
 ) -> DataStream:
-    """The data of this rank."""
+    """The data of this rank, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
@@ -145,6 +149,7 @@ def open_stream(
         rank=rank,
         ranks=ranks,
         groups=groups,
+        device=device,
     )
 
 

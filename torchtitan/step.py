@@ -215,6 +215,8 @@ class StepOptimizers:
             self.inner.step()
             for call in self.after_update:
                 call()
+            if self.after_update:
+                self.inner.weights_changed()
 
     def _before_update(self) -> None:
         for call in self.before_update:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
+from torchtitan.checks.memory import room
 from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
@@ -63,6 +64,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         stop_without_launcher()
     try:
         device = pick(launch.local_rank)
+        # Before all else, as CUDA makes a context on the current device when it is first used.
+        device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
@@ -75,6 +78,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         return refuse(error) if launch.rank == 0 else 2
     if launch.rank == 0:
         log_recipe(recipe)
+        for note in room(job, launch.size, launch.local_size, device):
+            logger.info("%s", recipe.line(note))
         if launch.restart:
             where = start.path if start and start.path else "the beginning"
             ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchtitan.config import Config, PlannedWorld, Problem
 from torchtitan.data import DATASETS, DataConfig, DataStream
-from torchtitan.data.settings import NEEDS_PATH
 from torchtitan.parallel import ParallelModel, World
 from torchtitan.tasks import Task
 
@@ -58,11 +57,10 @@ class ValidationConfig(Config):
 
     def data(self, training: DataConfig) -> dict[str, DataConfig]:
         """The data section for each data set: the training one, reading other documents."""
-        images = training.images.model_copy(update={"augment": False})
-        update: dict[str, Any] = {"dataset_path": self.dataset_path, "images": images}
-        update |= {"num_workers": 0, "lanes": -1}
+        held_out, path = training.held_out(), self.dataset_path
         return {
-            name: training.model_copy(update=update | {"dataset": name}) for name in self.datasets
+            name: held_out.model_copy(update={"dataset": name, "dataset_path": path})
+            for name in self.datasets
         }
 
     picture: bool = Field(
@@ -92,7 +90,7 @@ class ValidationConfig(Config):
             yield Problem("dataset_path", message, ("dataset",))
             return
         for name, config in several.items():
-            if name in DATASETS and DATASETS[name].kind in NEEDS_PATH:
+            if name in DATASETS and DATASETS[name].needs_path:
                 message = f'write the file or folder itself in place of "{name}"'
                 yield Problem("dataset", message)
                 continue

@@ -23,7 +23,8 @@ from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.train import choose
+from torchtitan.provenance import to_toml
+from torchtitan.train import choose, main
 
 
 def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:
@@ -164,7 +165,7 @@ def test_auto_goes_on_when_only_settings_changed_and_says_which(tmp_path: Path) 
 
 def test_load_step(tmp_path: Path) -> None:
     run(recipe(tmp_path))
-    start = choose(recipe(tmp_path, checkpoint={"load_step": 2}))
+    start = choose(recipe(tmp_path, steps=3, checkpoint={"load_step": 2}))
     assert start.path == tmp_path / "checkpoint/step-2"
     with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* there are step-2, step-4"):
         choose(recipe(tmp_path, checkpoint={"load_step": 3}))
@@ -172,9 +173,47 @@ def test_load_step(tmp_path: Path) -> None:
 
 def test_going_back_does_not_overwrite_what_came_later(tmp_path: Path) -> None:
     run(recipe(tmp_path))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(
+        ConfigError, match=r"load_step: \S+/step-4: exists already, .*Delete it; or"
+    ):
+        choose(recipe(tmp_path, checkpoint={"load_step": 2}))
     with pytest.raises(AssertionError, match=r"step-4: exists already"):
         run(recipe(tmp_path, checkpoint={"load_step": 2}))
     assert steps_in(tmp_path) == [2, 4]
+    assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
+    for checkpoint, steps in (
+        ({"interval": 3}, 4),  # the last step is saved
+        ({"interval": 4}, 5),
+    ):
+        with pytest.raises(ConfigError, match=r"step-4: exists already"):
+            choose(recipe(tmp_path, steps, checkpoint={"load_step": 2} | checkpoint))
+
+
+def test_going_back_is_refused_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(recipe(tmp_path))
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(recipe(tmp_path, checkpoint={"load_step": 2})))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "step-4: exists already" in error
+    assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "steps"),
+    [({"interval": 100}, 3), ({"interval": 3}, 5), ({"interval": 3}, 3), ({"load_only": True}, 4)],
+)
+def test_going_back_where_no_save_would_overwrite_what_came_later(
+    checkpoint: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    run(recipe(tmp_path))
+    run(recipe(tmp_path, steps, checkpoint={"load_step": 2} | checkpoint))
+    assert {2, 4} <= set(steps_in(tmp_path))
 
 
 def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import LAYOUTS
+from tests.layouts import LAYOUTS, Case
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.tiers import tiers
@@ -44,8 +44,6 @@ PAIRS = [
     ("PP 4, Interleaved1F1B", "FSDP 2 x PP 2"),
     ("CP 2", "TP 2"),
     ("CP 2", "CP 4, ring, unbalanced"),
-    ("FSDP 2 x TP 2", "SimpleFSDP, HSDP 2 x 2, full recomputation"),
-    ("SimpleFSDP 2, accumulating 4", "FSDP 2 x TP 2"),
     ("FSDP 2 x TP 2 x PP 2", "FSDP 4"),
     ("FSDP 2 x TP 2 x PP 2", "CP 2 x PP 2"),
 ]
@@ -58,11 +56,10 @@ DAILY = [
     ("FSDP 2 x TP 2", "PP 2, ZBVZeroBubble"),
     ("PP 2, 1F1B", "FSDP 2 x TP 2"),
     ("CP 2", "TP 2"),
-    ("SimpleFSDP 2, accumulating 4", "FSDP 2 x TP 2"),
 ]
 
 
-def recipe(folder: Path, layout: str, steps: int, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder: Path, layout: Case, steps: int, **sections: dict[str, Any]) -> JobConfig:
     """The recipe of the parity tests, saved at step 3 and at the end."""
     defaults: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder)},
@@ -73,14 +70,14 @@ def recipe(folder: Path, layout: str, steps: int, **sections: dict[str, Any]) ->
         "validation": {"enable": True, "freq": 2, "steps": 1},
     }
     merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
-    return layouts.job(LAYOUTS[layout], "AdamW", **merged)
+    return layouts.job(layout, "AdamW", **merged)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on one rank."""
     folder = tmp_path_factory.mktemp("straight")
-    run_ranks(train, 1, recipe(folder, ALONE, 6))
+    run_ranks(train, 1, recipe(folder, LAYOUTS[ALONE], 6))
     return folder
 
 
@@ -91,7 +88,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def run(name: str) -> Path:
         folder = tmp_path_factory.mktemp("saved")
-        run_ranks(train, LAYOUTS[name].ranks, recipe(folder, name, 3))
+        run_ranks(train, LAYOUTS[name].ranks, recipe(folder, LAYOUTS[name], 3))
         return folder
 
     return run
@@ -102,9 +99,9 @@ def test_same_layout_is_bitwise_the_same(
     layout: str, tmp_path: Path, saved: Callable[[str], Path]
 ) -> None:
     ranks = LAYOUTS[layout].ranks
-    whole = run_ranks(train, ranks, recipe(tmp_path / "whole", layout, 6))[0]
+    whole = run_ranks(train, ranks, recipe(tmp_path / "whole", LAYOUTS[layout], 6))[0]
     shutil.copytree(saved(layout), tmp_path / "halves")
-    halves = run_ranks(train, ranks, recipe(tmp_path / "halves", layout, 6))[0]
+    halves = run_ranks(train, ranks, recipe(tmp_path / "halves", LAYOUTS[layout], 6))[0]
 
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
     assert list(losses(tmp_path / "halves")) == [1, 2, 3, 4, 5, 6]
@@ -123,8 +120,12 @@ def test_another_layout_goes_on_with_the_same_run(
     before: str, after: str, tmp_path: Path, straight: Path, saved: Callable[[str], Path]
 ) -> None:
     shutil.copytree(saved(before), tmp_path, dirs_exist_ok=True)
-    run_ranks(train, LAYOUTS[after].ranks, recipe(tmp_path, after, 6))
+    run_ranks(train, LAYOUTS[after].ranks, recipe(tmp_path, LAYOUTS[after], 6))
+    is_the_same_run(tmp_path, straight)
 
+
+def is_the_same_run(tmp_path: Path, straight: Path) -> None:
+    """Another layout went on with it."""
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-5)
     for key, tolerance in {"grad_norm": 1e-4, "validation_loss": 1e-5}.items():
         found, expected = (
@@ -152,21 +153,21 @@ def test_pairs_are_many_and_every_axis_is_left_and_entered() -> None:
 
 def test_lanes_carry_a_run_over_to_another_global_batch(tmp_path: Path) -> None:
     lanes = {"data": {"lanes": 16}}
-    run_ranks(train, 1, recipe(tmp_path, ALONE, 3, **lanes))
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 3, **lanes))
     half = {"training": {"steps": 6, "global_batch_size": 4}}
-    run_ranks(train, 2, recipe(tmp_path, "FSDP 2", 6, **lanes, **half))
+    run_ranks(train, 2, recipe(tmp_path, LAYOUTS["FSDP 2"], 6, **lanes, **half))
     state = json.loads((tmp_path / "checkpoint/step-6/train_state.json").read_text())
     assert state["data"]["samples"] == 3 * 8 + 3 * 4
 
 
 def test_curve_past_the_last_checkpoint_is_replaced_not_repeated(tmp_path: Path) -> None:
-    run_ranks(train, 1, recipe(tmp_path, ALONE, 5))
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 5))
     # As after a kill: step 5 was logged but its checkpoint does not exist.
     for path in (tmp_path / "checkpoint/step-5").iterdir():
         path.unlink()
     (tmp_path / "checkpoint/step-5").rmdir()
     first = losses(tmp_path)
-    run_ranks(train, 1, recipe(tmp_path, ALONE, 6))
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 6))
     second = losses(tmp_path)
     steps = [row["step"] for row in rows(tmp_path) if "loss" in row]
     assert steps == [1, 2, 3, 4, 5, 6]

@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 from tests import layouts, tiny
 from tests.gpu import hosted
-from tests.layouts import LAYOUTS, OPTIMIZERS, Case, alone
+from tests.layouts import LAYOUTS as MAIN
+from tests.layouts import OPTIMIZERS, Case, alone
+from tests.research import layouts as research_layouts
 from tests.runs import Trace, assert_complete, compare, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 
+LAYOUTS = MAIN | research_layouts.LAYOUTS
 OTHERS: dict[str, dict[str, Any]] = {
     "Muon": {"ns_dtype": "float32", "adamw": {"eps": 1e-6}},
     "GaLore": {"rank": 8},

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 
 from tests import layouts, tiny
+from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
 from tests.runs import Trace, trace
 from torchtitan.auxiliary import AuxiliaryLossConfig
 from torchtitan.convert import ConverterConfig, Float8
@@ -147,9 +148,9 @@ CASES: dict[str, Case] = {
     "Ranger21": case(optimizer(name="Ranger21"), like=optimizer(name="Ranger21")),
     "ViT-MAE": case(PICTURES, like=PICTURES),
     "ViT-MAE, compiled": case(PICTURES, COMPILE, like=PICTURES),
-    "auxiliary losses": case(auxiliary=layouts.BESIDE),
-    "auxiliary losses, compiled": case(COMPILE, auxiliary=layouts.BESIDE[:1]),
-    "multi-token prediction": case(CHUNKS, auxiliary=layouts.ALL_LOSSES, like=CHUNKS),
+    "auxiliary losses": case(auxiliary=BESIDE_LATENT),
+    "auxiliary losses, compiled": case(COMPILE, auxiliary=layouts.BESIDE),
+    "multi-token prediction": case(CHUNKS, auxiliary=LATENT_LOSSES, like=CHUNKS),
     "attention in Float8": case(convert=(LowPrecisionAttention(),), bounds=EIGHT),
     "attention in int8, rotated": case(
         convert=(LowPrecisionAttention(dtype="int8", rotation="qkv"),), bounds=EIGHT
@@ -216,7 +217,7 @@ def check(name: str, device: Device, backend: str = "inductor") -> dict[str, flo
     names = ["AdamW", "SGD"]
     if {"name", "state_dtype", "implementation"} & this.sections.get("optimizer", {}).keys():
         names = ["AdamW"]
-    elif this.like == PICTURES:  # Adam makes steps of rounding: tests/parallel/test_vit_mae.py
+    elif this.like == PICTURES:  # as in tests/research/test_vit_mae_layouts.py
         names = ["SGD"]
     worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "moved": 0.0}
     on_cuda = device.type == "cuda"

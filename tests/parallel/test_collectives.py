@@ -12,14 +12,12 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
-from benchmarks.collectives import Counted, count, formulas
+from benchmarks.collectives import Counted, count
 from tests import layouts, tiny
 from tests.layouts import (
     AFTERWARDS,
     ALL_BESIDE,
-    BESIDE,
     FULL,
-    IN_PLACE,
     LAYOUTS,
     NO_LOSS,
     NO_SEQUENCE,
@@ -27,42 +25,30 @@ from tests.layouts import (
     REGATHER,
     RESHARD,
     RING,
-    ROTATED,
     SECOND,
-    UNBALANCED,
     Case,
     case,
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
-from torchtitan.parallel import ParallelismConfig
 from torchtitan.parallel.traffic_formulas import (
     Traffic,
     of_keys_and_values,
     of_parameters,
     of_stream,
 )
-from torchtitan.research.rtp import rotated
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
-LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
-DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
-SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
-HOP = {"replicas": {"name": "loco", "bucket": 64}}
-TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
 SECOND_STEPS = {"replicas": {"every": 2}}
 NEVER = {"replicas": {"name": "none"}}
-QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.items()}
 
 FROM_PARITY = (
     *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
     *("HSDP 2 x 2, accumulating 2", "TP 2", "TP 4", "TP 2, neither", "CP 2, ring", "CP 4"),
     *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
     *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
-    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
-    *("SimpleFSDP 2 x PP 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
+    "HSDP 2 x 2, accumulating 2, copies added up afterwards",
     *("FSDP 4, regathered by 2", "HSDP 2 x 2, always reshard, accumulating 2 whole"),
     "FSDP 2 x TP 2, accumulating 4 whole",
     *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
@@ -87,39 +73,19 @@ CASES: dict[str, Case] = {
         cp=2, training=BFLOAT16, recompute=SECOND, **RING
     ),
     "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
-    "FSDP 2, LoCo": case(shard=2, communication=LOCO),
-    "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
-    "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
-    "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
-    "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
-    "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, batch=1, communication=TWO_HOPS),
-    "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
-    "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
     "HSDP 2 x 2, which agree in every second step": case(
         replicate=2, shard=2, batch=1, communication=SECOND_STEPS
     ),
     "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
-    "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
     "FSDP 4, always reshard, regathered by 2, full recomputation": case(
         shard=4, recompute=FULL, sharding=REGATHER, **{RESHARD: "always"}
     ),
-    "rotated 2": case(shard=2, sharding=ROTATED),
-    "rotated 4, bfloat16, full recomputation": case(
-        shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
-    ),
-    "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
-    "rotated 2, copies 2": LAYOUTS["rotated 2, copies 2"],
-    "rotated 2 x CP 2, documents": LAYOUTS["rotated 2 x CP 2, documents"],
     "PP 2, 1F1B, all auxiliary losses": LAYOUTS["PP 2, 1F1B, all auxiliary losses"],
     "FSDP 2, all auxiliary losses, full recomputation": case(
         shard=2, recompute=FULL, **ALL_BESIDE, **{RESHARD: "always"}
     ),
-    "TP 2 x PP 2, all auxiliary losses": LAYOUTS["TP 2 x PP 2, all auxiliary losses"],
     "TP 2, all auxiliary losses, full recomputation": case(tp=2, recompute=FULL, **ALL_BESIDE),
     "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **ALL_BESIDE),
-    "CP 2, unbalanced ring, auxiliary losses": case(cp=2, auxiliary=BESIDE, **RING, **UNBALANCED),
-    "SimpleFSDP 2, all auxiliary losses": LAYOUTS["SimpleFSDP 2, all auxiliary losses"],
-    "rotated 2, auxiliary losses": LAYOUTS["rotated 2, auxiliary losses"],
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
 }
 
@@ -127,15 +93,17 @@ DAILY = (
     *("DDP 2, accumulating 4", "FSDP 2", "HSDP 2 x 2, accumulating 2", "TP 2", "TP 2, neither"),
     *("CP 2, ring", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2", "one rank, bfloat16"),
     *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
-    *("FSDP 2 x PP 2, always reshard", "FSDP 2, LoCo", "FSDP 2 x TP 2, QSDP"),
-    *("HSDP 2 x 2, DeMo", "rotated 2"),
+    "FSDP 2 x PP 2, always reshard",
 )
 
 
 @pytest.mark.parametrize("name", tiers(CASES, DAILY))
 def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends_what_the_formulas_say(CASES[name], monkeypatch)
+
+
+def sends_what_the_formulas_say(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
-    layout = CASES[name]
     job = layouts.job(layout, "SGD", training={"steps": 2})
     for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
         # The formulas are those of the first tensor rank; the last has a row of the tables less.
@@ -173,19 +141,6 @@ def test_muon_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
         assert sum(n for m, n in found.expected.items() if m.operation == "all_to_all") > 4
         if rank == 0 or layout.tp == layout.replicate == 1:  # as above
             assert not differences(found), f"rank {rank}"
-
-
-def test_what_galore_and_ranger21_send_is_in_no_formula() -> None:
-    for name in ("GaLore", "Ranger21"):
-        job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": name})
-        with pytest.raises(NotImplementedError, match=f"no formulas of what {name} sends"):
-            formulas(job, 2)
-        assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
-
-
-def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotated, "PIECE", 1000)
-    test_step_sends_what_the_formulas_say("rotated 2, in place, loss in chunks", monkeypatch)
 
 
 def differences(found: Counted) -> dict[str, Counter[object]]:

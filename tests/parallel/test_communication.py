@@ -14,8 +14,8 @@ from tests.runs import trace, train
 from tests.test_docs import ROOT, blocks
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.comm import WEIGHTS
-from torchtitan.config import CannotRun, RecipeError
+from torchtitan.comm import GRADIENTS, WEIGHTS
+from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
 
 STEPS = 3
@@ -143,6 +143,25 @@ def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
     assert {name for name in saved if name.startswith("communication.")} == names
 
 
+def apart(folder: str, layout: Case, steps: int) -> dict[str, torch.Tensor]:
+    """Train replicas that agree in every second step; a step later than that, they differ."""
+    recipe = layouts.job(
+        layout,
+        "AdamW",
+        communication={"replicas": {"every": 2, "verify_steps": 1}},
+        training={"steps": steps},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": steps},
+    )
+    return train(recipe)
+
+
+def test_replicas_that_were_apart_agree_on_another_layout(tmp_path: Path) -> None:
+    run_ranks(apart, 4, str(tmp_path), case(replicate=2, shard=2, batch=1), 3)
+    one, other = run_ranks(apart, 2, str(tmp_path), case(replicate=2, batch=2), 4)
+    assert all(torch.equal(other[name], weight) for name, weight in one.items())
+
+
 @pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])
 def test_example_of_the_documentation(
     name: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,18 +182,11 @@ def test_example_of_the_documentation(
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
 
 
-def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text(
-        '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
-        '[communication.weights]\nname = "half"\n'
-    )
-    with pytest.raises(CannotRun) as error:
-        load_job(recipe, [], 2, "cpu")
-    assert error.value.lines == [
-        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" sends '
-        'weights in its own way; use "plain", or "fsdp2" there'
-    ]
+def having_bits() -> str:
+    """The ways that have `bits`, in words."""
+    names = [name for name, way in GRADIENTS.items() if "bits" in way.model_fields]
+    *others, last = names
+    return f"{', '.join(others)} and {last} have bits" if others else f"{last} has bits"
 
 
 def test_settings_belong_to_the_way_that_has_them(tmp_path: Path) -> None:
@@ -184,7 +196,7 @@ def test_settings_belong_to_the_way_that_has_them(tmp_path: Path) -> None:
         load_job(recipe, [], 2, "cpu")
     assert error.value.lines == [
         f"{recipe}:4: communication.gradients.bits: unknown key of plain; allowed: name; "
-        "loco, qsdp and half have bits"
+        f"{having_bits()}"
     ]
     flags = ["--communication.gradients.name", "half"]
     assert load_job(recipe, flags, 2, "cpu").config.communication.gradients.model_dump() == {

@@ -37,10 +37,26 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
     return result
 
 
+def bound(layout: Case) -> float:
+    """How far off a weight may be.
+
+    AdamW moves a weight by 1e-3 g / (|g| + 1e-8), so an error of 1e-10 in a gradient near zero
+    moves it by 1e-5. Gradients of auxiliary losses are further terms, which pipelines and rotated
+    weights add in another order. A converted value between two codes may become the other, which
+    changes gradients by more than rounding; if the sign of one near zero changes, no bound holds,
+    and the fixed text has none of these.
+    """
+    return 5e-5 if layout.convert else 2e-5 if layout.auxiliary else 1e-5
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, LONG))
 def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
-    layout = LAYOUTS[name]
+    is_the_run_of_one_rank(LAYOUTS[name], device)
+
+
+def is_the_run_of_one_rank(layout: Case, device: str) -> None:
+    """After each of the steps, by each optimizer."""
     if device == "cuda" and torch.cuda.device_count() < layout.ranks:
         pytest.skip(f"needs {layout.ranks} GPUs")
     jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
@@ -50,7 +66,7 @@ def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
         assert_complete(found, expected)
         for rank, trace_of_rank in enumerate(found):
             where = f"{jobs[number].optimizer.name}, rank {rank}"
-            compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)
+            compare(trace_of_rank, expected, where, bound(layout))
 
 
 def test_reference_learns_and_is_uneven() -> None:

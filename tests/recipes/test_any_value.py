@@ -217,14 +217,6 @@ def test_a_name_that_nothing_can_have_and_keys_that_another_choice_has(tmp_path:
     assert "any.toml:2: optimizer.name: got" in message
 
 
-def test_a_flag_whose_names_are_numbers() -> None:
-    words = ["--communication.gradients.name", "loco", "--communication.gradients.error_bits"]
-    gradients = load_job(None, [*words, "32"], 2, "cpu").config.communication.gradients
-    assert gradients.error_bits == 32  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="got 16; allowed: 8, 32"):
-        load_job(None, [*words, "16"], 2, "cpu")
-
-
 def test_of_a_repeated_flag_the_last_one_holds() -> None:
     words = [
         "--training.steps",

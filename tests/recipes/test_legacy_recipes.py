@@ -14,7 +14,6 @@ from torchtitan.convert import CONVERTERS, MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Gone, Kept, Moved, entry
 from torchtitan.legacy_recipes.migrate import migrate
-from torchtitan.parallel import FSDP2
 
 FOLDER = Path(__file__).parent / "old"
 OLD = sorted(FOLDER.glob("*.toml"))
@@ -330,23 +329,6 @@ def test_old_names_win_by_their_source(tmp_path: Path) -> None:
     written(tmp_path / "base.toml", "[training]\nlocal_batch_size = 4\n")
     path = written(tmp_path / "mine.toml", 'extends = "base.toml"\n[training]\nbatch_size = 2\n')
     assert read(path).config.training.local_batch_size == 2
-
-
-def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> None:
-    """Also as a run wrote them all out, with another choice."""
-    text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
-    text += "simple_fsdp_bucket_mb = 20\n"
-    recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
-    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
-    assert recipe.config.sharding.model_dump() == sharding
-    assert [line.split(": ")[2] for line in translations(recipe)] == [
-        *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
-    ]
-    recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
-    assert recipe.config.sharding == FSDP2()
-    assert recipe.notices[2].endswith(
-        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
-    )
 
 
 def test_table_leads_to_settings_that_exist() -> None:

@@ -115,12 +115,12 @@ def test_a_checkpoint_of_a_later_format(tmp_path: Path, tell: Tell) -> None:
     run = tmp_path / "run"
     assert play(recipe(run, training={"steps": 2})).status == 0
     path = run / "checkpoint/step-2/manifest.json"
-    content = json.loads(path.read_text()) | {"format": 3, "new": "what is not known yet"}
+    content = json.loads(path.read_text()) | {"format": 4, "new": "what is not known yet"}
     del content[manifest.HASH]
     path.write_text(json.dumps(content | {manifest.HASH: manifest._hash_of(content)}))
     for played in refused(run, tmp_path):
         assert played.status == 2, played.log
-        told = f"{path}: format 3; this version reads 2. A newer torchtitan wrote it: use that one"
+        told = f"{path}: format 4; this version reads 2 and 3. A newer torchtitan wrote it: use "
         assert told in played.log
     tell("a checkpoint of a later format", "refused, with what can be done about it", "as expected")
 

@@ -28,14 +28,26 @@ Noted = dict[str, Tensor]
 
 
 def digest(tensors: Noted) -> str:
-    """As docs/checkpoint.md says: the exclusive or of all elements' bits, in 64 bits each."""
+    """As docs/checkpoint.md says: the sum of all elements' bits, times weights of their indices."""
     lines = []
     for name in sorted(tensors):
-        elements = tensors[name].numpy()
-        wide = elements.astype(np.float64 if elements.dtype.kind == "f" else np.int64)
-        bits = int(np.bitwise_xor.reduce(wide.reshape(-1).view(np.uint64)))
-        lines.append(f"{name} {bits:016x}\n")
+        elements = np.atleast_1d(tensors[name].numpy())
+        words = elements.view({1: np.uint8, 4: np.int32, 8: np.int32}[elements.itemsize])
+        terms = words.astype(np.int64).astype(np.uint64)
+        for dim, size in enumerate(words.shape):
+            shape = [size if other == dim else 1 for other in range(words.ndim)]
+            terms = terms * index_weights(dim, size).reshape(shape)
+        lines.append(f"{name} {int(terms.sum(dtype=np.uint64)):016x}\n")
     return xxhash.xxh3_64_hexdigest("".join(lines).encode())
+
+
+def index_weights(dim: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    """SplitMix64 of the indices along a dimension."""
+    state = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ state >> np.uint64(31)
 
 
 def note_every_save(rank: int, folder: Path) -> Trap:

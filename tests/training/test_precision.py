@@ -10,8 +10,6 @@ from torch import nn
 
 from tests import layouts
 from tests.layouts import (
-    BY_TENSOR,
-    FULL,
     GATHERED,
     MICROSCALED,
     ROWWISE,
@@ -67,38 +65,6 @@ def recipe(folder: Path, layout: Case, watched: int) -> JobConfig:
         training={"steps": 4},
         metrics={"precision_freq": watched},
     )
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        case(cp=2, documents=True, convert=BY_TENSOR),
-        pytest.param(case(2, tp=2, convert=BY_TENSOR, recompute=FULL), marks=pytest.mark.gate),
-    ],
-)
-def test_rounded_attention_is_reported_and_the_run_is_the_same(
-    layout: Case, tmp_path: Path
-) -> None:
-    weights = [
-        run_ranks(train, layout.ranks, recipe(tmp_path / str(watched), layout, watched))[0]
-        for watched in (0, 2)
-    ]
-    for name, weight in weights[0].items():
-        assert torch.equal(weight, weights[1][name]), name
-    found = [row for row in rows(tmp_path / "2") if row.get("event") == "precision"]
-    assert [row["step"] for row in found] == [2, 4]
-    layers = 6 if layout.pp > 1 else 2
-    for row in found:
-        values: dict[str, float] = {k: v for k, v in row.items() if k.startswith("precision/")}
-        assert values.keys() == {
-            f"precision/layers.{number}.attention.attend/{what}/{which}"
-            for number in range(layers)
-            for what in "qkv"
-            for which in ("underflow", "saturation", "scale")
-        }
-        assert all(v > 0 for k, v in values.items() if k.endswith("scale"))
-        assert all(0 <= v <= 1 for k, v in values.items() if not k.endswith("scale"))
-        assert any(v > 0 for k, v in values.items() if k.endswith("underflow"))
 
 
 @pytest.mark.parametrize(

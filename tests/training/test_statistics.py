@@ -146,8 +146,7 @@ def with_an_infinite_weight(job: JobConfig) -> None:
 
 def compiled(granularity: str) -> dict[str, dict[str, Any]]:
     settings = {"enable": True, "backend": "aot_eager", "granularity": granularity}
-    simple = {"name": "simple_fsdp"} if granularity == "model" else {}
-    return {"compile": settings, "sharding": simple}
+    return {"compile": settings}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -157,10 +156,15 @@ def compiled(granularity: str) -> dict[str, dict[str, Any]]:
         (case(shard=2), {}),
         (case(shard=2, fsdp_reshard_after_forward="never"), {}),
         (case(), compiled("block")),
-        pytest.param(case(shard=2), compiled("model"), marks=pytest.mark.slow),
     ],
 )
 def test_the_run_is_the_same_to_the_bit(
+    layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    is_the_same_to_the_bit(layout, sections, one_rank, tmp_path)
+
+
+def is_the_same_to_the_bit(
     layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
 ) -> None:
     layout = dataclasses.replace(layout, sections=layout.sections | sections)

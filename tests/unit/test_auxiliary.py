@@ -1,11 +1,11 @@
 """Auxiliary losses: their weights by step, their sums by hand, and what is refused."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests import layouts, tiny
 from tests.layouts import (
@@ -14,21 +14,19 @@ from tests.layouts import (
     FULL,
     NO_SEQUENCE,
     OPERATORS,
-    SIMPLE,
     Case,
     case,
 )
 from tests.ranks import run_ranks
 from tests.runs import compare, rows, trace, train
 from tests.tiers import tiers
-from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, NextLatent, ZLoss
+from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, ZLoss
 from torchtitan.build import Run
 from torchtitan.job import JobConfig
 from torchtitan.losses import squared_normalizer
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Block, Llama3, Llama3Args, RotaryEmbedding
 from torchtitan.models.output import AuxiliaryLoss
-from torchtitan.models.output import NextLatent as NextLatentModule
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.tools.check import summary
 
@@ -100,26 +98,24 @@ def test_sums_by_hand() -> None:
     targets = torch.tensor([[1, -100, 2], [3, 4, -100]])
     squares = logits.exp().sum(-1).log()[targets != -100] ** 2
     torch.testing.assert_close(squared_normalizer(logits, targets), squares.sum())
-    module = NextLatentModule(4)
-    seen: list[torch.Tensor] = []
-    module.loss.core = lambda loss, x, total: seen.append(total) or x
-    x = torch.randn(1, 3, 4, requires_grad=True)
-    module(x, torch.tensor([[[1], [2], [-100]]]))
-    expected = 2 - F.cosine_similarity(module.predict(x)[:, :2], x[:, 1:], dim=-1).sum()
-    torch.testing.assert_close(seen[0], expected)
-    own = torch.autograd.grad(seen[0], x)[0]
-    assert torch.equal(own[:, 2], torch.zeros(1, 4)), "the next state gets no gradient"
 
 
 def test_what_is_trained_on_is_their_sum(tmp_path: Any) -> None:
+    names = {"z_loss", "multi_token_1", "multi_token_2"}
+    their_sum_is_trained_on(ALL_LOSSES, names, tmp_path)
+
+
+def their_sum_is_trained_on(
+    losses: Sequence[AuxiliaryLossConfig], names: set[str], tmp_path: Any
+) -> None:
     """All are in the metrics, and `loss` is the main one plus each times its weight."""
     main, both = tmp_path / "main", tmp_path / "both"
     train_here(recipe(folder=main, training={"steps": 4}))
-    train_here(recipe(*ALL_LOSSES, folder=both, training={"steps": 4}))
+    train_here(recipe(*losses, folder=both, training={"steps": 4}))
     (first, *_), (added, *_, last) = steps(main), steps(both)
-    weights = [loss.weights(1) for loss in ALL_LOSSES]
+    weights = [loss.weights(1) for loss in losses]
     named = {name: weight for each in weights for name, weight in each.items()}
-    assert named.keys() == {"z_loss", "next_latent", "multi_token_1", "multi_token_2"}
+    assert named.keys() == names
     total = sum(weight * added[f"loss/{name}"] for name, weight in named.items())
     assert added["loss"] == pytest.approx(first["loss"] + total, rel=1e-6)
     assert last["loss/multi_token_1"] < added["loss/multi_token_1"]
@@ -134,7 +130,11 @@ def steps(folder: Any) -> list[dict[str, Any]]:
 
 
 def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
-    none = [loss.model_copy(update={"weight": 0.0, "final_weight": None}) for loss in ALL_LOSSES]
+    without_weight_the_run_is_the_same(ALL_LOSSES)
+
+
+def without_weight_the_run_is_the_same(losses: Sequence[AuxiliaryLossConfig]) -> None:
+    none = [loss.model_copy(update={"weight": 0.0, "final_weight": None}) for loss in losses]
     off = [loss.model_copy(update={"final_step": 0}) for loss in none]
     (plain,), (found,) = (run_ranks(trace, 1, recipe(*losses)) for losses in ((), off))
     assert plain.losses == found.losses
@@ -145,20 +145,20 @@ def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     job = recipe(
-        *(MultiToken(depth=8), NextLatent(warmup_steps=2), ZLoss(), ZLoss()),
+        *(MultiToken(depth=8, warmup_steps=2), ZLoss(), ZLoss()),
         layout=case(2, batch=4),
         training={"seq_len": 8},
         compile={"enable": True, "granularity": "model", "backend": "aot_eager"},
     )
     found = [(problem.path, problem.message) for problem in tiny.problems(job)]
     paths = [path for path, _ in found if path.startswith("auxiliary_losses")]
-    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 1, 3)]
+    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 0, 2)]
     said = " ".join(message for _, message in found)
     for words in (
         "use loss.vocabulary_chunk above 0",
         "no token of a sequence of 8 is followed by 8 more",
         "a weight that changes at once: warmup_steps = 0",
-        "auxiliary_losses.2 is the same",
+        "auxiliary_losses.1 is the same",
     ):
         assert words in said
 
@@ -177,13 +177,17 @@ def test_a_loss_without_weight_that_is_left_out_is_told() -> None:
 
 @pytest.mark.gate
 def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
+    resumes_on_another_layout(ALL_LOSSES, tmp_path)
+
+
+def resumes_on_another_layout(losses: Sequence[AuxiliaryLossConfig], tmp_path: Any) -> None:
     """Weights of auxiliary losses by step, and what they train."""
     saves = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": {"total_steps": 4}}
     saves["validation"] = {"enable": True, "freq": 2, "steps": 1}
     for folder, parts in {"whole": [(ALONE, 4)], "halves": [(SPLIT, 2), (PIPELINE, 4)]}.items():
         for layout, last in parts:
             job = recipe(
-                *ALL_LOSSES,
+                *losses,
                 layout=layout,
                 folder=tmp_path / folder,
                 training={"steps": last},
@@ -194,7 +198,7 @@ def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     whole, halves = (steps(tmp_path / folder) for folder in ("whole", "halves"))
     assert [row["step"] for row in halves] == [row["step"] for row in whole] == [1, 2, 3, 4]
     for expected, found in zip(whole, halves, strict=True):
-        for name in ("loss", "loss/z_loss", "loss/next_latent", "loss/multi_token_2"):
+        for name in ("loss", *(name for name in expected if name.startswith("loss/"))):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
     held_out = [
         [row["validation_loss"] for row in rows(tmp_path / folder) if "validation_loss" in row]
@@ -219,12 +223,17 @@ def test_blocks_of_later_tokens_are_compiled_like_the_others(tmp_path: Any) -> N
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("losses", [BESIDE, ALL_LOSSES], ids=["beside", "all"])
-def test_compiled_blocks_train_the_same(losses: Any) -> None:
-    chunked = CHUNKED if losses is ALL_LOSSES else case(batch=8)
+@pytest.mark.parametrize(
+    ("losses", "layout"), [(BESIDE, case(batch=8)), (ALL_LOSSES, CHUNKED)], ids=["beside", "all"]
+)
+def test_compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
+    compiled_blocks_train_the_same(losses, layout)
+
+
+def compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
     compiled = {"enable": True, "backend": "aot_eager"}
-    (eager,) = run_ranks(trace, 1, recipe(*losses, layout=chunked))
-    (found,) = run_ranks(trace, 1, recipe(*losses, layout=chunked, compile=compiled))
+    (eager,) = run_ranks(trace, 1, recipe(*losses, layout=layout))
+    (found,) = run_ranks(trace, 1, recipe(*losses, layout=layout, compile=compiled))
     assert found.losses == pytest.approx(eager.losses, rel=1e-5)
 
 
@@ -256,16 +265,17 @@ BY_BLOCK: dict[str, tuple[Case, dict[str, Any]]] = {
     "compiled": (case(batch=8), COMPILED),
     "compiled, full recomputation": (case(batch=8, recompute=FULL), COMPILED),
     "TP 2, compiled, operators recomputed": (case(tp=2, recompute=OPERATORS), COMPILED),
-    "SimpleFSDP 2, in one graph": (
-        case(shard=2, sharding=SIMPLE),
-        IN_ONE,
-    ),
 }
 
 
-@pytest.mark.parametrize("name", tiers(BY_BLOCK, ("TP 2",), ("SimpleFSDP 2, in one graph",)))
+@pytest.mark.parametrize("name", tiers(BY_BLOCK, ("TP 2",)))
 def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, keys = BY_BLOCK[name]
+    losses_of_blocks_are_those_of_one_rank(*BY_BLOCK[name], monkeypatch)
+
+
+def losses_of_blocks_are_those_of_one_rank(
+    layout: Case, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     active = dataclasses.replace(MODELS["tiny"], name="active", build=build_active)
     monkeypatch.setitem(MODELS, "active", active)
     model = {"name": "active", "flavor": "deep" if layout.pp > 1 else "flat"}
@@ -274,14 +284,3 @@ def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tiny.problems(job, ranks=layout.ranks)
     for rank, found in enumerate(run_ranks(trace, layout.ranks, job)):
         compare(found, expected, f"rank {rank}")
-
-
-@pytest.mark.slow
-def test_all_in_one_graph() -> None:
-    losses = [loss.model_copy(update={"warmup_steps": 0}) for loss in ALL_LOSSES]
-    (expected,) = run_ranks(trace, 1, recipe(*losses))
-    layout = case(shard=2, chunk=100, sharding=SIMPLE)
-    job = recipe(*losses, layout=layout, **IN_ONE)
-    assert not tiny.problems(job, ranks=layout.ranks)
-    for found in run_ranks(trace, layout.ranks, job):
-        compare(found, expected, "in one graph")

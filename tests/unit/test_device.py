@@ -1,5 +1,8 @@
 """Devices: the table of peaks, and what a CPU answers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -132,6 +135,78 @@ def test_rng_state_comes_back():
     first = torch.rand(4)
     cpu.set_rng_state(state | {"cuda": torch.zeros(1)})
     assert torch.equal(torch.rand(4), first)
+
+
+# What a machine of 8 GiB and 2 GiB of swap has of control groups, and what it may use of these.
+CONTROL_GROUPS = {
+    "none": ("", {}, 10.0),
+    "root": ("0::/\n", {"memory.max": 3, "memory.swap.max": 0}, 3.0),
+    "own": ("0::/jobs/7\n", {"memory.max": "max", "jobs/7/memory.max": 3}, 5.0),
+    "above": (
+        "0::/jobs/7\n",
+        {"jobs/memory.max": 3, "jobs/7/memory.max": 4, "jobs/7/memory.swap.max": 1},
+        4.0,
+    ),
+    "beside": ("0::/jobs/7\n", {"jobs/8/memory.max": 3}, 10.0),
+    "more than there is": ("0::/\n", {"memory.max": 64}, 10.0),
+    "a container, by the path outside": ("0::/docker/5\n", {"memory.max": 3}, 5.0),
+    "version 1": (
+        "5:cpu,cpuacct:/cpu\n4:memory:/jobs/7\n0::/\n",
+        {"memory/jobs/memory.limit_in_bytes": 3, "cpu/memory.limit_in_bytes": 1},
+        5.0,
+    ),
+    "version 1 with swap": (
+        "4:memory:/jobs\n",
+        {"memory/jobs/memory.limit_in_bytes": 3, "memory/memory.memsw.limit_in_bytes": 4},
+        4.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTROL_GROUPS)
+def test_the_limits_of_all_control_groups_hold(case, tmp_path, monkeypatch):
+    groups, limits, expected = CONTROL_GROUPS[case]
+    proc, folder = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"SwapTotal: {2 * 2**20} kB\n")
+    (proc / "self/cgroup").write_text(groups)
+    for name, value in limits.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{value if value == 'max' else value * 2**30}\n")
+    monkeypatch.setattr(device, "PROC", proc)
+    monkeypatch.setattr(device, "CGROUPS", folder)
+    monkeypatch.setattr(Device, "memory_capacity", lambda self: 8.0)
+    assert Device("cpu").memory_limit() == expected
+
+
+class Node:
+    """An object that can be in a cycle, and be watched."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_of_every_generation_is_collected(monkeypatch):
+    gc.collect()
+    gc.disable()
+    try:
+        old, young = Node(), Node()
+        gc.collect()  # what survives is of the oldest generation
+        gone = weakref.ref(old)
+        del old
+        for step in range(1, 21):
+            device.collect_garbage(step, every=2)
+            assert (gone() is None) == (step == 20), f"step {step}"
+        gone = weakref.ref(young)
+        young = Node()
+        gone_young = weakref.ref(young)
+        del young
+        device.collect_garbage(22, every=2)
+        assert gone() is not None
+        assert gone_young() is None
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 @pytest.mark.gpu

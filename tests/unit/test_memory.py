@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory import of_rank, room
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB, Device
 from torchtitan.launch import main as launch
@@ -144,11 +144,17 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     load_job(None, words, 4, "cpu", is_here=True)  # a check for elsewhere
 
 
-def test_a_run_that_may_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_may_not_fit_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Device, "memory_available", lambda self: 0.25)
     found = load_job(None, [], 1, "cpu", is_here=True, local_ranks=1)
-    (notice,) = found.notices
+    (note,) = room(found.config, 1, 1, Device("cpu"))
+    assert note.severity == "note"
+    notice = found.line(note)
     assert "GiB by an estimate, and 0.2 of the host are free" in notice
+    assert main(["check", "--here", "--device", "cpu"]) == 0
+    assert f"# {notice}\n" in capsys.readouterr().out
 
 
 def test_samples_that_no_machine_holds_are_refused_anywhere() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
+from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
@@ -79,15 +79,17 @@ class Checkpointable:
         world: World,
         of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
         copies: int = 1,
+        start_over: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             of_techniques: gives what techniques keep on this rank, by name.
+            start_over: has techniques begin without what they kept, from the weights there are.
             copies: of the model whose weights may differ.
         """
         self.copies = copies
         self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
-        self.of_techniques = of_techniques
+        self.of_techniques, self.start_over = of_techniques, start_over
         self.model, self.optimizers, self.state = model, optimizers, state
         self.data, self.world = data, world
 
@@ -108,9 +110,10 @@ class Checkpointable:
         return {} if self.copy else self.weights()
 
     def position(self) -> dict[str, Any]:
-        """The counters, and what of the data was consumed, by all ranks together."""
-        data = merge_states(self.world.gather(self.data.state_dict()))
-        return {"train_state": asdict(self.state), "data": data}
+        """On rank 0 the counters, and what all ranks consumed of the data; empty elsewhere."""
+        everyones = self.world.collect(self.data.state_dict())
+        merged = on_all_ranks(self.world, lambda: merge_states(everyones) if everyones else None)
+        return {"train_state": asdict(self.state), "data": merged} if merged else {}
 
     def load_weights(self, path: Path, source: TensorSource) -> None:
         """Take over weights alone.
@@ -119,6 +122,7 @@ class Checkpointable:
             ConfigError: where they do not fit; `path` says where they are.
         """
         self._read(path, self.weights(), source, {"model"})
+        self.optimizers.weights_changed()
         if found := self._not_finite():
             raise ConfigError(
                 f"{path}: not finite, but NaN or infinity: {found}; nothing can be trained from "
@@ -172,18 +176,22 @@ class Checkpointable:
     ) -> None:
         """Take over `tensors`; of these `parts` the source has to have no others."""
         # A pipeline's ranks hold different names, and all must end if one does.
-        everyones = self.world.gather((differences(tensors, source), list(tensors)))
-        mistakes = list(dict.fromkeys(mistake for own, _ in everyones for mistake in own))
-        known = {name for _, names in everyones for name in names}
-        mistakes += [
-            f"{name} is in the checkpoint, but not in this run"
-            for name in source.shapes()
-            if name not in known and name.partition(".")[0] in parts
-        ]
-        if mistakes:
-            more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
-            told = "; ".join(mistakes[:SHOWN])
-            raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
+        everyones = self.world.collect((differences(tensors, source), list(tensors))) or ()
+
+        def compare() -> None:
+            mistakes = list(dict.fromkeys(mistake for own, _ in everyones for mistake in own))
+            known = {name for _, names in everyones for name in names}
+            mistakes += [
+                f"{name} is in the checkpoint, but not in this run"
+                for name in source.shapes()
+                if name not in known and name.partition(".")[0] in parts
+            ]
+            if mistakes:
+                more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
+                told = "; ".join(mistakes[:SHOWN])
+                raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
+
+        on_rank_0(self.world, compare)
         on_all_ranks(self.world, lambda: load_into(tensors, source))
 
     def _not_finite(self) -> str:
@@ -214,8 +222,7 @@ class Checkpointable:
         if all(fits for fits, _ in everyones):
             on_all_ranks(self.world, lambda: load_into(own, source))
         else:
-            for tensor in own.values():
-                tensor.zero_()
+            self.start_over()
             logger.warning(
                 "communication: what [communication] keeps on a rank begins anew; the checkpoint "
                 "has none of this layout"

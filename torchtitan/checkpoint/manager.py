@@ -1,9 +1,9 @@
 """When a run is saved, and what it goes on from."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -11,18 +11,16 @@ from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
-from torchtitan.checkpoint.placement import on_all_ranks
+from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
 from torchtitan.checkpoint.remote import is_url
 from torchtitan.checkpoint.saver import Saver
-from torchtitan.checkpoint.start import ResumePolicy
+from torchtitan.checkpoint.start import ResumePolicy, taken
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
-
-T = TypeVar("T")
 
 
 class SaveFailed(RuntimeError):
@@ -74,8 +72,14 @@ class Checkpointer:
                 )
         if start.is_resume:
             self.saver.saved_step = self.state.step
-            steps = self._on_rank_0(lambda: disk.saved_steps(self.folder))
+            steps = on_rank_0(self.world, lambda: disk.saved_steps(self.folder))
             self.foreign = {step for step in steps if step > self.state.step}
+            if self.foreign and not self.config.load_only:
+                logger.warning(
+                    "checkpoint.load_step: %s are of a run that went further; they are kept, so "
+                    "a run that is stopped at one of these steps cannot be saved",
+                    ", ".join(f"step-{step}" for step in sorted(self.foreign)),
+                )
         for change in start.changes:
             logger.info("changed since the checkpoint: %s", change)
         if start.skip_samples:
@@ -86,16 +90,16 @@ class Checkpointer:
 
     def _make_folder(self) -> None:
         """Know that every rank can write where checkpoints go, and clear what was unfinished."""
-        problem: str | None = None
-        if self.world.rank == 0:
+
+        def make() -> None:
             try:
                 self.store.make_shared(self.folder)
                 for name in disk.sweep(self.folder):
                     logger.info("deleted %s: a save that never finished", self.folder / name)
             except OSError as error:
-                problem = f"checkpoint.folder: {error}"
-        if problem := self.world.share(problem):
-            raise ConfigError(problem)
+                raise ConfigError(f"checkpoint.folder: {error}") from None
+
+        on_rank_0(self.world, make)
         seen = self.world.gather(self.store.is_shared(self.folder, self.world.rank))
         if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
@@ -111,9 +115,7 @@ class Checkpointer:
             damaged[start.path] = found[0]
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
-            start = self.world.share(self._choose_again(damaged))
-            if isinstance(start, ConfigError):
-                raise start
+            start = on_rank_0(self.world, lambda: self.choice.start(damaged))
         for path, why in start.damaged:
             if self.config.load_only:
                 logger.error("%s", why)
@@ -121,18 +123,11 @@ class Checkpointer:
                 self._set_aside(path, why)
         return start
 
-    def _choose_again(self, damaged: Mapping[Path, str]) -> "ResumePoint | ConfigError | None":
-        """On rank 0 what to start from instead, or why there is nothing."""
-        try:
-            return self.choice.start(damaged) if self.world.rank == 0 else None
-        except ConfigError as error:
-            return error
-
     def _set_aside(self, path: Path, why: str) -> None:
         def set_aside() -> None:
             logger.error("%s; set aside as %s", why, self.store.set_aside(path))
 
-        self._on_rank_0(set_aside)
+        on_rank_0(self.world, set_aside)
 
     def _problems_of(self, path: Path) -> list[str]:
         """What is damaged in a checkpoint; each rank reads a part of its files."""
@@ -150,12 +145,6 @@ class Checkpointer:
         excluded = f" without {', '.join(skip)}" if skip else ""
         logger.info("resumed from %s%s at step %d", saved.path, excluded, self.state.step)
 
-    def _on_rank_0(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, on every rank."""
-        first = self.world.rank == 0
-        done: T = self.world.share(on_all_ranks(self.world, work if first else lambda: None))
-        return done
-
     # --- going back ---
 
     def roll_back(self, before_step: int) -> bool:
@@ -165,11 +154,11 @@ class Checkpointer:
         not meet that data again. Returns False if there is no such checkpoint.
         """
         self.saver.wait_until_idle()
-        data = self.contents.position()["data"]
+        position = self.contents.position()
         path = self._newest_before(before_step)
         if path is None:
             return False
-        self._on_rank_0(lambda: self._record_rollback(path, data, before_step))
+        on_rank_0(self.world, lambda: self._record_rollback(path, position["data"], before_step))
         self._restore(on_all_ranks(self.world, lambda: open_run(path)))
         self.saver.saved_step = self.state.step
         return True
@@ -190,7 +179,7 @@ class Checkpointer:
 
     def _newest_before(self, step: int) -> Path | None:
         """The newest checkpoint before a step that is known to be what was saved."""
-        saved = self._on_rank_0(self._own_steps)
+        saved = on_rank_0(self.world, self._own_steps)
         for path in [saved[n] for n in reversed(saved) if n < step]:
             try:
                 problems = self._problems_of(path)
@@ -210,11 +199,8 @@ class Checkpointer:
 
     def is_due(self, final: bool) -> bool:
         """Whether the current step is to be saved; `final` says that no step will follow."""
-        step, config = self.state.step, self.config
-        first = config.enable_first_step_checkpoint and step == 1
-        wanted = final or first or step % config.interval == 0
-        is_new = step != self.saver.saved_step
-        return config.enable and not config.load_only and wanted and is_new
+        step = self.state.step
+        return self.config.saves_at(step, is_final=final) and step != self.saver.saved_step
 
     def save(self, finished: bool) -> None:
         """Save the current step; unless it is asynchronous, every byte is then on disk.
@@ -224,12 +210,8 @@ class Checkpointer:
         self.saver.wait_until_idle()
         step = self.state.step
         path = self.folder / f"step-{step}"
-        if self.world.share(self.world.rank == 0 and self.store.is_taken(path)):
-            raise ConfigError(
-                f"{path}: exists already, from a run that went further "
-                "than the step this one was told to load; delete it or choose another "
-                "job.dump_folder"
-            )
+        if on_rank_0(self.world, lambda: self.store.is_taken(path)):
+            raise taken(path)
         self.exports = finished and self.config.last_save_in_hf
         model_only = finished and self.config.last_save_model_only
         tensors = self.contents.weights_of_one() if model_only else self.contents.tensors()
@@ -268,15 +250,13 @@ class Checkpointer:
                 f"step {self.state.step} could not be saved (see above); the run's work since "
                 f"step {self.saver.saved_step or 0} is lost"
             )
-        if self.exports and (problem := self.world.share(self._export())):
+        if self.exports and (problem := on_rank_0(self.world, self._export)):
             raise SaveFailed(f"the weights could not be written for Hugging Face: {problem}")
 
     def _export(self) -> str | None:
-        """On rank 0 write the weights of the last save; what went wrong, if so."""
+        """Write the weights of the last save; what went wrong, if so."""
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
-        if self.world.rank != 0:
-            return None
         options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
         try:
             if self.store.is_exported(target, CONFIG):

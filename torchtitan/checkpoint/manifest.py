@@ -19,7 +19,9 @@ from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 
 STATE_FILE = "train_state.json"
-FORMAT = 2
+FORMAT = 3
+XOR_FORMAT = 2
+"""The format before, whose digests are blind to the order of elements."""
 HASH = "xxh3_128"
 BLOCK = 8 * 2**20
 
@@ -46,7 +48,7 @@ class Manifest:
     layout: Mapping[str, int]
     """Sizes of the mesh axes."""
     digest: str
-    """Of all tensors, whatever the layout; see `storage.digest`."""
+    """Of all tensors, whatever the layout; see `storage`."""
     files: Mapping[str, File]
     format: int = FORMAT
 
@@ -97,9 +99,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Damaged(f"{path}: damaged: {error}") from None
     if found != _hash_of(content):
         raise Damaged(f"{path}: damaged: it does not have the hash that it names")
-    if content["format"] != FORMAT:
+    if content["format"] not in (FORMAT, XOR_FORMAT):
         raise ConfigError(
-            f"{path}: format {content['format']}; this version reads {FORMAT}. "
+            f"{path}: format {content['format']}; this version reads {XOR_FORMAT} and {FORMAT}. "
             "A newer torchtitan wrote it: use that one"
         )
     files = {name: File(**file) for name, file in content.pop("files").items()}

@@ -85,23 +85,49 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
             planner.resolve_tensor(item).copy_(block)
 
 
+class FailedOnRank(RuntimeError):
+    """Another rank met an error that nobody expects; its own message has the traceback."""
+
+
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """What `work` returns; if it failed on any rank, all ranks raise what the first of them met.
 
     Raises:
         ConfigError: where something is not as it should be: damaged, say, or a store that failed.
         OSError: where a disk failed.
+        FailedOnRank: where another rank met anything else, which that rank raises itself.
     """
-    value: T | None = None
-    problem: ConfigError | OSError | None = None
-    try:
-        value = work()
-    except (ConfigError, OSError) as error:
-        problem = error
-    for found in world.gather(problem):
+    value, problem = _attempt(work)
+    everyones = world.gather(_for_others(world.rank, problem))
+    if isinstance(everyones[world.rank], FailedOnRank):
+        raise cast(Exception, problem)
+    for found in everyones:
         if found is not None:
             raise found
     return cast(T, value)
+
+
+def on_rank_0(world: World, work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
+    value, problem = _attempt(work) if world.rank == 0 else (None, None)
+    value, found = world.share((value, _for_others(0, problem)))
+    if found is not None:
+        raise problem or found
+    return cast(T, value)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _for_others(rank: int, error: Exception | None) -> Exception | None:
+    """What other ranks raise; not every error can be sent to them."""
+    if error is None or isinstance(error, ConfigError | OSError):
+        return error
+    return FailedOnRank(f"rank {rank} failed: {type(error).__name__}: {error}")
 
 
 def differences(tensors: Mapping[str, Tensor], source: TensorSource) -> list[str]:

@@ -26,7 +26,7 @@ from torchtitan.checkpoint.manifest import (
     problems_of_files,
     read_manifest,
 )
-from torchtitan.checkpoint.placement import Writers
+from torchtitan.checkpoint.placement import Writers, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Pieces, Staging, Task
@@ -90,13 +90,11 @@ class Saver:
         began, waited = time.perf_counter(), self.staging.waited
         self.wait_until_idle()
         path = self.store.saving(self.folder / f"step-{step}")
-        if problem := self.world.share(self._begin(path)):
+        if problem := on_rank_0(self.world, lambda: self._begin(path)):
             self._failed(step, path, [problem])
             return
         pieces = self.writers.pieces("weights" if model_only else "all", tensors)
-        if self.is_async:
-            self.staging.begin(pieces)
-        copies = self.staging.copies if self.is_async else lambda: pieces
+        copies = self.staging.begin(pieces) if self.is_async else lambda: pieces
         writing = Task(lambda: self._write(path, copies))
         self._stage = Save(step, path, model_only, state, writing)
         if not self.is_async:
@@ -127,10 +125,9 @@ class Saver:
             self.advance()
 
     def _begin(self, path: Path) -> str | None:
-        """On rank 0 make the folder of a save; what went wrong, if so."""
+        """Make the folder of a save; what went wrong, if so."""
         try:
-            if self.world.rank == 0:
-                self.store.begin(path)
+            self.store.begin(path)
         except OSError as error:
             return str(error)
         return None
@@ -156,12 +153,9 @@ class Saver:
     def _commit(self, save: Save) -> None:
         """All ranks have written, or failed: make it a checkpoint, or give it up."""
         self._stage = None
-        try:
-            mine: Written | str | None = save.writing.result()
-        except (OSError, ConfigError) as error:
-            mine = str(error)
-        everyones = self.world.collect(mine)
-        size, problems = self.world.share(everyones and self._complete(save, everyones))
+        mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
+        everyones = self.world.collect(mine) or ()
+        size, problems = on_rank_0(self.world, lambda: self._complete(save, everyones))
         if problems:
             self._failed(save.step, save.path, problems)
             return
@@ -210,28 +204,34 @@ class Saver:
     def _forget_old(self, check: Check) -> None:
         """The newest checkpoint was read back: delete what it replaces, or set it aside."""
         self._stage = None
-        found = self.world.gather(check.reading.result())
+        found = self.world.gather(on_all_ranks(self.world, check.reading.result))
         problems = [problem for own, _ in found for problem in own]
         if unread := [why for _, why in found if why]:
             message = "%s; %s could not be read back, so older checkpoints are kept"
             logger.error(message, unread[0], check.path)
         elif problems:
             self.failed_step = check.step
-            self.saved_step = self.world.share(self._set_aside(check, problems))
+            self.saved_step = on_rank_0(self.world, lambda: self._set_aside(check, problems))
         elif self.world.rank == 0 and self.config.keep_latest_k:
             keep, every = self.config.keep_latest_k, self.config.keep_every
             disk.forget_old(self.folder, check.step, keep, every)
 
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
-        """On rank 0 put away what is not what was saved; returns the newest step that is left."""
-        if self.world.rank != 0:
-            return None
+        """Put away what is not what was saved; returns the newest step that is left."""
         try:
             logger.error("%s; set aside as %s", problems[0], self.store.set_aside(check.path))
             return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
         except OSError as error:
             logger.error("%s; it could not be set aside: %s", problems[0], error)
             return None
+
+
+def _outcome(writing: Task[Written | None]) -> Written | str | None:
+    """What was written; or why it was not, where that is no reason to end the run."""
+    try:
+        return writing.result()
+    except (OSError, ConfigError) as error:
+        return str(error)
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:

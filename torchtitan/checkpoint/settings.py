@@ -80,6 +80,13 @@ class CheckpointConfig(Config):
         """Where checkpoints are saved."""
         return location(self.folder) if is_url(self.folder) else dump_folder / self.folder
 
+    def saves_at(self, step: int, *, is_final: bool) -> bool:
+        """Whether a step is to be saved; `is_final` says that no step will follow."""
+        first = self.enable_first_step_checkpoint and step == 1
+        return (
+            self.enable and not self.load_only and (is_final or first or not step % self.interval)
+        )
+
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         idle = {
             "resume": self.resume == "must",

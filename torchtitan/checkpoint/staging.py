@@ -2,8 +2,9 @@
 
 The weights of a step stay as they are until the next step's update, so they are copied while its
 forward and backward run; only the update has to wait, and only if it comes first. On CUDA the
-device copies, on a stream of its own, into pinned memory; on a CPU a thread does. The memory is
-kept for the next save.
+device copies, on a stream of its own; on a CPU a thread does. Tensors are released when they are
+copied, and copies when they are written. Pinned memory returns to torch's cache of it, from which
+the next save takes it: to pin memory takes longer than to copy into it.
 """
 
 import time
@@ -14,27 +15,29 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Piece, digest
+from torchtitan.checkpoint.storage import Piece
 from torchtitan.device import Device
+from torchtitan.digest import digest, unsigned
 
 T = TypeVar("T")
 Pieces = list[tuple[Piece, Tensor]]
-Copies = list[tuple[Tensor, Tensor]]
-"""With the digests of what was copied."""
+Copies = list[tuple[Piece, Tensor, Tensor]]
+"""With the digest of each."""
 
 
 class Task(Generic[T]):
     """Work on a thread of its own, which does not keep a process that fails from ending."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work, self.seconds = work, 0.0
+        self.seconds = 0.0
         pool = ThreadPool(1)
-        self._result = pool.apply_async(self._run)
+        # Not an attribute: what the work refers to is released when it has ended.
+        self._result = pool.apply_async(self._run, (work,))
         pool.close()
 
-    def _run(self) -> T:
+    def _run(self, work: Callable[[], T]) -> T:
         began = time.perf_counter()
-        value = self._work()
+        value = work()
         self.seconds = time.perf_counter() - began
         return value
 
@@ -52,47 +55,44 @@ class Task(Generic[T]):
 
 
 class Staging:
-    """Memory of the host for the pieces that this rank saves; one save at a time."""
+    """Copies of what this rank saves, in memory of the host; one save at a time."""
 
     def __init__(self, pinned: bool, device: Device) -> None:
         self.device = device
         self.pinned = pinned and device.type == "cuda"
-        self._memory: list[Tensor] = []
-        self._pieces: Pieces = []
-        self._copies: Callable[[], Copies] | None = None
         self._release: Callable[[], None] | None = None
         self.waited = 0.0
         """Seconds, in all saves."""
 
-    def begin(self, pieces: Pieces) -> None:
-        """Begin to copy."""
-        self._pieces = pieces
-        if [(m.shape, m.dtype) for m in self._memory] != [(t.shape, t.dtype) for _, t in pieces]:
-            self._memory = [
-                torch.empty(t.shape, dtype=t.dtype, pin_memory=self.pinned) for _, t in pieces
-            ]
+    def begin(self, pieces: Pieces) -> Callable[[], Pieces]:
+        """Begin to copy; gives what waits for the copies, the pieces as they are now."""
         if self.device.type == "cpu":
-            task = Task(lambda: self._copy(pieces))
-            self._copies, self._release = task.result, task.wait
+            copying = Task(lambda: self._copy(pieces))
+            self._release = copying.wait
         else:
             with self.device.beside() as copied:
                 copies = self._copy(pieces)
-            self._copies, self._release = Task(lambda: _after(copied, copies)).result, copied.wait
+            # Nothing may take the memory of the pieces before they are copied.
+            copying = Task(lambda: after(copied, copies, self.device, pieces))
+            self._release = copied.wait
+
+        def collect() -> Pieces:
+            # A thread has the first device, and would make a context there.
+            self.device.make_current()
+            return [
+                (piece._replace(digest=unsigned(int(found.item()))), copy)
+                for piece, copy, found in copying.result()
+            ]
+
+        return collect
 
     def _copy(self, pieces: Pieces) -> Copies:
         copies = []
-        for memory, (_, tensor) in zip(self._memory, pieces, strict=True):
-            found = digest(tensor)
-            copies.append((memory.copy_(tensor, non_blocking=self.pinned), found))
+        for piece, tensor in pieces:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+            found = digest(tensor, piece.offsets)
+            copies.append((piece, memory.copy_(tensor, non_blocking=self.pinned), found))
         return copies
-
-    def copies(self) -> Pieces:
-        """Wait for the copies: the pieces as they were when `begin` was called."""
-        assert self._copies is not None
-        return [
-            (piece._replace(digest=int(found.item())), copy)
-            for (piece, _), (copy, found) in zip(self._pieces, self._copies(), strict=True)
-        ]
 
     @property
     def is_under_way(self) -> bool:
@@ -108,6 +108,8 @@ class Staging:
             self.waited += time.perf_counter() - began
 
 
-def _after(event: torch.Event, copies: Copies) -> Copies:
+def after(event: torch.Event, copies: Copies, device: Device, _copied: Pieces) -> Copies:
+    """Wait in a thread, on the device of this rank, until an event is reached; the copies."""
+    device.make_current()
     event.synchronize()
     return copies

@@ -9,13 +9,13 @@ which may run anything when they are read; these are numbers and JSON. Each file
 as DCP's safetensors do, where in the whole tensor each piece begins: torch alone can load them, by
 `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
-A file is written and hashed at the same time. The digest of a tensor is the exclusive or of the
-bits of its elements (`torch.hash_tensor`), whatever pieces it is cut into: layouts that hold the
-same weights have the same digest.
+A file is written and hashed at the same time. The digest of a tensor is the sum of those of its
+pieces, whatever these are (`torchtitan.digest`): layouts that hold the same weights have the same
+digest. In format 2 it was the exclusive or of the bits of all elements, which is blind to their
+order; such checkpoints are verified by it.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.manifest import (
     STATE_FILE,
+    XOR_FORMAT,
     Damaged,
     File,
     Manifest,
@@ -37,9 +38,10 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.ranges import files_in
+from torchtitan.checkpoint.ranges import contiguous, files_in
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.store import store_of
+from torchtitan.digest import digest, unsigned
 
 INDEX = "tensors.json"
 CODES = {
@@ -117,11 +119,12 @@ class Renamed:
         return self.source.read(self.names[name], offsets, sizes)
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """64 bits that follow from the elements, in any order; 0-d, on the tensor's device."""
+def xor_digest(tensor: Tensor) -> int:
+    """The digest of format 2: the exclusive or of the elements, each widened to 64 bits."""
     if not tensor.numel():
-        return torch.zeros((), dtype=torch.uint64, device=tensor.device)
-    return torch.hash_tensor(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor)
+        return 0
+    wide = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return int(torch.hash_tensor(wide).item())
 
 
 def digest_of_all(digests: Mapping[str, int]) -> str:
@@ -147,10 +150,10 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         _write_all(file, memoryview(header))
         hashing = []
-        for _, tensor in pieces:
+        for piece, tensor in pieces:
             host = tensor.detach().cpu().contiguous()
             data = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            hashing.append(hasher.submit(_hash, state, host, data))
+            hashing.append(hasher.submit(_hash, state, host, piece.offsets, data))
             _write_all(file, data)
         store_of(path).flush(file)
         digests = [future.result() for future in hashing]
@@ -162,9 +165,9 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
     return Written(path.name, File(size, state.hexdigest()), done)
 
 
-def _hash(state: Any, host: Tensor, data: memoryview) -> int:
+def _hash(state: Any, host: Tensor, offsets: Sizes, data: memoryview) -> int:
     state.update(data)
-    return int(digest(host).item())
+    return unsigned(int(digest(host, offsets).item()))
 
 
 def _write_all(file: RawIOBase, data: memoryview) -> None:
@@ -210,7 +213,7 @@ def index_of(written: Iterable[Written]) -> dict[str, Any]:
                     "pieces": [],
                 },
             )
-            entry["digest"] ^= piece.digest or 0
+            entry["digest"] = unsigned(entry["digest"] + (piece.digest or 0))
             entry["pieces"].append([one.name, piece.begin, piece.offsets, piece.sizes])
     return {
         name: entry | {"digest": f"{entry['digest']:016x}"} for name, entry in sorted(index.items())
@@ -328,8 +331,9 @@ class SavedTensors:
     def __init__(self, checkpoint: Path) -> None:
         """Raises Damaged where the manifest or the index is not what was saved."""
         self.checkpoint = checkpoint
-        index = read_whole(checkpoint, read_manifest(checkpoint), INDEX)
-        self.index: dict[str, Any] = json.loads(index)
+        manifest = read_manifest(checkpoint)
+        self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
+        self._has_xor = manifest.format == XOR_FORMAT
         self._files = files_in(checkpoint)
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
@@ -339,9 +343,10 @@ class SavedTensors:
             for name, entry in self.index.items()
         }
 
-    def digests(self) -> dict[str, int]:
-        """By name, as they were when the tensors were saved."""
-        return {name: int(entry["digest"], 16) for name, entry in self.index.items()}
+    def is_intact(self, name: str, tensor: Tensor) -> bool:
+        """Whether `tensor`, all of what `name` names, has the digest that was saved."""
+        found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
+        return found == int(self.index[name]["digest"], 16)
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -357,7 +362,6 @@ class SavedTensors:
         ]
 
         def part(block: Block[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
-            strides = [math.prod(block.sizes[dim + 1 :]) for dim in range(len(shape))]
-            return self._files.block(block.place, dtype, strides, at, shape)
+            return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
         return assemble(dtype, offsets, sizes, blocks, part)

@@ -1,9 +1,10 @@
 """Reads a recipe, and says which settings, each valid, cannot work together, and what would.
 
-Each section says what is wrong with itself (`Config.problems`). A rule here says what cannot work
-between sections: one file a subject, one function a rule, all of one form. Training, `check`,
-`compare`, `verify` and the launcher collect them all by `problems`, before any process group exists
-and without touching more than file names, and the tokenizer of a debug model.
+Each section says what is wrong with itself (`Config.problems`), and one that is chosen by name what
+else it cannot work with (`Config.conflicts`). A rule here says what cannot work between sections:
+one file a subject, one function a rule, all of one form. Training, `check`, `compare`, `verify` and
+the launcher collect them all by `problems`, before any process group exists and without touching
+more than file names, and the tokenizer of a debug model.
 """
 
 import importlib
@@ -37,7 +38,6 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Setting,
-    Translation,
     load,
     shorten,
     show,
@@ -60,17 +60,14 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     compiling.recomputation,
     compiling.cuda_graphs,
     sharding.communication,
-    sharding.never_whole,
     sharding.regathering,
     sharding.accumulating,
     sharding.in_hooks,
-    sharding.in_graph,
     layout.sequences,
     layout.batches,
     converting.precision,
     converting.sent,
     converting.converters,
-    converting.attention,
     converting.loss,
     auxiliary.losses,
     auxiliary.of_blocks,
@@ -130,26 +127,9 @@ def load_job(
             found = problems(job, replace(world, ranks=ranks))
         return (problem for problem in found if problem.path not in spared)
 
-    return load(
-        JobConfig,
-        recipe,
-        flags,
-        over=over,
-        translate=legacy_recipes.translate,
-        new_name=legacy_recipes.new_name,
-        unsaid=_unsaid,
-        prepare=_import_first,
-        check=check,
-    )
-
-
-def _unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
-    """The defaults of TorchTitan in a recipe of its own, and a vocabulary for the tokenizer."""
-    theirs = legacy_recipes.unsaid(files, flags, settings)
-    vocabulary = follow_tokenizer(theirs.settings | settings)
-    theirs.settings.update(vocabulary.settings)
-    theirs.notices.extend(vocabulary.notices)
-    return theirs
+    gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
+    follow_tokenizer(gathered)
+    return load(JobConfig, gathered, check)
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
@@ -181,9 +161,11 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def of_sections(
     config: Config, job: JobConfig, world: PlannedWorld, path: KeyPath = ()
 ) -> Iterator[Problem]:
-    """What each section says of itself, those within it included."""
+    """What each section says of itself and of others, those within it included."""
+    name = ".".join(path)
     for problem in config.problems(job, world):
-        yield problem.within(".".join(path))
+        yield problem.within(name)
+    yield from config.conflicts(job, world, name)
     for key, value in config:
         if isinstance(value, Config):
             yield from of_sections(value, job, world, (*path, key))

@@ -78,14 +78,15 @@ def against(config: AuxiliaryLossConfig, job: JobConfig, model: Model) -> Iterat
     if isinstance(config, ZLoss):
         if not task.has_logits:
             yield f"the outputs of the task {model.spec.task} are no logits; leave it out"
-        if chunk and job.sharding.name == "rotated":
+        if chunk and job.sharding.never_whole:
             yield (
-                'with sharding.name = "rotated" no rank has whole rows of logits where chunks of '
-                'them are made; use sharding.name = "fsdp2", or loss.vocabulary_chunk = 0'
+                f'with sharding.name = "{job.sharding.name}" no rank has whole rows of logits '
+                'where chunks of them are made; use sharding.name = "fsdp2", or '
+                "loss.vocabulary_chunk = 0"
             )
         return
     assert isinstance(config, ModelLossConfig)
-    if any(getattr(model.args, name, None) != value for name, value in config.needed().items()):
+    if not config.is_in(model.args):
         yield f"{job.model.name} does not have what it takes; leave it out"
         return
     if isinstance(config, MultiToken):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torchtitan.checks.auxiliary import in_graphs
+from torchtitan.checks.sharding import others_in_graph
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
@@ -56,7 +57,7 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     ):
         message = (
             "on a CPU this version of torch cannot compile a block that is split over tensor "
-            "ranks, or gathered in the graph as by simple_fsdp, and recomputes its attention; use "
+            "ranks, or gathered in the graph, and recomputes its attention; use "
             'mode = "selective" with selective_ac_option = "op", or leave "model" out of '
             "compile.components"
         )
@@ -91,5 +92,5 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
     elif degrees.data > 1 and not job.sharding.in_graph:
         yield (
             f"{job.sharding.name} gathers parameters into other memory each time; use "
-            'sharding.name = "simple_fsdp", or one data rank'
+            f"{others_in_graph()}one data rank"
         )

@@ -13,11 +13,8 @@ from torchtitan.convert import (
     linears,
 )
 from torchtitan.job import JobConfig
-from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
-from torchtitan.research.hadamard_attention.hadamard import is_power_of_two
-from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.tasks import TASKS
 
 SECTIONS = ("convert", "model", "training", "parallelism")
@@ -122,50 +119,6 @@ def _uneven_parts(
             )
             yield Problem(f"{key}.filter_fqns", message, SECTIONS)
             return
-
-
-def attention(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is attention to convert, whose heads can be rotated."""
-    found = [
-        (f"convert.{number}", converter)
-        for number, converter in enumerate(job.convert)
-        if isinstance(converter, LowPrecisionAttention)
-    ]
-    model = model_of(job)
-    if not found or model is None:
-        return
-    modules = model.empty().named_modules()
-    names = [name for name, module in modules if isinstance(module, SelfAttention)]
-    seen = dict[str, str]()
-    for key, converter in found:
-        filtered = converter.filter_fqns
-        wanted = [name for name in names if not any(part in name for part in filtered)]
-        if not names:
-            message = f"{job.model.name} does not attend by SelfAttention, which is converted"
-            yield Problem(f"{key}.name", message, ("model",))
-        elif not wanted:
-            message = "it leaves no attention to convert; name fewer, or leave the converter out"
-            yield Problem(f"{key}.filter_fqns", message, ("model",))
-        if earlier := next((seen[name] for name in wanted if name in seen), None):
-            message = (
-                f"{earlier} converts attention that this one would; filter it in one of the two "
-                f"({earlier}.filter_fqns or {key}.filter_fqns)"
-            )
-            yield Problem(f"{key}.name", message, SECTIONS)
-        seen |= dict.fromkeys(wanted, key)
-        if converter.scale == "tensor" and job.sharding.name == "rotated":
-            message = (
-                'with sharding.name = "rotated" a rank attends with the heads of one part after '
-                'the other, so none has the whole tensor; use "head" or "token"'
-            )
-            yield Problem(f"{key}.scale", message, ("sharding",))
-        size = model.args.dim // model.args.n_heads if names else 1
-        if converter.rotation != "none" and not is_power_of_two(size):
-            message = (
-                f"a head of {model.title} has {size} elements (dim / n_heads), and a Hadamard "
-                'transform needs a power of two; use "none", or other heads'
-            )
-            yield Problem(f"{key}.rotation", message, ("model",))
 
 
 def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

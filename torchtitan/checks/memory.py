@@ -1,10 +1,11 @@
 """Whether what a run holds at the least fits in the memory of this machine, or of any."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torchtitan.checks.model import Model, model_of
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.device import GIB, Device, pick
+from torchtitan.device import GIB, Device, pick, smallest
 from torchtitan.job import JobConfig
 from torchtitan.parallel import memory
 from torchtitan.parallel.memory import Memory
@@ -64,33 +65,60 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     if not world.local_ranks or world.device_type != pick().type:
         return
-    needs = plan(job, model, sizes(job, model), ranks)
-    at_least, estimated, local = needs.least(), needs.estimate(), min(world.local_ranks, ranks)
-    for place, count, part in places(Device(pick().type), local):
-        least, about = (count * part(held) / GIB for held in (at_least, estimated))
-        whose = f"{count} ranks hold" if count > 1 else "a rank holds"
-        where = "the host" if place.type == "cpu" else place.name
-        if least > (limit := place.memory_limit()):
+    at_least, local = (
+        plan(job, model, sizes(job, model), ranks).least(),
+        min(world.local_ranks, ranks),
+    )
+    for place in places(smallest(local), local, at_least):
+        if place.holds > (limit := place.device.memory_limit()):
             message = (
-                f"{whose} {least:,.1f} GiB at the least, and {where} has {limit:,.1f}; each: "
-                f"{at_least}; {SMALLER}"
+                f"{place.whose} {place.holds:,.1f} GiB at the least, and {place} has {limit:,.1f}; "
+                f"each: {at_least}; {SMALLER}"
             )
             yield Problem(key(at_least), message)
-        elif about > (free := place.memory_available()):
-            message = (
-                f"{whose} about {about:,.1f} GiB by an estimate, and {free:,.1f} of {where} are "
-                f"free; each: {estimated}; {SMALLER}"
-            )
-            yield Problem(key(estimated), message, (), "note")
 
 
-def places(device: Device, local: int) -> list[tuple[Device, int, Callable[[Memory], float]]]:
-    """Each memory of this machine, how many ranks share it, and what of a rank is in it."""
+def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterator[Problem]:
+    """Notes where the ranks of this machine may not fit in the memory that is free.
+
+    Args:
+        device: that of this process, since to ask for its free memory takes some of it.
+    """
+    if needs := of_rank(job, ranks):
+        estimated = needs.estimate()
+        for place in places(device, min(local_ranks, ranks), estimated):
+            if place.holds > (free := place.device.memory_available()):
+                message = (
+                    f"{place.whose} about {place.holds:,.1f} GiB by an estimate, and {free:,.1f} "
+                    f"of {place} are free; each: {estimated}; {SMALLER}"
+                )
+                yield Problem(key(estimated), message, (), "note")
+
+
+class Place(NamedTuple):
+    """A memory of this machine, and the ranks that share it."""
+
+    device: Device
+    ranks: int
+    holds: float
+    """GiB, of all of them."""
+
+    @property
+    def whose(self) -> str:
+        """The subject of a sentence on `holds`."""
+        return f"{self.ranks} ranks hold" if self.ranks > 1 else "a rank holds"
+
+    def __str__(self) -> str:
+        return "the host" if self.device.type == "cpu" else self.device.name
+
+
+def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
+    """Each memory that is used by ranks on devices such as `device`."""
     if device.type == "cpu":
-        return [(device, local, lambda held: held.total)]
+        return [Place(device, local, local * of_rank.total / GIB)]
     return [
-        (device, 1, lambda held: held.total - held.on_host),
-        (Device("cpu"), local, lambda held: held.on_host),
+        Place(device, 1, (of_rank.total - of_rank.on_host) / GIB),
+        Place(Device("cpu"), local, local * of_rank.on_host / GIB),
     ]
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
-from torchtitan.parallel import FSDP2
+from torchtitan.parallel import FSDP2, SHARDING
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
@@ -18,9 +17,15 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if in_one and has_work and not job.sharding.in_graph:
         message = (
             f'sharding.name = "{job.sharding.name}" gathers in hooks around the blocks, '
-            'which no graph can hold; use sharding.name = "simple_fsdp", or "block"'
+            f'which no graph can hold; use {others_in_graph()}"block"'
         )
         yield Problem("compile.granularity", message, SECTIONS)
+
+
+def others_in_graph() -> str:
+    """The ways to shard that gather within the computation, as settings to choose instead."""
+    names = [f'"{name}"' for name, config in SHARDING.items() if config.in_graph]
+    return f"sharding.name = {' or '.join(names)}, or " if names else ""
 
 
 def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -51,7 +56,7 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There are replicas, and what they agree on can be clipped."""
+    """There are replicas, and they can be in a run like this."""
     way, copies = job.communication.replicas, job.degrees(world.ranks).dp_replicate
     if copies == 1 and (way.name != "all_reduce" or way.runs_apart):
         key = "every" if way.name == "all_reduce" else "name"
@@ -71,12 +76,6 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             "every = 1, or false there"
         )
         yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
-    if way.gives_signs and job.training.max_norm:
-        message = (
-            "the norm of signs is that of their number, and clipping it would change the learning "
-            "rate; use training.max_norm = 0, or false here"
-        )
-        yield Problem("communication.replicas.sign", message, ("training.max_norm",))
 
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -121,94 +120,3 @@ def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             "a step has one microbatch, so there is nothing to accumulate, and this does nothing"
         )
         yield Problem(key, message, ("training",), "note")
-
-
-def never_whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Nothing else wants matrices that no rank has."""
-    if not job.sharding.never_whole:
-        return
-    p, name = job.parallelism, f'sharding.name = "{job.sharding.name}"'
-    others = {
-        "parallelism.tensor_parallel_degree": (
-            p.tensor_parallel_degree > 1,
-            "has ranks share matrices whose parts travel already",
-        ),
-        "parallelism.pipeline_parallel_degree": (
-            p.pipeline_parallel_degree > 1,
-            "has stages that each compute when the others do not, and a ring waits for all",
-        ),
-        "compile.enable": (
-            job.compile.compiles("model"),
-            "would compile blocks whose parts arrive from outside of a graph",
-        ),
-        "convert": (bool(job.convert), "needs whole matrices"),
-        "training.enable_cpu_offload": (
-            job.training.enable_cpu_offload,
-            "has parameters elsewhere than where they are computed with",
-        ),
-    }
-    for key, (is_on, why) in others.items():
-        if is_on:
-            message = f'{key} {why}; use "fsdp2", or leave that out'
-            yield Problem("sharding.name", message, (key,))
-    model = model_of(job)
-    if model and getattr(model.args, "tied", False) and not job.loss.vocabulary_chunk:
-        message = (
-            f"with {name} no rank has the whole table of a tied model, so its loss is made of "
-            "parts of it; use a number above 0, as 8192"
-        )
-        yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
-
-
-def in_graph(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What gathers within the computation is the compiler's to free, to merge and to move."""
-    c, p, name = job.compile, job.parallelism, f'sharding.name = "{job.sharding.name}"'
-    if not job.sharding.in_graph:
-        return
-    model, degrees = model_of(job), job.degrees(world.ranks)
-    if p.tensor_parallel_degree > 1 and degrees.fsdp > 1 and model is not None:
-        first = {len(weight): each for each, weight in model.empty().named_parameters()}
-        if min(first) < degrees.fsdp:
-            message = (
-                f"{name} cannot share {first[min(first)]} of {model.title}, which has {min(first)} "
-                f'in its first dim, among {degrees.fsdp} ranks; use "fsdp2" there'
-            )
-            yield Problem("parallelism.tensor_parallel_degree", message, SECTIONS)
-    if job.training.enable_cpu_offload:
-        message = f'{name} gathers where parameters are; use "fsdp2" there'
-        yield Problem("training.enable_cpu_offload", message, SECTIONS)
-    if p.enable_async_tensor_parallel:
-        message = f'{name} changes the same graphs; use "fsdp2" there'
-        yield Problem("parallelism.enable_async_tensor_parallel", message, SECTIONS)
-    if not c.compiles("model"):
-        yield from _without_compiler(job)
-        return
-    if c.granularity != "model":
-        message = (
-            f"with {name} blocks that share a graph could not be freed or merged each by itself, "
-            'nor what is in none; use "model"'
-        )
-        yield Problem("compile.granularity", message, SECTIONS)
-    if c.backend != "inductor":
-        message = f"with {name} it is inductor that frees and merges; use it"
-        yield Problem("compile.backend", message, SECTIONS)
-
-
-def _without_compiler(job: JobConfig) -> Iterator[Problem]:
-    reshard, name = job.parallelism.fsdp_reshard_after_forward, job.sharding.name
-    needs = (
-        'so it needs compile.enable = true with "model" in compile.components and '
-        'compile.granularity = "model"'
-    )
-    if reshard == "always":
-        message = f'with sharding.name = "{name}" the compiler frees them, {needs}'
-        yield Problem("parallelism.fsdp_reshard_after_forward", message, SECTIONS)
-    for key, why in job.sharding.needs_graph().items():
-        yield Problem(f"sharding.{key}", f"{why}, {needs}", SECTIONS)
-    if reshard == "default":
-        message = (
-            "without compile.enable it keeps what it gathers in the forward until the backward: "
-            "the whole model, but for blocks that are recomputed; and gathers each parameter by "
-            "itself"
-        )
-        yield Problem("sharding.name", message, SECTIONS, "note")

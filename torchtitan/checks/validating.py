@@ -44,7 +44,7 @@ def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         message = f"batches of the task {task} cannot be of uneven numbers; say how many"
         yield Problem("validation.steps", message, ("model",))
     for name in job.validation.datasets:
-        if name in DATASETS and DATASETS[name].kind == "synthetic":
+        if name in DATASETS and DATASETS[name].drawn:
             message = f'the data set "{name}" has no end; say how many'
             yield Problem("validation.steps", message, ("validation.dataset",))
 
@@ -55,7 +55,7 @@ def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     draws = v.enable and v.picture and TASKS[MODELS[job.model.name].task].has_picture
     if draws and not p.has_outputs:
         message = (
-            "nothing is drawn, as no rank has all that the model makes of an image: with stages "
+            "nothing is drawn, as no rank has all that the model makes of a sample: with stages "
             "of a pipeline none, with tensor ranks by parallelism.disable_loss_parallel = true"
         )
         yield Problem("validation.picture", message, ("parallelism",), "note")

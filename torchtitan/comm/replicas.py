@@ -76,11 +76,6 @@ class ReplicasConfig(Config):
         """Steps between comparisons of the weights of copies; 0: never."""
         return 0
 
-    @property
-    def gives_signs(self) -> bool:
-        """Whether gradients become signs, of which the norm says nothing."""
-        return False
-
     def open(self, unit: Unit, group: ProcessGroup) -> Agree:
         """What agrees over `group`, each rank of which has another copy.
 

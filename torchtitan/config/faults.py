@@ -20,7 +20,7 @@ from torchtitan.config.schema import (
     names,
     places,
 )
-from torchtitan.config.settings import BAD_CHOICE, Config, KeyPath, OneOf, Setting
+from torchtitan.config.settings import BAD_CHOICE, Config, Discriminated, KeyPath, OneOf, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, holds_sections, nearest, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -181,6 +181,8 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     if isinstance(home, OneOf):
         name = settings.get((*above, "name"))
         what += f" of {name.value if name else home.default}"
+    if isinstance(home, Discriminated) and section is home.base:
+        section = home.widest
     known = list(section.model_fields)
     return f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
 

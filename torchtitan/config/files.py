@@ -3,10 +3,11 @@
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from torchtitan.config.lines import key_lines
 from torchtitan.config.settings import KeyPath, Setting
@@ -49,7 +50,7 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
         return {}
     try:
         text = read_text(path)
-        table = tomllib.loads(text)
+        table = tomli.loads(text)
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error.strerror}")
         return {}
@@ -58,8 +59,8 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
         byte = error.object[error.start]
         problems.append(f"{path}:{line}: not UTF-8 text: got the byte 0x{byte:02x}")
         return {}
-    except tomllib.TOMLDecodeError as error:
-        problems.append(_syntax_problem(path, text, str(error)))
+    except tomli.TOMLDecodeError as error:
+        problems.append(_syntax_problem(path, text, error))
         return {}
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, say
         problems.append(f"{path}: not valid TOML: {error}")
@@ -101,17 +102,15 @@ def _flatten(table: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[K
             yield path, value
 
 
-def _syntax_problem(path: Path, text: str, error: str) -> str:
+def _syntax_problem(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
     lines = text.splitlines() or [""]
-    what, _, where = error.partition(" (at ")
-    place = re.match(r"line (\d+), column (\d+)", where)
-    number = int(place[1]) if place else len(lines)
-    got = lines[min(number, len(lines)) - 1].strip()
-    hint = "; is it written twice?" if "overwrite" in what else ""
+    number = min(error.lineno, len(lines))
+    got = lines[number - 1].strip()
+    hint = "; is it written twice?" if "overwrite" in error.msg else ""
     value = re.fullmatch(r"[^=]+= *([^\s\"'\[{#=][^\"'#]*?) *(?:#.*)?", got)
-    if what == "Invalid value" and value:
+    if error.msg == "Invalid value" and value:
         hint = f"; text stands in quotes: {show(value[1])}"
-    return f"{path}:{number}: not valid TOML: got `{shorten(got)}`; {what}{hint}"
+    return f"{path}:{number}: not valid TOML: got `{shorten(got)}`; {error.msg}{hint}"
 
 
 def _nearest_file(path: Path, seen: Collection[str] = ()) -> str:

@@ -9,7 +9,7 @@ append its own.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -32,7 +32,7 @@ def read_flags(
     words: Sequence[str],
     schema: type[Config],
     below: Mapping[KeyPath, Setting],
-    new_name: Callable[[KeyPath], KeyPath],
+    new_name: Callable[[KeyPath], KeyPath] = lambda path: path,
 ) -> tuple[dict[KeyPath, Setting], list[str]]:
     """The settings that flags make, their sections included, and what is wrong with the flags.
 
@@ -43,13 +43,13 @@ def read_flags(
     wrong: dict[KeyPath, str] = {}
     flags, problems = _split(words)
     renamed = [(new_name(path), values) for path, values in flags]
-    chosen = {path: Setting(v[0], "") for path, v in renamed if path[-1] == "name" and v}
+    settled = {**below, **dict(_choosing(renamed))}
 
     for path, values in flags:
-        kind, is_off = find(schema, new_name(path), {**below, **chosen}), False
+        kind, is_off = find(schema, new_name(path), settled), False
         if kind is None and (positive := _without_no(path)):
             path, is_off = positive, True
-            kind = find(schema, new_name(path), {**below, **chosen})
+            kind = find(schema, new_name(path), settled)
         name = dotted(path)
         origin = f"--{name}"
         wrong.pop(path, None)
@@ -79,6 +79,15 @@ def _split(words: Sequence[str]) -> tuple[list[tuple[KeyPath, list[str]]], list[
         else:
             problems.append(f"{shorten(word)}: not a flag; wanted --section.key value")
     return flags, problems
+
+
+def _choosing(flags: Iterable[tuple[KeyPath, Sequence[str]]]) -> Iterator[tuple[KeyPath, Setting]]:
+    """What of flags may choose the class of a section: words for values, and sections."""
+    for path, values in flags:
+        for each in filter(None, (path, _without_no(path))):
+            yield from ((each[:depth], Setting({}, "")) for depth in range(2, len(each)))
+        if values:
+            yield path, Setting(values[0], "")
 
 
 def _without_no(path: KeyPath) -> KeyPath | None:

@@ -1,8 +1,9 @@
-"""Where each key of a TOML text stands: tomllib gives the values but not their places."""
+"""Where each key of a TOML text stands: tomli gives the values but not their places."""
 
 import re
-import tomllib
 from collections.abc import Iterator
+
+import tomli
 
 from torchtitan.config.settings import KeyPath
 
@@ -87,7 +88,7 @@ class _Walk:
         parts: list[str] = []
         while not parts or self._take(r"\."):
             part = self._take(KEY_PART).strip()
-            parts.append(next(iter(tomllib.loads(f"{part} = 0"))) if part[0] in "\"'" else part)
+            parts.append(next(iter(tomli.loads(f"{part} = 0"))) if part[0] in "\"'" else part)
         return tuple(parts)
 
     def _next(self) -> str:

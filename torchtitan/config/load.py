@@ -7,14 +7,11 @@ what the settings mean together is checked last, with defaults in the place of t
 so every mistake is reported in one go, each with its place, what was got and what is allowed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_recipe
-from torchtitan.config.flags import read_flags
 from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
 from torchtitan.config.settings import (
@@ -23,7 +20,6 @@ from torchtitan.config.settings import (
     KeyPath,
     RecipeError,
     Setting,
-    Translation,
 )
 from torchtitan.config.words import dotted, holds_sections, show
 
@@ -62,68 +58,32 @@ class Recipe(Generic[ConfigT]):
         return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
 
 
+@dataclass
+class Gathered:
+    """The settings of all sources, merged, and what was found while they were read."""
+
+    settings: Settings
+    place: str
+    """The recipe, for what no source says."""
+    notices: list[str]
+    problems: list[str]
+
+
 def load(
-    schema: type[ConfigT],
-    recipe: str | Path | None = None,
-    flags: Sequence[str] = (),
-    *,
-    over: Sequence[Settings] = (),
-    translate: Callable[[Settings, Settings], Translation],
-    new_name: Callable[[KeyPath], KeyPath],
-    unsaid: Callable[[Sequence[Settings], Settings, Settings], Translation],
-    prepare: Callable[[Settings], Iterable[str]],
-    check: Callable[[ConfigT], Iterable[Problem]],
+    schema: type[ConfigT], gathered: Gathered, check: Callable[[ConfigT], Iterable[Problem]]
 ) -> Recipe[ConfigT]:
-    """Merge defaults, the recipe (with what it extends), what goes over it, and flags.
+    """Make the tree of settings, with defaults for what no source says.
 
     Args:
         schema: the tree of settings.
-        recipe: a TOML file.
-        flags: words of the command line.
-        over: settings of other places, which win over the recipe, the later over the earlier.
-        translate: reads the settings of one source that has names of an older version; for flags
-            it is also given those of the recipe, as written.
-        new_name: the present path of an old key.
-        unsaid: what goes below all settings; given those of the recipe, what it extends first, and
-            those of flags, both as written, and all settings together.
-        prepare: called with all settings before any is validated; returns problems.
-        check: what is wrong with settings that are each valid.
+        gathered: what was read; its problems are reported with those found here.
+        check: returns what is wrong with settings that are each valid.
 
     Raises:
         RecipeError: with all mistakes of all sources, one line each; CannotRun where each setting
             is valid by itself.
     """
-    problems: list[str] = []
-    notices: list[str] = []
-
-    def translated(source: Settings, below: Settings) -> Settings:
-        result = translate(source, below)
-        notices.extend(result.notices)
-        problems.extend(result.problems)
-        return result.settings
-
-    files = read_recipe(Path(recipe), problems) if recipe else []
-    files += over
-    sources = [translated(source, {}) for source in files]
-    # What is prepared may add names to choose from, and the type of a flag follows from a choice:
-    # so flags are read to learn what to prepare, and once more after it.
-    written = {path: setting for source in files for path, setting in source.items()}
-    below = {path: setting for source in sources for path, setting in source.items()}
-    early, _ = read_flags(flags, schema, below, new_name)
-    problems += prepare(below | translate(early, written).settings)
-
-    settings: Settings = {}
-    for source in sources:
-        settings = _merged(schema, settings, source, notices)
-    from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
-    problems += wrong_flags
-    settings = _merged(schema, settings, translated(from_flags, written), notices)
-    rest = unsaid(files if recipe else (), from_flags, settings)
-    notices += rest.notices
-    problems += rest.problems
-    lowest = {path: s for path, s in rest.settings.items() if find(schema, path, settings)}
-    settings = lowest | settings
-
+    settings, problems, notices = gathered.settings, gathered.problems, gathered.notices
     config, faults, sound = validate_all(schema, settings)
     for path, message in faults.items():
         problems.append(f"{settings[path].origin}: {dotted(path)}: {message}")
@@ -132,8 +92,7 @@ def load(
         for path, setting in sound.items()
         if path[-1].isdecimal() or not (setting.value == {} or holds_sections(setting.value))
     }
-    place = str(recipe) if recipe else "defaults"
-    loaded = Recipe(config, notices, place, origins)
+    loaded = Recipe(config, notices, gathered.place, origins)
     are_valid = not problems
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
@@ -151,6 +110,14 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
     dotted = ".".join((*path, ""))
     names = [f"{name}." for name in (problem.path, *problem.also)]
     return any(name.startswith(dotted) or dotted.startswith(name) for name in names)
+
+
+def merge(schema: type[Config], sources: Iterable[Settings], notices: list[str]) -> Settings:
+    """The settings of all sources, of which the later win; notices for those that are left out."""
+    merged: Settings = {}
+    for source in sources:
+        merged = _merged(schema, merged, source, notices)
+    return merged
 
 
 def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.settings import Config, KeyPath, ListOf, OneOf, Setting
+from torchtitan.config.settings import Config, Discriminated, KeyPath, ListOf, OneOf, Setting
 
 NOUNS = {
     "integer": ("an integer", "integers"),
@@ -23,14 +23,14 @@ class Several(NamedTuple):
     item: type[Config] | OneOf
 
 
-Kind = type[Config] | OneOf | Several | FieldInfo
-"""What is at a path: a section, one chosen by its name, a list of such, or a value."""
+Kind = type[Config] | OneOf | Discriminated | Several | FieldInfo
+"""What is at a path: a section, one chosen by its name or its keys, a list of such, or a value."""
 
 
 def kind_of(info: FieldInfo) -> Kind:
     """What a field is."""
     for item in info.metadata:
-        if isinstance(item, OneOf):
+        if isinstance(item, OneOf | Discriminated):
             return item
         if isinstance(item, ListOf):
             return Several(item.item)
@@ -62,6 +62,10 @@ def class_at(
     if isinstance(kind, OneOf):
         name = settings.get((*path, "name"))
         return kind.choice(name.value if name else kind.default)
+    if isinstance(kind, Discriminated):
+        return kind.choose(
+            {key: s.value for (*above, key), s in settings.items() if above == [*path]}
+        )
     return kind if isinstance(kind, type) else None
 
 
@@ -85,6 +89,8 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
             kind, here = kind.item, (*here, "0")
         if isinstance(kind, FieldInfo):
             continue
+        if isinstance(kind, Discriminated):
+            kind = kind.widest
         choices = kind.registry if isinstance(kind, OneOf) else {None: kind}
         for name, settings in choices.items():
             yield Place(".".join(here), name, settings, "")

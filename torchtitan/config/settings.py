@@ -1,7 +1,7 @@
 """What settings are made of: frozen sections, choices by name, values with their place."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -65,6 +65,14 @@ class Config(BaseModel):
         """
         return iter(())
 
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """What cannot work between this section and others, by keys of the whole recipe.
+
+        Args:
+            key: this section's own.
+        """
+        return iter(())
+
 
 @dataclass(frozen=True)
 class OneOf:
@@ -94,10 +102,7 @@ class OneOf:
         return settings.model_validate_json(json.dumps(value | {"name": got}), strict=True)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self._validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
-        )
+        return _chosen_by(self._validate)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         choices = []
@@ -109,6 +114,39 @@ class OneOf:
                 choice["required"] = [*choice.get("required", ()), "name"]
             choices.append(choice)
         return {"oneOf": choices, "description": f"One of {', '.join(self.registry)}."}
+
+
+@dataclass(frozen=True)
+class Discriminated:
+    """Annotation of a section whose keys pick its settings class: `base`, or one that extends it.
+
+    A class is imported when a recipe has what picks it; all of them are for help and hints.
+    """
+
+    base: type[Config]
+    registry: Mapping[str, type[Config]]
+    """The classes that extend `base`."""
+    choose: Callable[[Mapping[str, Any]], type[Config]]
+    """The settings class of a section with these keys and values."""
+
+    @property
+    def widest(self) -> type[Config]:
+        """A settings class with the keys of all."""
+        bases = tuple(self.registry.values()) or (self.base,)
+        return type(self.base.__name__, bases, {"__doc__": self.base.__doc__})
+
+    def _validate(self, value: Any) -> Config:
+        if isinstance(value, Config):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticCustomError("model_type", "wanted a section")
+        return self.choose(value).model_validate_json(json.dumps(value), strict=True)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return _chosen_by(self._validate)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(handler.resolve_ref_schema(handler(self.widest.__pydantic_core_schema__)))
 
 
 @dataclass(frozen=True)
@@ -135,6 +173,13 @@ class ListOf:
         return {"type": "array", "items": items, "description": f"In order, each one of {names}."}
 
 
+def _chosen_by(validate: Callable[[Any], Config]) -> CoreSchema:
+    return core_schema.no_info_plain_validator_function(
+        validate,
+        serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
+    )
+
+
 def _dump(config: Config, info: SerializationInfo) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=info.exclude_none)
 
@@ -148,13 +193,3 @@ class Setting(NamedTuple):
 
     value: Any
     origin: str
-
-
-class Translation(NamedTuple):
-    """What a translation table made of the settings of one source."""
-
-    settings: dict[KeyPath, Setting]
-    notices: list[str]
-    problems: list[str]
-    moved: dict[KeyPath, KeyPath]
-    """Where the settings went that are not where they were."""

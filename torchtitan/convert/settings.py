@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -108,11 +110,18 @@ class ConverterConfig(Config):
         raise NotImplementedError
 
     def has_converted(self, module: nn.Module) -> bool:
-        """Whether a module is one that such a converter makes, and `rounding` knows it."""
+        """Whether a module is one that such a converter makes, and `watch` knows it."""
         return False
 
-    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
-        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
+    def watch(
+        self, module: nn.Module, keep: Callable[[str, Rounding], None]
+    ) -> Iterator[Callable[[], None]]:
+        """Have `keep` called with the name and the rounding of each tensor that a converted module
+        rounds on this rank.
+
+        Yields:
+            Functions that end it.
+        """
         raise NotImplementedError
 
     def before_pass(self, parts: Iterable[nn.Module]) -> None:
@@ -138,6 +147,42 @@ class LinearConverterConfig(ConverterConfig):
         if lack := self.lacks(Device("cuda").capability if world.device_type == "cuda" else None):
             message = f"{lack}; write emulate = true to round so and multiply otherwise"
             yield Problem("emulate", message)
+
+    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
+        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
+        raise NotImplementedError
+
+    def watch(
+        self, module: Any, keep: Callable[[str, Rounding], None]
+    ) -> Iterator[Callable[[], None]]:
+        weight = module.weight
+
+        @torch.no_grad()
+        def note(what: What, x: Tensor) -> None:
+            if (rounding := self.rounding(module, what, x.detach())) is not None:
+                keep(what, rounding)
+
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            note("input", inputs[0])
+            # Where it was gathered in Float8, this rank's part of it was not.
+            note("weight", module.weight)
+            note("weight", weight)
+
+        def leave(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(partial(note, "gradient"))  # type: ignore[no-untyped-call]
+
+        # Before tensor parallelism makes parts of it again.
+        yield module.register_forward_pre_hook(enter).remove
+        yield module.register_forward_hook(leave, prepend=True).remove
+        if hasattr(module, "wire"):
+            wire = module.wire
+
+            def forget() -> None:
+                wire.watch = None
+
+            wire.watch = note
+            yield forget
 
     @property
     def multiple(self) -> int:

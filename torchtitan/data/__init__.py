@@ -2,12 +2,13 @@
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer
-from torchtitan.data.settings import DATASETS, DataConfig, Dataset
+from torchtitan.data.settings import DATA, DATASETS, DataConfig, Dataset, data_class
 from torchtitan.data.sources import SOURCES, check_local, open_source
 from torchtitan.data.stream import DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
+    "DATA",
     "DATASETS",
     "SOURCES",
     "Batch",
@@ -18,6 +19,7 @@ __all__ = [
     "build_stream",
     "check_local",
     "check_vocabulary",
+    "data_class",
     "load_tokenizer",
     "merge_states",
     "open_source",

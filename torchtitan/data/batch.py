@@ -6,6 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torchtitan.device import Device
+
 
 class Batch:
     """A microbatch of one rank: a frozen dataclass of tensors, samples in their first dim.
@@ -33,15 +35,12 @@ class Batch:
         """A rank's part of the sequences; `part` takes it from a tensor (B, sequence)."""
         raise NotImplementedError
 
-    def uneven(self) -> Self:
-        """With fewer units, as many as the content says: ranks then count differently.
-
-        With equal counts a mean of means is the mean, and an average that is wrong cannot be seen.
-        """
-        return self
-
     def to(self, device: torch.device | str) -> Self:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self, device: Device) -> Self:
+        """In memory from which a copy to `device` need not be waited for."""
+        return self._map(device.pin)
 
     def split(self, size: int) -> list[Self]:
         """Batches of `size` samples each."""

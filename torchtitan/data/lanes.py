@@ -66,7 +66,7 @@ class WholeSample(NamedTuple):
 
 
 class WholeLane:
-    """A lane whose samples are its documents, one each: images, say."""
+    """A lane whose samples are its documents, one each."""
 
     def __init__(self, number: int, documents: Iterator[Document], start: Record | None) -> None:
         self._number = number

@@ -1,13 +1,15 @@
 """The section `[data]`, and the data sets known by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, allowed_names, exists
-from torchtitan.research.vit_mae.images.settings import ImagesConfig
+from torchtitan.config import Config, PlannedWorld, Problem, Registry, allowed_names, exists
+
+FILES = ("local", "text", "jsonl", "parquet")
+"""Kinds that are files of text."""
 
 
 @dataclass(frozen=True)
@@ -23,48 +25,53 @@ class Dataset:
     """Subset of that repository."""
     split: str = "train"
     content: str = "text"
-    """What its documents hold; a model's task reads one kind."""
+    """Kind of what its documents hold; a model's task reads one kind."""
+    reads_path: bool = False
+    """Whether `data.dataset_path` has to name its files, as for every kind in `FILES`."""
+    drawn: bool = False
+    """Whether its documents are drawn at random, so that there are no files."""
+
+    @property
+    def needs_path(self) -> bool:
+        """Whether a recipe has to give `data.dataset_path`."""
+        return self.reads_path or self.kind in FILES
+
+    def is_at_hand(self, content: str) -> bool:
+        """Whether every machine has it, and it holds this kind of content."""
+        return self.content == content and not self.needs_path and self.kind != "hub"
 
 
-DATASETS: dict[str, Dataset] = {
-    "python_stdlib": Dataset(
-        "python_stdlib", "source files of the running Python's standard library: 12 MB, no download"
-    ),
-    "python_stdlib_validation": Dataset(
-        "python_stdlib", "every 20th of those files, held out", split="validation"
-    ),
-    "text": Dataset("text", "plain text files under data.dataset_path"),
-    "jsonl": Dataset("jsonl", "JSON Lines files under data.dataset_path, one document per line"),
-    "parquet": Dataset("parquet", "Parquet files under data.dataset_path, one document per row"),
-    "c4": Dataset("hub", "C4, English, streamed", "allenai/c4", "en"),
-    "c4_validation": Dataset("hub", "the validation split of C4", "allenai/c4", "en", "validation"),
-    "c4_test": Dataset("local", "a small local extract of C4 under data.dataset_path"),
-    "fineweb_edu": Dataset(
-        "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
-    ),
-    "synthetic": Dataset("synthetic", "random tokens, to measure speed without reading anything"),
-    "scenes": Dataset("scenes", "figures with classes, drawn, no download", content="images"),
-    "scenes_validation": Dataset(
-        "scenes", "others like them, held out", split="validation", content="images"
-    ),
-    "image_folder": Dataset(
-        "image_folder",
-        "photographs under data.dataset_path; subfolders are classes",
-        content="images",
-    ),
-    "image_shards": Dataset(
-        "image_shards", "tar files under data.dataset_path, as WebDataset's", content="images"
-    ),
-    "rasters": Dataset(
-        "rasters",
-        "npy and GeoTIFF files under data.dataset_path, of any number of bands",
-        content="images",
-    ),
-}
-
-DRAWN = ("synthetic", "scenes")
-"""Kinds that read no files."""
-NEEDS_PATH = ("local", "text", "jsonl", "parquet", "image_folder", "image_shards", "rasters")
+DATASETS = Registry[Dataset](
+    "dataset",
+    {
+        "python_stdlib": Dataset(
+            "python_stdlib",
+            "source files of the running Python's standard library: 12 MB, no download",
+        ),
+        "python_stdlib_validation": Dataset(
+            "python_stdlib", "every 20th of those files, held out", split="validation"
+        ),
+        "text": Dataset("text", "plain text files under data.dataset_path"),
+        "jsonl": Dataset(
+            "jsonl", "JSON Lines files under data.dataset_path, one document per line"
+        ),
+        "parquet": Dataset(
+            "parquet", "Parquet files under data.dataset_path, one document per row"
+        ),
+        "c4": Dataset("hub", "C4, English, streamed", "allenai/c4", "en"),
+        "c4_validation": Dataset(
+            "hub", "the validation split of C4", "allenai/c4", "en", "validation"
+        ),
+        "c4_test": Dataset("local", "a small local extract of C4 under data.dataset_path"),
+        "fineweb_edu": Dataset(
+            "hub", "FineWeb-Edu, 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"
+        ),
+        "synthetic": Dataset(
+            "synthetic", "random tokens, to measure speed without reading anything", drawn=True
+        ),
+    },
+)
+"""By the name that a recipe gives."""
 
 
 class DataConfig(Config):
@@ -124,7 +131,9 @@ class DataConfig(Config):
         "a model that has learned anything about their order gets below it.",
     )
 
-    images: ImagesConfig = ImagesConfig()
+    def held_out(self) -> Self:
+        """The section as a validation reads it."""
+        return self.model_copy(update={"num_workers": 0, "lanes": -1})
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
@@ -136,10 +145,10 @@ class DataConfig(Config):
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
-        elif description and path is None and description.kind in NEEDS_PATH:
+        elif description and path is None and description.needs_path:
             message = f'the data set "{dataset}" needs the file or folder to read'
             yield Problem("dataset_path", message, ("dataset",))
-        elif description and path is not None and description.kind in DRAWN:
+        elif description and path is not None and description.drawn:
             message = f'the data set "{dataset}" reads no files'
             yield Problem("dataset_path", message, ("dataset",))
 
@@ -156,3 +165,18 @@ class DataConfig(Config):
             allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
             message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
             yield Problem("num_workers", message, ("lanes",))
+
+
+DATA = Registry[type[DataConfig]]("data", {})
+"""Settings classes that extend `[data]` for one kind of content, by its name.
+
+Each adds a section of that name, so that `[data.NAME]` may also be written where it has no effect.
+"""
+
+
+def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
+    """The settings class of a section `[data]` with these keys, by its data set or its sections."""
+    name = said.get("dataset")
+    dataset = DATASETS.get(name) if isinstance(name, str) else None
+    kinds = (dataset.content, *said) if dataset else said
+    return next((DATA[kind] for kind in kinds if kind in DATA), DataConfig)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.config import ConfigError, PlannedWorld, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
-from torchtitan.data.documents import Documents, open_documents, python_stdlib
-from torchtitan.data.files import Kind, find_files, fingerprint_files
+from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
+from torchtitan.data.files import find_files, fingerprint_files
 from torchtitan.data.first_look import check_files
 from torchtitan.data.hugging_face import (
     DownloadedDocuments,
@@ -20,9 +20,6 @@ from torchtitan.data.hugging_face import (
 from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.data.tokenizer import Tokenizer
-
-KINDS: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
-"""Data sets whose name says what the files are."""
 
 MOST_LEFT_OUT = 1000
 """Documents of a lane in a row, or all that there are; more are no accident."""
@@ -135,7 +132,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     description = DATASETS.get(name)
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
-    if path is not None and description.kind != "synthetic":
+    if path is not None and not description.drawn:
         return _open_local(local_path(path), description, config, seed)
     return SOURCES[description.kind](description, config, tokenizer, seed)
 
@@ -174,14 +171,19 @@ def check_local(config: DataConfig) -> None:
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:
         path = config.dataset
-    if path is None or (description and description.kind == "synthetic"):
+    if path is None or (description and description.drawn):
         return
-    files, kind = find_files(local_path(path), KINDS.get(description.kind if description else ""))
-    check_files(local_path(path), files, kind, config.text_key)
+    files, kind = find_files(local_path(path), _format(description))
+    check_files(local_path(path), files, kind, config)
+
+
+def _format(description: Dataset | None) -> str | None:
+    """The kind of the files, where the data set says it."""
+    return description.kind if description and description.kind in FORMATS else None
 
 
 def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
-    files, kind = find_files(path, KINDS.get(description.kind))
+    files, kind = find_files(path, _format(description))
     if kind == "compressed":
         fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
         return _streamed(
@@ -208,9 +210,12 @@ def _streamed(
 OpenSource = Callable[[Dataset, DataConfig, Tokenizer | None, int], Source]
 """(data set, section, the model's tokenizer if it has one, seed) to the documents."""
 
-SOURCES: dict[str, OpenSource] = {
-    "python_stdlib": _open_stdlib,
-    "hub": _open_hub,
-    "synthetic": _open_synthetic,
-}
+SOURCES = Registry[OpenSource](
+    "source",
+    {
+        "python_stdlib": _open_stdlib,
+        "hub": _open_hub,
+        "synthetic": _open_synthetic,
+    },
+)
 """How a data set is opened, by its kind; `data.dataset_path` opens files whatever it is."""

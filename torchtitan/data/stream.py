@@ -14,7 +14,7 @@ number of ranks, and names what was consumed, however far the threads have run a
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torchtitan.data.lanes import Record
 from torchtitan.data.order import Document, Identity, Position, Source
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
+from torchtitan.device import Device
 from torchtitan.logging import logger
 
 State = dict[str, Any]
@@ -78,6 +79,50 @@ class Worker(BaseNode[Any]):  # type: ignore[misc]
         return {}
 
 
+class Served(NamedTuple):
+    """A batch, and the record of each sample's lane after it."""
+
+    batch: Batch
+    after: tuple[tuple[int, Record], ...]
+
+
+class Collator(BaseNode[Any]):  # type: ignore[misc]
+    """Joins samples, one from each worker in turn, into batches ready to be sent to the device."""
+
+    def __init__(
+        self, workers: Sequence[BaseNode[Any]], size: int, packing: Packing, device: Device | None
+    ) -> None:
+        """
+        Args:
+            size: samples in a batch.
+            device: pins batches for it; None: leaves them where they are.
+        """
+        super().__init__()
+        self._workers, self._size = workers, size
+        self._packing, self._device = packing, device
+        self._turn = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+
+    def next(self) -> Served | ConfigError:
+        samples = []
+        for _ in range(self._size):
+            sample = next(self._workers[self._turn % len(self._workers)])
+            if isinstance(sample, ConfigError):
+                return sample
+            self._turn += 1
+            samples.append(sample)
+        batch = self._packing.collate(samples)
+        if self._device:
+            self._device.make_current()  # which is CUDA's first device in a new thread
+            batch = batch.pin(self._device)
+        return Served(batch, tuple((sample.lane, sample.after) for sample in samples))
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+
 class DataStream:
     """An endless iterator over the microbatches of one data-parallel rank."""
 
@@ -92,9 +137,15 @@ class DataStream:
         rank: int,
         ranks: int,
         groups: int = 1,
+        device: Device | None = None,
     ) -> None:
-        """The ranks may be those of several replica groups, one group after the other."""
-        self._config = config
+        """
+        Args:
+            ranks: may be those of several replica groups, one group after the other.
+            device: receives the batches, which are pinned for it where a thread prepares them.
+        """
+        self._config, self._device = config, device
+        self._batches: BaseNode[Served | ConfigError] | None = None
         self._source = source
         self._packing = packing
         self._local_batch_size = local_batch_size
@@ -127,14 +178,19 @@ class DataStream:
             for k in range(self._per_step)
         ]
 
-    def _start_workers(self) -> None:
-        count = max(1, self._config.num_workers)
+    def _start(self) -> BaseNode[Any]:
+        """The batches, prepared in threads of their own unless `data.num_workers` is 0."""
+        count, size = self._config.num_workers, self._local_batch_size
+        workers: list[BaseNode[Any]] = [
+            Worker(self._open_lanes(self._turns[number :: max(1, count)]))
+            for number in range(max(1, count))
+        ]
+        if not count:
+            return Collator(workers, size, self._packing, None)
         ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
-        for number in range(count):
-            worker: BaseNode[Any] = Worker(self._open_lanes(self._turns[number::count]))
-            if self._config.num_workers:
-                worker = Prefetcher(worker, ahead, snapshot_frequency=0)
-            self._workers.append(worker)
+        workers = [Prefetcher(worker, ahead, snapshot_frequency=0) for worker in workers]
+        collator = Collator(workers, size, self._packing, self._device)
+        return Prefetcher(collator, self._per_step // size, snapshot_frequency=0)
 
     def _open_lanes(self, numbers: Sequence[int]) -> list[Samples]:
         records = {number: self._records[number] for number in numbers}
@@ -151,20 +207,17 @@ class DataStream:
         return self
 
     def __next__(self) -> Batch:
-        if not self._workers:
-            self._start_workers()
-        samples = [self._next_sample() for _ in range(self._local_batch_size)]
-        return self._packing.collate(samples)
-
-    def _next_sample(self) -> Any:
-        sample = next(self._workers[self._served % len(self._workers)])
-        if isinstance(sample, ConfigError):
+        if self._batches is None:
+            self._batches = self._start()
+        served: Served | ConfigError = next(self._batches)
+        if isinstance(served, ConfigError):
             self.close()
-            raise sample
-        assert sample.lane == self._turns[self._served % len(self._turns)]
-        self._served += 1
-        self._records[sample.lane] = sample.after
-        return sample
+            raise served
+        for lane, after in served.after:
+            assert lane == self._turns[self._served % len(self._turns)]
+            self._served += 1
+            self._records[lane] = after
+        return served.batch
 
     @property
     def epoch(self) -> int:
@@ -289,7 +342,7 @@ class DataStream:
     def close(self) -> None:
         """Stops the threads. The stream may go on; it then reads again from what was consumed."""
         # The last reference to a prefetcher stops and joins its thread.
-        self._workers: list[BaseNode[Any]] = []
+        self._batches = None
 
 
 def merge_states(states: Sequence[State]) -> State:
@@ -317,8 +370,13 @@ def build_stream(
     rank: int,
     ranks: int,
     groups: int = 1,
+    device: Device | None = None,
 ) -> DataStream:
-    """The stream of data-parallel rank `rank` of `ranks`, which may be those of `groups`."""
+    """The stream of data-parallel rank `rank` of `ranks`, which may be those of `groups`.
+
+    Args:
+        device: receives the batches.
+    """
     batch = local_batch_size * accumulation * ranks
     if found := [p.within("data") for p in config.uneven(batch, ranks)]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
@@ -331,4 +389,5 @@ def build_stream(
         rank=rank,
         ranks=ranks,
         groups=groups,
+        device=device,
     )

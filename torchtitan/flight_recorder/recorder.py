@@ -31,6 +31,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from torchtitan import parallel
 from torchtitan.flight_recorder.records import place
 from torchtitan.flight_recorder.report import describe_rank
 from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
@@ -51,7 +52,7 @@ COMPLETION_DELAY = 0.1
 FIRST_STEP = 2
 # What functions that wait for a send or receive are called, in torch and here.
 P2P = re.compile(r"send|recv|p2p|exchange", re.IGNORECASE)
-COMMUNICATION = ("/torch/distributed/", "/torchtitan/parallel/")
+COMMUNICATION = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (dist, parallel))
 
 Frames = Iterable[tuple[FrameType, int]]
 """Frames with their lines, innermost first."""
@@ -240,6 +241,6 @@ def waits_in_p2p(frames: Frames) -> bool:
     """Whether one of the innermost frames is a function that waits for a send or receive."""
     codes = [frame.f_code for frame, _ in itertools.islice(frames, 4)]
     return any(
-        P2P.search(code.co_qualname) and any(part in code.co_filename for part in COMMUNICATION)
+        P2P.search(code.co_qualname) and code.co_filename.startswith(COMMUNICATION)
         for code in codes
     )

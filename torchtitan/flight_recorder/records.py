@@ -13,13 +13,15 @@ import io
 import json
 import math
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import torchtitan
 from torchtitan.config import ConfigError
 from torchtitan.torch_private.collectives import flight_records, group_members
 
@@ -29,6 +31,7 @@ OPERATIONS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier", "broadcast"),
     *("reduce", "gather", "scatter", "send", "recv"),
 )
+PACKAGE = Path(torchtitan.__file__).parent
 CALLS = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 
 
@@ -233,11 +236,29 @@ def _several(shapes: Sequence[Shape]) -> str:
 def place(frames: Sequence[tuple[str, int, str]]) -> str:
     """Find the innermost frame outside torch in frames given innermost first."""
     for file, line, function in frames:
-        if "/torch/" not in file and not file.startswith("<"):
-            inside = re.search(r"torchtitan/(?!.*torchtitan/).*$", file)
-            short = inside[0] if inside else "/".join(file.split("/")[-2:])
-            return f"{short}:{line} ({function})"
+        if not file.startswith("<") and (name := _outside_torch(file)):
+            return f"{name}:{line} ({function})"
     return ""
+
+
+@cache
+def _outside_torch(file: str) -> str:
+    """The name of a file from this package on, or else with its folder; empty for one of torch.
+
+    Any folder above may be called `torch` or `torchtitan`. A trace may come from another machine,
+    where only the path tells.
+    """
+    path, folder = Path(file), "/".join(file.split("/")[-2:])
+    if path.is_file():
+        packages = (above for above in path.parents if (above / "__init__.py").is_file())
+        package = next((above for above in packages if above.name in ("torch", PACKAGE.name)), None)
+        if package is None:
+            return folder
+        return "" if package.name == "torch" else path.relative_to(package.parent).as_posix()
+    tails = (Path(*path.parts[at:]) for at, part in enumerate(path.parts) if part == PACKAGE.name)
+    if inside := next((tail for tail in tails if (PACKAGE.parent / tail).is_file()), None):
+        return inside.as_posix()
+    return "" if "/torch/" in file else folder
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

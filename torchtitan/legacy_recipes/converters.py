@@ -7,8 +7,8 @@ is ignored if the converter is not listed. Here both are a `[[convert]]` section
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.config import ConfigError, KeyPath, Setting, Translation, allowed_names, show
-from torchtitan.legacy_recipes.rows import Converted, Gone, always, falsy, just
+from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, show
+from torchtitan.legacy_recipes.rows import Converted, Gone, Translation, always, falsy, just
 
 Settings = dict[KeyPath, Setting]
 

@@ -7,16 +7,17 @@ table: the list of its lines, where keys have a place among comments.
 """
 
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tomli
 import tomlkit
 from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.legacy_recipes import translate, unsaid
+from torchtitan.legacy_recipes.translating import translate
+from torchtitan.legacy_recipes.unsaid import unsaid
 
 Body = list[tuple[Any, Any]]
 
@@ -161,7 +162,7 @@ def _end_of_keys(body: Body) -> int:
 def _without_gaps(text: str) -> str:
     """The text with one blank line where there are several, unless they are part of a value."""
     tidy = re.sub(r"\n{3,}", "\n\n", text.strip("\n")) + "\n"
-    return tidy if tomllib.loads(tidy) == tomllib.loads(text) else text
+    return tidy if tomli.loads(tidy) == tomli.loads(text) else text
 
 
 def _drop_empty(body: Body) -> None:

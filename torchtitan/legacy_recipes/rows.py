@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torchtitan.config import KeyPath, Setting
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,13 @@ class Together:
     """A key that means something only with others: `unsaid` reads it."""
 
     about: str
+
+
+class Translation(NamedTuple):
+    """What a translation table made of the settings of one source."""
+
+    settings: dict[KeyPath, Setting]
+    notices: list[str]
+    problems: list[str]
+    moved: dict[KeyPath, KeyPath]
+    """Where the settings went that are not where they were."""

@@ -9,8 +9,8 @@ all its keys.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.config import KeyPath, Setting, Translation, show
-from torchtitan.legacy_recipes.rows import Kept, Moved
+from torchtitan.config import KeyPath, Setting, show
+from torchtitan.legacy_recipes.rows import Kept, Moved, Translation
 from torchtitan.legacy_recipes.table import OURS, TABLE, UNTIL_V0_1, UNTIL_V0_2_0
 
 Settings = Mapping[KeyPath, Setting]

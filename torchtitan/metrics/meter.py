@@ -10,9 +10,9 @@ What a row holds, besides every value that was recorded under a name of its own:
 |---|---|
 | loss, grad_norm, lr | of this step, not a mean since the last row |
 | skipped | optimizer steps skipped since the last row |
-| tokens | trained so far, over all ranks, from the first step of the run; or images, say |
+| tokens | trained so far, over all ranks, from the first step of the run; or the unit of the task |
 | step_time | seconds a step, mean over the steps since the last row, pauses excluded |
-| tps | tokens / second / device since the last row, pauses excluded; or images_per_second |
+| tps | tokens / second / device since the last row, pauses excluded; or the rate of the task |
 | mfu | model FLOPs utilization, 0 to 1 (PaLM, arXiv:2204.02311, appendix B); null: peak unknown |
 | memory_gib, memory_pct | peak since the last row (CPU: of the process's life), and its share |
 | data_pct | percent of the time, pauses excluded, that the device waited for data |

@@ -14,19 +14,17 @@ worst. To see them, one microbatch of the step runs forward and backward once mo
 outside of what is compiled, and its gradients are dropped: the run itself does not change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.convert import ConverterConfig, Rounding
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
-from torchtitan.research.hadamard_attention.low_precision_attention import RoundedAttention
 
 Found = dict[tuple[str, str], dict[str, Tensor]]
 """By name of layer, and what of it: the shares alone, since tensors would fill the memory."""
@@ -79,10 +77,7 @@ class PrecisionWatch:
             for name, module in part.named_modules():
                 converter = next((c for c in self.converters if c.has_converted(module)), None)
                 if converter is not None:
-                    note = partial(_note, found, converter, module, name)
-                    hooks += list(_watch(module, note))
-                elif isinstance(module, RoundedAttention):
-                    hooks.append(_watch_attention(module, partial(_keep, found, name)))
+                    hooks += list(converter.watch(module, partial(_keep, found, name)))
         try:
             yield
         finally:
@@ -90,56 +85,8 @@ class PrecisionWatch:
                 remove()
 
 
-def _note(
-    found: Found, converter: ConverterConfig, module: nn.Module, name: str, what: Any, x: Tensor
-) -> None:
-    with torch.no_grad():
-        rounding = converter.rounding(module, what, x.detach())
-        if rounding is not None:
-            _keep(found, name, what, rounding)
-
-
 def _keep(found: Found, name: str, what: str, rounding: Rounding) -> None:
     found[name, what] = rounding.shares()
-
-
-def _watch_attention(
-    module: RoundedAttention, keep: Callable[[str, Rounding], None]
-) -> Callable[[], None]:
-    """Have `keep` called with what is rounded; returns what ends it."""
-
-    def forget() -> None:
-        module.watch = None
-
-    module.watch = keep
-    return forget
-
-
-def _watch(module: Any, note: Callable[[str, Tensor], None]) -> Iterator[Callable[[], None]]:
-    """Have `note` called for all that is rounded; yields what ends it."""
-    weight = module.weight
-
-    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        note("input", inputs[0])
-        # Where it was gathered in Float8, this rank's part of it was not.
-        note("weight", module.weight)
-        note("weight", weight)
-
-    def leave(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(partial(note, "gradient"))  # type: ignore[no-untyped-call]
-
-    # Before tensor parallelism makes parts of it again.
-    yield module.register_forward_pre_hook(enter).remove
-    yield module.register_forward_hook(leave, prepend=True).remove
-    if hasattr(module, "wire"):
-        wire = module.wire
-
-        def forget() -> None:
-            wire.watch = None
-
-        wire.watch = note
-        yield forget
 
 
 def _summary(worst: dict[str, float]) -> str:

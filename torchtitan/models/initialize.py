@@ -8,12 +8,12 @@ fp32 on the CPU, so the device and dtype of a parameter change nothing but the f
 """
 
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.spec import InitialWeight
+from torchtitan.seeds import seed_of
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 BLOCK = 2**20
@@ -54,8 +54,8 @@ def fill_normal(
     columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
     for start in range(first - first % block_rows, last, block_rows):
         stop = min(start + block_rows, rows)
-        key = blake2b(f"{stream}/{start // block_rows}".encode(), digest_size=8).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little"))
+        seed = seed_of(f"{stream}/{start // block_rows}")
+        generator = torch.Generator("cpu").manual_seed(seed)
         block = torch.empty(stop - start, *rest, device="cpu", dtype=torch.float32)
         block.normal_(0.0, std, generator=generator)
         begin, end = max(first, start), min(last, stop)

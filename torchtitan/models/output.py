@@ -5,9 +5,8 @@ made of, and only what lays it out how it is computed, and what it is divided by
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -48,49 +47,27 @@ class AuxiliaryLoss(nn.Module):
 
         Args:
             x: what the block hands on.
-            total: 0-d, the sum of the loss over the units (tokens, images) of the microbatch.
+            total: 0-d, the sum of the loss over the units (tokens, say) of the microbatch.
         """
         return x if self.core is None else self.core(self, x, total)
 
 
-class NextLatent(nn.Module):
-    """From each hidden state, the direction of the next one, which gets no gradient from it.
+@dataclass(frozen=True)
+class AuxiliaryHead:
+    """A module with parameters for one auxiliary loss, between a model's last norm and its output.
 
-    The loss of a position is 1 - cos(prediction, next hidden state).
+    It is called with the hidden states (B, S, D) and the targets that follow each (B, S, A; those
+    below 0 do not count), and returns the hidden states. Its linear `predict`, if it has one, works
+    on each token alone.
     """
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.predict = nn.Linear(dim, dim, bias=False)
-        self.loss = AuxiliaryLoss("next_latent", 1.0)
-        self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = _whole
-
-    def forward(self, x: Tensor, ahead_targets: Tensor) -> Tensor:
-        """`x` (B, S, D), through which the loss gets its gradient.
-
-        Args:
-            ahead_targets: (B, S, A) int64; where the first does not count, nothing follows.
-        """
-        total = self.core(self.predict(x), x.detach(), ahead_targets[..., 0] >= 0)
-        joined: Tensor = self.loss(x, total)
-        return joined
-
-
-def _whole(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
-    """The sum of the losses, of a whole sequence."""
-    return latent_loss(predicted, latents.roll(-1, 1), counts)
-
-
-def latent_loss(predicted: Tensor, following: Tensor, counts: Tensor) -> Tensor:
-    """The sum over positions that count, in float32 at least.
-
-    Args:
-        predicted, following: (B, S, D).
-        counts: (B, S) bool.
-    """
-    wide = torch.promote_types(predicted.dtype, torch.float32)
-    off = 1.0 - F.cosine_similarity(predicted.to(wide), following.to(wide), dim=-1)
-    return torch.where(counts, off, 0.0).sum()
+    name: str
+    build: Callable[[int], nn.Module]
+    """Model dim to the module."""
+    flops: Callable[[int], int]
+    """Model dim to the floating-point operations of a token, forward and backward."""
+    ahead: int = 1
+    """How many tokens after the next a batch has to tell of each."""
 
 
 def auxiliary_losses(model: nn.Module) -> list[AuxiliaryLoss]:

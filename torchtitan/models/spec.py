@@ -20,11 +20,14 @@ from torchtitan.models.settings import ModelConfig, TextConfig
 InitialWeight = float | Literal["ones", "zeros"]
 """How a parameter starts: normal with this standard deviation, or all ones, or zeros."""
 
-TensorRole = Literal["embedding", "norm", "whole", "input_gather", "colwise", "rowwise", "logits"]
+TensorRole = Literal[
+    "embedding", "norm", "head_norm", "whole", "input_gather", "colwise", "rowwise", "logits"
+]
 """What a module is to tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
 
     embedding     a table split on the vocabulary
     norm          works on each token alone, so on any part of the sequence
+    head_norm     normalises each head of attention alone: (batch, sequence, heads, features)
     whole         every rank has all of it, and computes the same
     input_gather  a module whose input is made whole once, for the "colwise" inside it
     colwise       a linear split by its outputs
@@ -151,7 +154,7 @@ class ModelSpec(Generic[Args]):
     """What of that is like the blocks, of a network or a stage: in order, by name."""
     flops_per_unit: Callable[[Args, int], int]
     """(arguments, sequence length) to floating-point operations, forward and backward, of what the
-    task counts: a token, an image."""
+    task counts: a token, say."""
     flops_of: Callable[[Args, int, str], float] | None = None
     """(arguments, sequence length, name of a module) to its part in `flops_per_unit`; None: a
     parameter costs 6, and blocks share what else there is in equal parts."""
@@ -208,7 +211,7 @@ class ModelSpec(Generic[Args]):
         module, _, last = name.rpartition(".")
         planned = {role for p, role in self.tensor_plan.items() if fnmatchcase(module, p)}
         if ndim < 2:
-            return "bias" if last == "bias" and "norm" not in planned else "norm"
+            return "bias" if last == "bias" and not planned & {"norm", "head_norm"} else "norm"
         if "embedding" in planned or _within(name, self.before_blocks):
             return "embedding"
         return "head" if _within(name, self.after_blocks) else "matrix"

@@ -100,6 +100,10 @@ class Optimizers:
         for name, rule, state in self._states():
             if name in tensors:
                 rule.restore(state, tensors[name])
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Take note that weights were written by something other than an update."""
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """`<parameter>.<state>` and the live tensor of each, as it is stored."""

@@ -7,7 +7,7 @@ arXiv:2101.06840). Weights are float32: the host's copy is what the device has, 
 checkpoint is that of a run without this.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -91,7 +91,5 @@ class Offloaded(Optimizers):
             target.copy_(source, non_blocking=True)
         return copied
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, after it was loaded into; weights may be others too."""
-        super().load_state_dict(tensors)
+    def weights_changed(self) -> None:
         self.is_current = False

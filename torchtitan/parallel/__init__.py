@@ -121,6 +121,11 @@ class ParallelModel:
         """What of the techniques a checkpoint has to keep, by name; it is this rank's alone."""
         return {name: t for technique in self.techniques for name, t in technique.state().items()}
 
+    def start_over(self) -> None:
+        """Have techniques replace a state that no checkpoint has; all ranks call it together."""
+        for technique in self.techniques:
+            technique.start_over()
+
     def confirm(self) -> None:
         """After the first step: log what became of what was asked for, or fail if nothing did."""
         for technique in self.techniques:
@@ -188,12 +193,9 @@ def parallelize(
                 compile_config=layout.compile,
                 auxiliary=auxiliary,
             )
-        loss.apply_latent(
-            part,
-            world.groups["cp"] if degrees.cp > 1 else None,
-            chosen.context_parallel_load_balancer,
-            stream,
-        )
+        for added in layout.auxiliary_losses:
+            sequence = world.groups["cp"] if degrees.cp > 1 else None
+            added.distribute(part, sequence, chosen.context_parallel_load_balancer, stream)
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
         in_one = layout.compile.granularity == "model"

@@ -1,8 +1,8 @@
 """`torch.compile` block by block: blocks are alike, so one compilation serves them all.
 
 What is compiled is a block's forward, recomputation and tensor parallelism included; the hooks that
-gather and reduce its parameters stay outside. With `simple_fsdp`, which has none, the whole model
-can be one graph.
+gather and reduce its parameters stay outside. With a way to shard that has none
+(`ShardingConfig.in_graph`), the whole model can be one graph.
 """
 
 import os

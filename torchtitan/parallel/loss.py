@@ -6,26 +6,21 @@ logits has to be computed inside of it: there `apply` sets what the model's `Lin
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.losses import (
     LossConfig,
     linear_losses,
     squared_normalizer,
-    sum_over_ranks,
     summed_squares,
 )
-from torchtitan.models.output import LinearLoss, NextLatent, latent_loss
-from torchtitan.parallel import compile, context
+from torchtitan.models.output import LinearLoss
+from torchtitan.parallel import compile
 from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import Balancing
 from torchtitan.tasks import Task
 from torchtitan.tasks.task import LossFunction
-from torchtitan.torch_private.collectives import all_gather
 
 Z_LOSS = "z_loss"
 
@@ -84,37 +79,6 @@ def apply(
     for module in model.modules():
         if isinstance(module, LinearLoss):
             module.core = partial(core, is_main=module.is_main)
-
-
-def apply_latent(
-    model: nn.Module,
-    sequence: ProcessGroup | None,
-    balancing: Balancing,
-    tensor: ProcessGroup | None,
-) -> None:
-    """Have what predicts the next hidden state see it where another rank has it.
-
-    Args:
-        sequence: ranks with other parts of the sequence (cp), if there are any.
-        tensor: ranks with other parts of this one's part (tp), if there are any.
-    """
-
-    def core(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
-        if tensor is not None:
-            latents = torch.cat(all_gather(latents, tensor).unbind(), 1)
-        if sequence is None:
-            later = latents.roll(-1, 1)
-        else:
-            later = context.following(latents, sequence, balancing)
-        if tensor is None:
-            return latent_loss(predicted, later, counts)
-        own, size = tensor.rank(), tensor.size()
-        later, counts = later.chunk(size, 1)[own], counts.chunk(size, 1)[own]
-        return sum_over_ranks(latent_loss(predicted, later, counts), tensor)
-
-    for module in model.modules():
-        if isinstance(module, NextLatent):
-            module.core = core
 
 
 def _local(

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Agree, ReplicasConfig, Unit
+from torchtitan.digest import digest
 from torchtitan.optim.norm import local
 from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.collectives import all_gather
@@ -56,8 +58,8 @@ class Replicas(Technique):
         if not 0 < self.config.steps_verified <= self.updates:
             return
         self.updates = 0
-        digests = [torch.hash_tensor(own) for _, own in self.parameters() if own.numel()]
-        found = all_gather(torch.stack(digests).view(torch.int64), self.group)
+        digests = [digest(own) for _, own in self.parameters()]
+        found = all_gather(torch.stack(digests), self.group)
         if not bool((found == found[0]).all()):
             raise RuntimeError(
                 "communication.replicas: the weights of replicas differ, which should be the same "
@@ -85,11 +87,20 @@ class Apart(Replicas):
     ) -> None:
         super().__init__(config, parts, group, device)
         self.steps = torch.zeros((), dtype=torch.int64)
-        """Since they agreed; zero: their weights are the same."""
+        """Updates since they agreed; zero: their weights are the same."""
         self.agreed = {
             name: torch.zeros(own.shape, dtype=own.dtype, device=device)
             for name, own in self.parameters()
         }
+
+    @torch.no_grad()
+    def start_over(self) -> None:
+        """Measure how far each copy moves from where the first one is: others may be elsewhere."""
+        super().start_over()
+        for name, own in self.parameters():
+            self.agreed[name].copy_(own)
+            dist.broadcast(self.agreed[name], group=self.group, group_src=0)
+        self.steps.fill_(1)
 
     @torch.no_grad()
     def before_pass(self) -> None:

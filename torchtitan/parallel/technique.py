@@ -32,6 +32,11 @@ class Technique:
         """What of its own a checkpoint has to keep, by name; see `torchtitan.comm.Way.state`."""
         return {}
 
+    def start_over(self) -> None:
+        """Replace a state that no checkpoint has, given the weights that this rank has loaded."""
+        for tensor in self.state().values():
+            tensor.zero_()
+
     def after_update(self) -> None:
         """The optimizers have updated the weights."""
 

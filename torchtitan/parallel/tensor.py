@@ -9,6 +9,7 @@ rank keeps a part of the sequence of it; without, every rank keeps all.
     role       weights     input                  output
     embedding  rows        tokens                 partial sums -> stream
     norm       whole       stream                 stream
+    head norm  whole       a part of the heads    a part of the heads
     whole      whole       stream                 stream
     gather     -           stream -> whole        -
     columns    rows (*)    whole                  a part of the features
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
+INPUT_DIMS: Mapping[TensorRole, int] = {"norm": 3, "head_norm": 4}
+"""Dims of the input by which a norm of the stream and one of heads are told from each other."""
+
+
 class Style(NamedTuple):
     """How a module of some role lies on the tensor axis."""
 
@@ -56,11 +61,13 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
     from torch.distributed.tensor import Replicate, Shard
 
     whole, rows, columns, features = Replicate(), Shard(0), Shard(1), Shard(2)
+    heads = Shard(2)
     stream: Placement = Shard(1) if sequence_parallel else whole
     logits: Placement = features if loss_parallel else whole
     return {
         "embedding": Style(rows, given=whole, needed=whole, left=stream),
         "norm": Style(whole, given=stream, needed=stream, left=stream),
+        "head_norm": Style(whole, given=heads, needed=heads, left=heads),
         "whole": Style(whole, given=stream, needed=stream, left=stream),
         "input_gather": Style(None, given=stream, needed=whole, left=None),
         "colwise": Style(rows, given=whole, needed=whole, left=features),
@@ -85,6 +92,17 @@ def apply(
         if roles:
             wire = _wire(module, name, plan, roles[0])
             _distribute(module, mesh, table[roles[0]], wire)
+            if dims := INPUT_DIMS.get(roles[0]):
+                module.register_forward_pre_hook(partial(_check_input, name, roles[0], dims))
+
+
+def _check_input(
+    name: str, role: TensorRole, dims: int, _: nn.Module, inputs: tuple[Any, ...]
+) -> None:
+    """Refuse an input that is split otherwise than `role` says: a gradient would lack a sum."""
+    assert inputs[0].ndim == dims, (
+        f"{name} has the role {role}, whose input has {dims} dims, and is given {inputs[0].ndim}"
+    )
 
 
 def _wire(

@@ -17,7 +17,6 @@ from torch import nn
 
 from torchtitan.comm import Unit
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.output import NextLatent
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes, TensorRole, tensor_roles
 from torchtitan.optim import NamedParameter, OptimizerConfig, name_parameters
 from torchtitan.optim.matrices import Area, Lying
@@ -79,6 +78,8 @@ def of_step(
         found += part.of_copies()
         found += part.of_activations()
         found += part.of_attention(with_logits=bool(optimizer.logit_limit))
+        for loss in layout.auxiliary_losses:
+            found += loss.traffic(part.module, part.work)
         parts.append(part)
     found += _of_update(optimizer, parts, spec, args, rank)
     if optimizer.logit_limit:
@@ -262,10 +263,7 @@ class Part:
                 # Chunks of logits are not gathered, be there loss parallelism or not.
                 shared=bool(work.layout.loss.vocabulary_chunk) or not chosen.disable_loss_parallel,
             )
-        if work.splits_stream:
-            yield from self._of_norms()
-        if work.splits_stream and self.has_latents:
-            yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
+        yield from self._of_norms(("norm", "head_norm") if work.splits_stream else ("head_norm",))
 
     def _hidden(self, name: str) -> int:
         """Bytes of the hidden states that a module with a role is given, or makes."""
@@ -274,12 +272,12 @@ class Part:
             return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
         return work.hidden(next((b for b in work.order if name.startswith(f"{b}.")), ""))
 
-    def _of_norms(self) -> Iterator[Traffic]:
+    def _of_norms(self, roles: tuple[TensorRole, ...]) -> Iterator[Traffic]:
         work, precision = self.work, self.work.layout.precision
         shards = work.layout.shards(work.degrees)
         dtype = precision.compute if shards else precision.parameters
         reductions = work.layout.sharding.reductions(work.passes, work.microbatches)
-        for name in (name for name, role in self.roles.items() if role == "norm"):
+        for name in (name for name, role in self.roles.items() if role in roles):
             for weight in self.module.get_submodule(name).parameters():
                 size = weight.numel() * dtype.itemsize
                 yield from formulas.of_norms(size, sums=reductions if shards else 1)
@@ -307,18 +305,6 @@ class Part:
                 returns=len(modules) * work.times,
                 ring=work.layout.parallelism.context_parallel_rotate_method == "ring",
             )
-        if degrees.cp > 1 and self.has_latents:
-            yield from formulas.of_latents(
-                work.sequences * args.dim * work.layout.precision.compute.itemsize,
-                ranks=degrees.cp,
-                balanced=work.layout.parallelism.context_parallel_load_balancer != "none",
-                times=work.times,
-            )
-
-    @property
-    def has_latents(self) -> bool:
-        """Whether the next hidden state is predicted here."""
-        return any(isinstance(module, NextLatent) for module in self.module.modules())
 
     def lie(self, parameter: NamedParameter) -> Lying:
         """How a matrix lies on the ranks that share parameters."""

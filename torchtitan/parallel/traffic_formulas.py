@@ -160,17 +160,6 @@ def of_keys_and_values(
         yield Traffic("cp", "their gradients", "reduce_scatter", ranks * back, returns)
 
 
-def of_latents(row: int, *, ranks: int, balanced: bool, times: int) -> Iterator[Traffic]:
-    """Context parallelism: the first hidden state of each chunk, for the chunk before it.
-
-    Args:
-        row: bytes of one hidden state of each sequence, (b, D).
-        balanced: whether a rank has two chunks of a sequence, else one.
-        times: microbatches in a step.
-    """
-    yield Traffic("cp", "latents", "all_gather", ranks * (1 + balanced) * row, times)
-
-
 def of_keys(size: int, *, ranks: int, fetches: int, ring: bool) -> Iterator[Traffic]:
     """Context parallelism: keys come once more, for the largest logits of attention.
 

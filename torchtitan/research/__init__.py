@@ -7,6 +7,7 @@ Nothing else names them. A folder can be removed; its names are then unknown to 
 from pathlib import Path
 
 ENTRIES = {
+    "auxiliary_loss": {"next_latent": "auxiliary_tasks.next_latent:NextLatentLoss"},
     "communication.weights": {"qsdp": "qsdp.qsdp:QSDPWeights"},
     "communication.gradients": {"loco": "loco.loco:LoCo", "qsdp": "qsdp.qsdp:QSDPGradients"},
     "communication.replicas": {
@@ -21,13 +22,24 @@ ENTRIES = {
             "hadamard_attention.low_precision_attention:LowPrecisionAttention"
         ),
     },
+    "data": {"images": "vit_mae.images.settings:ImageData"},
+    "dataset": {
+        "scenes": "vit_mae.images.datasets:SCENES",
+        "scenes_validation": "vit_mae.images.datasets:SCENES_VALIDATION",
+        "image_folder": "vit_mae.images.datasets:IMAGE_FOLDER",
+        "image_shards": "vit_mae.images.datasets:IMAGE_SHARDS",
+        "rasters": "vit_mae.images.datasets:RASTERS",
+    },
+    "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
+    "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},
     "sharding": {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
         "rotated": "rtp.rotated:Rotated",
     },
     "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
+    "verify": {"modelled": "common.modelled:modelled_steps"},
 }
 """By kind and name: folder, module and attribute."""
 

@@ -77,12 +77,6 @@ class TokenBatch(Batch):
         own = {name: part(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **own)
 
-    def uneven(self) -> Self:
-        """Some targets hidden."""
-        keep = self.tokens.sum(1, keepdim=True) % self.tokens.shape[1] + 1
-        hidden = torch.arange(self.tokens.shape[1]) >= keep
-        return dataclasses.replace(self, targets=self.targets.masked_fill(hidden, IGNORED))
-
 
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:

@@ -69,7 +69,7 @@ class Task:
         return open_source(config, None, seed=seed)
 
     def open_stream(
-        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: int
+        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: Any
     ) -> DataStream:
         """The stream of one data-parallel rank; `part` is for `build_stream`.
 

@@ -10,9 +10,9 @@ import typer
 
 from torchtitan import config
 from torchtitan.checks import load_job, of_sections
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory import of_rank, room
 from torchtitan.config import ConfigError, PlannedWorld, Problem, RecipeError, json_schema
-from torchtitan.device import GIB, pick
+from torchtitan.device import GIB, Device, pick
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
@@ -67,7 +67,10 @@ def check(
     missing = [problem for problem in of_sections(job, job, world) if problem.path == TOKENIZER]
     if not missing:
         found.refuse(problems_of_task(job))
-    lines = [*found.notices, *summary(job, world_size), *([] if missing else beginning(found))]
+    notices, ranks = found.notices, world_size or job.parallelism.least_ranks
+    if here and device == pick().type == "cpu":  # of CUDA devices none is this process's own
+        notices += map(found.line, room(job, ranks, ranks, Device("cpu")))
+    lines = [*notices, *summary(job, world_size), *([] if missing else beginning(found))]
     # In one piece, so that `| head` does not close the pipe in between.
     print("".join(f"# {line}\n" for line in lines) + to_toml(job), end="")
     if missing:

@@ -29,7 +29,7 @@ def test_every_size_can_be_said() -> None:
     assert args == expected
     assert MODELS["llama3"].args(Llama3Config(flavor="8B", rope_scaling=1.0)).rope_scaling is None
     fields = {field.name for field in dataclasses.fields(args)}
-    said_by_auxiliary_losses = {"multi_token", "next_latent"}
+    said_by_auxiliary_losses = {"multi_token", "auxiliary_heads"}
     assert fields - said_by_auxiliary_losses <= set(Llama3Config.sizes())
 
 

@@ -4,11 +4,8 @@ import math
 from itertools import product
 
 import pytest
-import torch
 
-from torchtitan.job import JobConfig
 from torchtitan.optim import ScheduleConfig, learning_rate_factor
-from torchtitan.optim.schedule import Ranger21Schedule
 
 SHAPES = {
     "linear": lambda left: left,
@@ -64,31 +61,3 @@ def test_rates_by_hand() -> None:
     config = ScheduleConfig(warmup_steps=6, decay_ratio=0.5)
     found = [learning_rate_factor(config, step, 8) for step in (5, 6, 7, 8)]
     assert found == pytest.approx([5 / 6, 1, 1, 0.5])
-
-
-@pytest.mark.parametrize("steps", [100, 1000, 5000, 20000])
-def test_schedule_of_ranger21(steps: int) -> None:
-    """As pytorch-optimizer has it, to two steps of the decay: theirs begins one step earlier, and
-    ends with the last step where every schedule here ends just after it.
-    """
-    from pytorch_optimizer import Ranger21
-
-    theirs = Ranger21([torch.zeros(1, requires_grad=True)], num_iterations=steps, lr=1e-3)
-    job = JobConfig.model_validate(
-        {"lr_scheduler": {"name": "ranger21"}, "training": {"steps": steps}}
-    )
-    warmup = {100: 22, 1000: 220, 5000: 2000, 20000: 2000}[steps]
-    decay = round(0.28 * steps)
-    assert job.lr_scheduler.shares(steps) == (warmup, decay)
-    for step in range(1, steps + 1):
-        rate = theirs.warm_down(theirs.warm_up_dampening(1e-3, step), step)
-        assert abs(job.learning_rate_factor(step) - rate / 1e-3) <= 2 / decay
-    assert job.learning_rate_factor(warmup) == job.learning_rate_factor(steps - decay + 1) == 1
-    assert job.learning_rate_factor(steps + 1) == pytest.approx(0.03)
-
-
-def test_numbers_of_ranger21s_schedule() -> None:
-    assert Ranger21Schedule(warmup_steps=10, decay_ratio=0.5).shares(100) == (10, 50)
-    assert Ranger21Schedule(warmup_steps=45).shares(100) == (45, 28)
-    assert Ranger21Schedule(warmup_steps=46).shares(100) == (22, 28)
-    assert Ranger21Schedule(warmup_steps=0, decay_ratio=None).shares(10) == (0, 10)

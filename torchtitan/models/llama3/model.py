@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.llama3.auxiliary import AheadModule
-from torchtitan.models.output import LinearLoss, NextLatent
+from torchtitan.models.output import AuxiliaryHead, LinearLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Llama3Args:
     rope_scaling: RopeScaling | None = None
     tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
     multi_token: int = 0  # how many tokens after the next are predicted in training
-    next_latent: bool = False  # whether the next hidden state is
+    auxiliary_heads: tuple[AuxiliaryHead, ...] = ()  # of losses that recipes add
 
     @property
     def head_dim(self) -> int:
@@ -57,7 +57,7 @@ class Llama3Args:
     @property
     def ahead(self) -> int:
         """How many tokens after the next a batch has to tell of each."""
-        return max(self.multi_token, int(self.next_latent))
+        return max(self.multi_token, *(head.ahead for head in self.auxiliary_heads), 0)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -196,6 +196,7 @@ class Llama3(nn.Module):
         )
         self.loss = LinearLoss()
         self.multi_token = args.multi_token
+        self.auxiliary_heads = tuple(head.name for head in args.auxiliary_heads)
         self.auxiliary = self._auxiliary(args)
 
     def _auxiliary(self, args: Llama3Args) -> nn.ModuleDict | None:
@@ -206,8 +207,7 @@ class Llama3(nn.Module):
             made[str(depth)] = AheadModule(depth, args.dim, args.norm_eps, block)
         if made:
             made["ahead_loss"] = LinearLoss(is_main=False)
-        if args.next_latent:
-            made["next_latent"] = NextLatent(args.dim)
+        made |= {head.name: head.build(args.dim) for head in args.auxiliary_heads}
         return nn.ModuleDict(made) if made else None
 
     def init_buffers(self) -> None:
@@ -251,8 +251,9 @@ class Llama3(nn.Module):
             return torch.cat((x, *later)) if later else x
         hidden, x = x, self.norm(x)
         extra = self.auxiliary if torch.is_grad_enabled() else None
-        if extra is not None and "next_latent" in extra:
-            x = extra["next_latent"](x, ahead_targets)
+        if extra is not None:
+            for head in self.auxiliary_heads:
+                x = extra[head](x, ahead_targets)
         assert self.output is not None, "the output stands on the stage of the last norm"
         of_logits, is_tied = self.output, isinstance(self.output, TiedOutput)
         if is_tied:

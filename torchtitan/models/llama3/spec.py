@@ -125,7 +125,8 @@ def flops_of(args: Llama3Args, seq_len: int, name: str) -> int:
         return block
     if name == "auxiliary":
         of_depth = block + 6 * (2 * dim + 3) * dim + output
-        return args.multi_token * of_depth + args.next_latent * 6 * dim * dim
+        of_heads = sum(head.flops(dim) for head in args.auxiliary_heads)
+        return args.multi_token * of_depth + of_heads
     return {"norm": 6 * dim, "output": output}.get(name, 0)
 
 

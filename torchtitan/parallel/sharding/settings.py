@@ -98,8 +98,9 @@ class ShardingConfig(Config):
 
     name: str = Field(description="Which way: a key of torchtitan.parallel.sharding.SHARDING.")
 
-    def needs_graph(self) -> Mapping[str, str]:
-        """Keys of these settings that act on a compiled graph alone, and why."""
+    def verified_as(self) -> Mapping[str, tuple[Any, str]]:
+        """Keys of these settings that are changed to compare a layout with one rank, each to which
+        value and why; nothing is compiled then."""
         return {}
 
     def open(self, target: Target) -> Sharding:

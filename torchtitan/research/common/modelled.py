@@ -35,7 +35,9 @@ from torchtitan.parallel.context import Cut
 from torchtitan.parts import lay_out, open_stream, open_task
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
-from torchtitan.tools.verify.measure import AtStep, Step
+from torchtitan.tools.verify.measure import AtStep, Step, hide_targets
+from torchtitan.tools.verify.ranks import on_ranks
+from torchtitan.tools.verify.ranks import run as fork
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 Tensors = dict[str, Tensor]
@@ -69,11 +71,19 @@ class Place:
     """What is sent together, with its shapes; empty where nothing is sent in few bits."""
 
 
-def is_exact(job: JobConfig, degrees: Degrees) -> bool:
-    """Whether a layout trains the run of one rank."""
-    ways = job.communication
-    shared = degrees.fsdp == 1 or (ways.weights.is_exact and ways.gradients.is_exact)
-    return shared and (degrees.dp_replicate == 1 or ways.replicas.is_exact)
+def modelled_steps(
+    one: JobConfig, job: JobConfig, ranks: int, folder: Path, name: str
+) -> list[Step]:
+    """Train a model of `job` on that many ranks in one process, as `write_steps` trains one rank.
+
+    Args:
+        one: the run of one rank.
+        name: that of the optimizer, for messages.
+    """
+    layout = fork(places, ranks, job, what=f"the layout {name} on {on_ranks(ranks)}")
+    model = (write_modelled_steps, 1, one, job, layout, folder)
+    (steps,) = fork(*model, what=f"{name}, modelled")
+    return steps
 
 
 def places(job: JobConfig, at_step: AtStep) -> Place:
@@ -151,7 +161,7 @@ class ModelledRun:
     def step(self) -> tuple[float, float]:
         """One optimizer step: its loss and gradient norm."""
         passes = self.job.accumulation(self.degrees)
-        batches = [[next(s).uneven() for _ in range(passes)] for s in self.streams]
+        batches = [[hide_targets(next(s)) for _ in range(passes)] for s in self.streams]
         counts = torch.tensor([float(sum(b.count() for b in own)) for own in batches])
         for run in self.runs:
             run.optimizers.begin(run.schedule(run.state.step + 1))

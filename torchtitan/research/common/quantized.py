@@ -1,6 +1,5 @@
 """What all ways to send in few bits have in common: settings, a clock, and a reduction."""
 
-from hashlib import blake2b
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torchtitan.comm.gradients import GradientsConfig, Reduce
 from torchtitan.comm.unit import Unit, Way
 from torchtitan.config import Config
 from torchtitan.research.common.codec import GROUP, Codec, Envelope, Form
+from torchtitan.seeds import seed_of
 
 
 def _in_groups(value: int) -> int:
@@ -58,8 +58,7 @@ class Clock(Way):
 
     def seed(self, what: str) -> int:
         """What `what` is drawn by in this step; another for each unit."""
-        text = f"{self.unit.name}/{int(self.step)}/{what}"
-        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+        return seed_of(f"{self.unit.name}/{int(self.step)}/{what}")
 
 
 class QuantizedReduce(Clock, Reduce):

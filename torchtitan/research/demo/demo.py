@@ -19,7 +19,6 @@ this takes sums: a gradient here is this replica's share of that of the global m
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
@@ -31,6 +30,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm.replicas import Agree, Agreement
 from torchtitan.comm.unit import Operation, Unit
 from torchtitan.config import PlannedWorld, Problem
+from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
 
 
@@ -44,10 +44,6 @@ class DecoupledConfig(Agreement):
         True, description="Update by the sign of what replicas agree on; false: by its value."
     )
 
-    @property
-    def gives_signs(self) -> bool:
-        return self.sign
-
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
         if self.sign and self.every > 1:
             message = (
@@ -55,6 +51,15 @@ class DecoupledConfig(Agreement):
                 "every = 1"
             )
             yield Problem("sign", message, ("every",))
+
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """What replicas agree on can be clipped."""
+        if self.sign and recipe.training.max_norm:
+            message = (
+                "the norm of signs is that of their number, and clipping it would change the "
+                "learning rate; use training.max_norm = 0, or false here"
+            )
+            yield Problem(f"{key}.sign", message, ("training.max_norm",))
 
 
 class Decoupled(Agree):
@@ -197,20 +202,25 @@ class Chosen(DecoupledConfig):
         """Numbers that are sent of so many."""
         return max(round(self.rate * elements), 1) if elements else 0
 
-    def places(self, elements: int, step: int, name: str) -> Tensor:
-        """Which of the elements of a parameter are sent in a step: `count` of them."""
+    def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
+        """Indices of the elements of a parameter that are sent in a step: `count` of them."""
         raise NotImplementedError
 
 
 class Random(Chosen):
-    """Numbers that are drawn anew for each step are sent."""
+    """One number of each of as many equal parts as numbers are sent, drawn for each step.
+
+    The draws are of integers on the device, so they cost what is sent, not what there is, and are
+    the same on every device.
+    """
 
     name: Literal["random"] = Field("random", description="Which way to agree.")
 
-    def places(self, elements: int, step: int, name: str) -> Tensor:
-        seed = blake2b(f"{name}/{step}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
-        return torch.randperm(elements, generator=generator)[: self.count(elements)]
+    def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
+        count = self.count(elements)
+        bounds = torch.arange(count + 1, device=device) * elements // max(count, 1)
+        drawn = _mixed(torch.arange(count, device=device), seed_of(f"{name}/{step}"))
+        return bounds[:-1] + drawn % bounds.diff()
 
 
 class Striding(Chosen):
@@ -218,9 +228,10 @@ class Striding(Chosen):
 
     name: Literal["striding"] = Field("striding", description="Which way to agree.")
 
-    def places(self, elements: int, step: int, name: str) -> Tensor:
+    def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
-        return (torch.arange(count) * elements // max(count, 1) + step) % max(elements, 1)
+        starts = torch.arange(count, device=device) * elements // max(count, 1)
+        return (starts + step) % max(elements, 1)
 
 
 class Slicing(Chosen):
@@ -228,9 +239,9 @@ class Slicing(Chosen):
 
     name: Literal["slicing"] = Field("slicing", description="Which way to agree.")
 
-    def places(self, elements: int, step: int, name: str) -> Tensor:
+    def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
-        return (torch.arange(count) + step * count) % max(elements, 1)
+        return (torch.arange(count, device=device) + step * count) % max(elements, 1)
 
 
 class ChosenAgree(Decoupled):
@@ -241,7 +252,7 @@ class ChosenAgree(Decoupled):
     def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
         step, places, values = int(self.step), dict[str, Tensor](), list[Tensor]()
         for name, own in momentum.items():
-            place = self.config.places(own.numel(), step, name).to(own.device)
+            place = self.config.places(own.numel(), step, name, own.device)
             flat = own.view(-1)
             places[name] = place
             values.append(flat[place])
@@ -256,6 +267,20 @@ class ChosenAgree(Decoupled):
             .view_as(momentum[name])
             for (name, place), value in zip(places.items(), sums, strict=True)
         }
+
+
+def _mixed(counters: Tensor, seed: int) -> Tensor:
+    """A random integer from 0 to 2**62 - 1 for each counter: SplitMix64 (Steele et al., 2014)."""
+    mixed = (counters + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        # Torch shifts signed integers, whose sign comes in from the left.
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) & (1 << 62) - 1
+
+
+def _signed(number: int) -> int:
+    """An unsigned number of 64 bits as the signed one of the same bits."""
+    return number - (number >> 63 << 64)
 
 
 def _divisor(number: int, most: int) -> int:

@@ -17,7 +17,6 @@ the signs, and sends it to all others, so that all have the same bits.
 """
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
+from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather, columns_to_rows, reduce_scatter
 from torchtitan.torch_private.dtensor import (
     is_dtensor,
@@ -259,17 +259,13 @@ def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
     size, columns = projection.basis_shape[0], projection.rank + method.oversampling
     if method.exact or columns >= size:
         return Reduced(_summed(rows.T @ rows, projection))
-    start = torch.randn(size, columns, generator=_generator(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    start = torch.randn(size, columns, generator=generator, dtype=torch.float64)
     some = start.to(rows.device)
     for _ in range(method.power_iterations):
         some = torch.linalg.qr(_summed(rows.T @ (rows @ some), projection)).Q
     seen = rows @ some
     return Reduced(_summed(rows.T @ seen, projection), _summed(seen.T @ seen, projection))
-
-
-def _generator(seed: str) -> torch.Generator:
-    key = blake2b(seed.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key, "little"))
 
 
 def _summed(terms: Tensor, projection: Projection) -> Tensor:

@@ -27,10 +27,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert.settings import Conversion, ConverterConfig, Rounding, Target, replace
 from torchtitan.models.attention import SelfAttention
-from torchtitan.research.hadamard_attention.hadamard import hadamard
+from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
 from torchtitan.torch_private.collectives import max_over
 
 Format = Literal["float8", "int8"]
@@ -79,13 +80,53 @@ class LowPrecisionAttention(ConverterConfig):
             )
             yield Problem("scale", message, (), "note")
 
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """There is attention to convert, whose heads can be rotated."""
+        model = model_of(recipe)
+        if model is None:
+            return
+        modules = model.empty().named_modules()
+        names = [name for name, module in modules if isinstance(module, SelfAttention)]
+        wanted = [name for name in names if self._wants(name)]
+        if not names:
+            message = f"{recipe.model.name} does not attend by SelfAttention, which is converted"
+            yield Problem(f"{key}.name", message, ("model",))
+        elif not wanted:
+            message = "it leaves no attention to convert; name fewer, or leave the converter out"
+            yield Problem(f"{key}.filter_fqns", message, ("model",))
+        for number, other in enumerate(recipe.convert[: int(key.rpartition(".")[2])]):
+            if isinstance(other, LowPrecisionAttention) and any(map(other._wants, wanted)):
+                earlier = f"convert.{number}"
+                message = (
+                    f"{earlier} converts attention that this one would; filter it in one of the "
+                    f"two ({earlier}.filter_fqns or {key}.filter_fqns)"
+                )
+                yield Problem(f"{key}.name", message, ("convert", "model"))
+                break
+        if self.scale == "tensor" and recipe.sharding.never_whole:
+            message = (
+                f'with sharding.name = "{recipe.sharding.name}" a rank attends with the heads of '
+                'one part after the other, so none has the whole tensor; use "head" or "token"'
+            )
+            yield Problem(f"{key}.scale", message, ("sharding",))
+        size = model.args.dim // model.args.n_heads if names else 1
+        if self.rotation != "none" and not is_power_of_two(size):
+            message = (
+                f"a head of {model.title} has {size} elements (dim / n_heads), and a Hadamard "
+                'transform needs a power of two; use "none", or other heads'
+            )
+            yield Problem(f"{key}.rotation", message, ("model",))
+
+    def _wants(self, name: str) -> bool:
+        return not any(part in name for part in self.filter_fqns)
+
     def convert(self, model: nn.Module, target: Target) -> Conversion:
         done = Conversion(how=f" ({self.described()})", kind="attention modules")
         groups = [target.groups[axis] for axis in SHARING[self.scale] if axis in target.groups]
         for name, module in list(model.named_modules()):
             if not isinstance(module, SelfAttention):
                 continue
-            if any(part in name for part in self.filter_fqns):
+            if not self._wants(name):
                 done.skipped[name] = "filter"
             elif isinstance(module, RoundedAttention):
                 done.skipped[name] = "converted before"
@@ -93,6 +134,20 @@ class LowPrecisionAttention(ConverterConfig):
                 done.changed.append(name)
                 replace(model, name, RoundedAttention(self, groups))
         return done
+
+    def has_converted(self, module: nn.Module) -> bool:
+        return isinstance(module, RoundedAttention)
+
+    def watch(
+        self, module: nn.Module, keep: Callable[[str, Rounding], None]
+    ) -> Iterator[Callable[[], None]]:
+        assert isinstance(module, RoundedAttention)
+
+        def forget() -> None:
+            module.watch = None
+
+        module.watch = keep
+        yield forget
 
     def described(self) -> str:
         """What is rounded to, and how, in a few words."""

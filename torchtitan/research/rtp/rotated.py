@@ -12,7 +12,7 @@ the other (`ring`). So no rank ever has a whole matrix. What a part is follows f
     loss in chunks            rows of the vocabulary: log-sum-exps add up
 
 An attention whose heads the ranks do not divide, or that shares a sequence with other ranks, has
-its linears travel one by one. What is no matrix is gathered where it is read (`simple_fsdp`).
+its linears travel one by one. What is no matrix is gathered where it is read (`common.gathered`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,16 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
+from torchtitan.checks.model import model_of
+from torchtitan.config import PlannedWorld, Problem
 from torchtitan.losses import summed
 from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, Visit, travel
-from torchtitan.research.simple_fsdp import simple_fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -53,6 +55,40 @@ class Rotated(ShardingConfig):
         description="Parts that arrive replace those that were sent, a megabyte at a time: less "
         "memory, and nothing is sent during computation.",
     )
+
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """Nothing else wants matrices that no rank has."""
+        p, name = recipe.parallelism, f'{key}.name = "{self.name}"'
+        others = {
+            "parallelism.tensor_parallel_degree": (
+                p.tensor_parallel_degree > 1,
+                "has ranks share matrices whose parts travel already",
+            ),
+            "parallelism.pipeline_parallel_degree": (
+                p.pipeline_parallel_degree > 1,
+                "has stages that each compute when the others do not, and a ring waits for all",
+            ),
+            "compile.enable": (
+                recipe.compile.compiles("model"),
+                "would compile blocks whose parts arrive from outside of a graph",
+            ),
+            "convert": (bool(recipe.convert), "needs whole matrices"),
+            "training.enable_cpu_offload": (
+                recipe.training.enable_cpu_offload,
+                "has parameters elsewhere than where they are computed with",
+            ),
+        }
+        for other, (is_on, why) in others.items():
+            if is_on:
+                message = f'{other} {why}; use "fsdp2", or leave that out'
+                yield Problem(f"{key}.name", message, (other,))
+        model = model_of(recipe)
+        if model and getattr(model.args, "tied", False) and not recipe.loss.vocabulary_chunk:
+            message = (
+                f"with {name} no rank has the whole table of a tied model, so its loss is made of "
+                "parts of it; use a number above 0, as 8192"
+            )
+            yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
 
     def open(self, target: Target) -> "Ring":
         group = target.mesh.get_group(target.mesh.ndim - 1)
@@ -132,7 +168,7 @@ class Ring(Sharding):
             if _travels(module):
                 dim = _dim(roles.get(name))
                 whole = cast(nn.Parameter, module.weight)
-                module.register_parameter("weight", simple_fsdp.laid_out(whole, target.mesh, dim))
+                module.register_parameter("weight", gathered.laid_out(whole, target.mesh, dim))
                 self.matrices[module] = Matrix(cast(nn.Parameter, module.weight), dim)
         inside = set()
         for name, module in part.named_modules():
@@ -146,7 +182,7 @@ class Ring(Sharding):
             compute = kinds[type(module)]
             module.forward = partial(compute, module, self.matrices[module], self._travel)
         weights = {matrix.weight for matrix in self.matrices.values()}
-        simple_fsdp.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
+        gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
     def after_backward(self) -> None:
         """Copies add up what the ring has brought home."""

@@ -10,29 +10,27 @@ Parameters keep their names, and lie as FSDP2 lays them, so checkpoints of one l
 Gradients are summed, never averaged, as in `fsdp2`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
+from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.parallel.settings import ReshardPolicy
-from torchtitan.parallel.sharding import casting
-from torchtitan.parallel.sharding.fsdp2 import placement
-from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.stages import Unit
 from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing
 from torchtitan.research.simple_fsdp.bucketing import Bucketing
-from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from torchtitan.parallel.traffic import Part
+
+
+SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 
 class SimpleFSDP(ShardingConfig):
@@ -58,9 +56,58 @@ class SimpleFSDP(ShardingConfig):
             )
             yield Problem("bucketing", message)
 
-    def needs_graph(self) -> Mapping[str, str]:
-        is_on = self.bucketing != "none"
-        return {"bucketing": "collectives are merged in a compiled graph"} if is_on else {}
+    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+        """What gathers within the computation is the compiler's to free, to merge and to move."""
+        c, p, name = recipe.compile, recipe.parallelism, f'{key}.name = "{self.name}"'
+        model, degrees = model_of(recipe), recipe.degrees(world.ranks)
+        if p.tensor_parallel_degree > 1 and degrees.fsdp > 1 and model is not None:
+            first = {len(weight): each for each, weight in model.empty().named_parameters()}
+            if min(first) < degrees.fsdp:
+                message = (
+                    f"{name} cannot share {first[min(first)]} of {model.title}, which has "
+                    f'{min(first)} in its first dim, among {degrees.fsdp} ranks; use "fsdp2" there'
+                )
+                yield Problem("parallelism.tensor_parallel_degree", message, SECTIONS)
+        if recipe.training.enable_cpu_offload:
+            message = f'{name} gathers where parameters are; use "fsdp2" there'
+            yield Problem("training.enable_cpu_offload", message, SECTIONS)
+        if p.enable_async_tensor_parallel:
+            message = f'{name} changes the same graphs; use "fsdp2" there'
+            yield Problem("parallelism.enable_async_tensor_parallel", message, SECTIONS)
+        if not c.compiles("model"):
+            yield from self._without_compiler(p.fsdp_reshard_after_forward, name)
+            return
+        if c.granularity != "model":
+            message = (
+                f"with {name} blocks that share a graph could not be freed or merged each by "
+                'itself, nor what is in none; use "model"'
+            )
+            yield Problem("compile.granularity", message, SECTIONS)
+        if c.backend != "inductor":
+            message = f"with {name} it is inductor that frees and merges; use it"
+            yield Problem("compile.backend", message, SECTIONS)
+
+    def _without_compiler(self, reshard: ReshardPolicy, name: str) -> Iterator[Problem]:
+        needs = (
+            'so it needs compile.enable = true with "model" in compile.components and '
+            'compile.granularity = "model"'
+        )
+        if reshard == "always":
+            message = f"with {name} the compiler frees them, {needs}"
+            yield Problem("parallelism.fsdp_reshard_after_forward", message, SECTIONS)
+        if self.bucketing != "none":
+            message = f"collectives are merged in a compiled graph, {needs}"
+            yield Problem("sharding.bucketing", message, SECTIONS)
+        if reshard == "default":
+            message = (
+                "without compile.enable it keeps what it gathers in the forward until the "
+                "backward: the whole model, but for blocks that are recomputed; and gathers each "
+                "parameter by itself"
+            )
+            yield Problem("sharding.name", message, SECTIONS, "note")
+
+    def verified_as(self) -> Mapping[str, tuple[Any, str]]:
+        return {"bucketing": ("none", "the compiler does it")}
 
     def open(self, target: Target) -> "InGraph":
         return InGraph(self, target)
@@ -114,87 +161,9 @@ class InGraph(Sharding):
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Every parameter is gathered where it is read."""
-        apply(part, self.target.mesh, self.target.tensor_mesh, self.target.precision)
+        target = self.target
+        gathered.apply(part, target.mesh, target.tensor_mesh, target.precision)
 
     def confirm(self) -> None:
         if self.is_one_graph:
             bucketing.confirm(self.config.bucketing)
-
-
-def apply(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    tensor_mesh: DeviceMesh,
-    precision: Precision,
-    without: Set[nn.Parameter] = frozenset(),
-) -> None:
-    """Split and copy the parameters of `model` over `mesh` (copies, parts) or (parts), in place.
-
-    Those that tensor parallelism split over `tensor_mesh` stay split over it; those in `without`
-    are left alone.
-    """
-    axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in without:
-                module.register_parameter(name, laid_out(parameter, mesh))
-    read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
-    casting.read_by(model, read, without)
-
-
-def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
-    """This rank's part of a parameter: as FSDP2 would have it, or split on another dim."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    split = placement(parameter, parts=mesh.size(-1)) or Shard(dim)
-    placements = [*[Replicate()] * (mesh.ndim - 1), split]
-    data = parameter.detach()
-    inner = data.to_local() if isinstance(data, DTensor) else data
-    # No rank's values are sent: all are drawn later, by name.
-    placed = distribute_tensor(inner, mesh, placements, src_data_rank=None)
-    if isinstance(data, DTensor):
-        placed = data_parallel_over(data, placed)
-    return nn.Parameter(placed, requires_grad=parameter.requires_grad)
-
-
-def gather(
-    parameter: "DTensor", axes: Sequence[DeviceMesh], tensor_mesh: DeviceMesh, precision: Precision
-) -> Tensor:
-    """A whole parameter to compute with; what tensor parallelism split stays split.
-
-    The parts are cast before they are sent. In the backward the gradients are cast and added up:
-    over the parts, of which each rank keeps its own of the sum, and then over the copies of that.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    *copies, parts = axes
-    split = Shard(cast(Shard, parameter.placements[len(copies)]).dim)
-    is_split_again = parameter.device_mesh.ndim > len(axes)
-    local = parameter.to_local()
-    for mesh in copies:
-        copy = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-        copy = copy.redistribute(placements=[Replicate()], backward_dtype=precision.reduce)
-        local = copy.to_local(grad_placements=[Partial()])
-    whole = (
-        DTensor.from_local(
-            *(local, parts, [split]),
-            run_check=False,
-            # What is split twice comes out even, so that its shape follows.
-            shape=None if is_split_again else parameter.shape,
-            stride=None if is_split_again else parameter.stride(),
-        )
-        .redistribute(
-            placements=[Replicate()],
-            forward_dtype=precision.compute,
-            backward_dtype=precision.reduce,
-        )
-        .to_local(grad_placements=[Partial()])
-    )
-    if not is_split_again:
-        return whole
-    return DTensor.from_local(
-        *(whole, tensor_mesh, parameter.placements[-1:]),
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

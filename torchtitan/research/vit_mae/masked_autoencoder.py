@@ -24,6 +24,8 @@ from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
 from torchtitan.research.vit_mae.images.opening import IMAGES, check_images, open_images
 from torchtitan.research.vit_mae.images.picture import rows_of, visible
+from torchtitan.research.vit_mae.images.settings import images_of
+from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.model import (
     ViTMAEArgs,
     normalize,
@@ -92,23 +94,21 @@ class MaskedPatches:
         return {"masks": f"{self.args.visible} of {self.args.patches} patches are visible"}
 
     def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> WholeLane:
-        """The samples of a lane, from where it stood."""
-        return WholeLane(number, documents, start)
+        """The samples of a lane, from where it stood; masked here, as workers read lanes."""
+        masked = (Document(position, self.masked(image)) for position, image in documents)
+        return WholeLane(number, masked, start)
+
+    def masked(self, sample: ImageSample) -> MaskedImages:
+        """A batch of one image."""
+        args = self.args
+        patches = patchify(normalize(sample.image[None], args), args.patch_size)
+        order = mask_order(self.seed, sample.epoch, sample.number, args.patches)[None]
+        shuffled = take(patches, order)
+        return MaskedImages(shuffled[:, : args.visible], shuffled[:, args.visible :], order)
 
     def collate(self, samples: Sequence[WholeSample]) -> MaskedImages:
-        """A batch of the samples, each an `ImageSample`."""
-        args = self.args
-        images = torch.stack([sample.content.image for sample in samples])
-        patches = patchify(normalize(images, args), args.patch_size)
-        order = torch.stack(
-            [
-                mask_order(self.seed, sample.content.epoch, sample.content.number, args.patches)
-                for sample in samples
-            ]
-        )
-        shuffled = take(patches, order)
-        visible, masked = shuffled[:, : args.visible], shuffled[:, args.visible :]
-        return MaskedImages(visible.contiguous(), masked.contiguous(), order)
+        """A batch of the samples."""
+        return MaskedImages.join([sample.content for sample in samples])
 
 
 class MaskedAutoencoder(Task):
@@ -134,8 +134,8 @@ class MaskedAutoencoder(Task):
 
     @classmethod
     def left_out(cls, config: DataConfig) -> str | None:
-        reads_files = DATASETS[config.dataset].kind in IMAGES
-        return "corrupt_images" if reads_files and config.images.corrupt == "skip" else None
+        is_ours = DATASETS[config.dataset].kind in IMAGES
+        return "corrupt_images" if is_ours and images_of(config).corrupt == "skip" else None
 
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, MaskedImages)

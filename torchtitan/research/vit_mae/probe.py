@@ -21,22 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.inspect import find
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network
-from torchtitan.checkpoint.weights.opening import OPEN, find_format
+from torchtitan.checkpoint.weights.opening import OPEN, find, find_format
 from torchtitan.config import ConfigError
-from torchtitan.data import DataConfig
 from torchtitan.device import pick
 from torchtitan.logging import logger
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
+from torchtitan.tools.evaluate.evaluation import Request, Result
 from torchtitan.tools.evaluate.opening import Place
-from torchtitan.tools.options import import_modules
 
 PROBE = "linear_probe"
 """What the task is called."""
@@ -73,6 +72,13 @@ class Features(NamedTuple):
     """(N,) bool."""
 
 
+def linear_probe(request: Request) -> Result:
+    """The evaluation that `torchtitan evaluate --tasks linear_probe` runs."""
+    place, name, path, limit, batch_size, dtype = request
+    found = run_probe(place, (name, path), limit, batch_size, dtype)
+    return Result(found._asdict(), as_lines(found))
+
+
 def run_probe(
     place: Place,
     dataset: tuple[str | None, str | None],
@@ -90,7 +96,6 @@ def run_probe(
     Raises:
         ConfigError: there is no such encoder, or its images have no classes.
     """
-    import_modules(place.imports, "--imports")
     kind = place.format or find_format(place.path)
     opened = OPEN[kind](place.path, place.model, place.flavor)
     network = opened.network
@@ -129,7 +134,7 @@ def run_probe(
     return Found(of_trained, of_new, frequent, count, len(made.labels), len(held_out))
 
 
-def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> DataConfig:
+def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> ImageData:
     """The section `[data]` of a recorded recipe, of another data set if one is named.
 
     Raises:
@@ -148,7 +153,7 @@ def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> DataC
     if "dataset" not in said:
         raise ConfigError("--dataset names the images of a probe; these weights do not say them")
     said["images"] = said.get("images", {}) | {"augment": False}
-    return DataConfig.model_validate(said)
+    return ImageData.model_validate(said)
 
 
 def check_classes(view: ImageView) -> None:

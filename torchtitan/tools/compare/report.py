@@ -99,7 +99,7 @@ class Variant:
     layout: dict[str, int]
     """Degree by axis of the mesh."""
     unit: str
-    """Unit that is counted: tokens, or images."""
+    """Unit that is counted: tokens, or what its task counts."""
     units_per_step: int
     runs: tuple[FinishedRun, ...]
     tps: Spread | None

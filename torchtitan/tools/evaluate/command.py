@@ -1,4 +1,4 @@
-"""Score a model on tasks of the lm-evaluation-harness, or probe an encoder of images."""
+"""Score a model on tasks of the lm-evaluation-harness, or by another evaluation."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.research.vit_mae.probe import PROBE, as_lines, run_probe
+from torchtitan.tools.evaluate.evaluation import EVALUATIONS, Request
 from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
 from torchtitan.tools.evaluate.opening import Place, open_subject
 from torchtitan.tools.evaluate.options import (
@@ -20,7 +20,16 @@ from torchtitan.tools.evaluate.options import (
     Tokenizer,
 )
 from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
-from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, verb
+from torchtitan.tools.options import (
+    Count,
+    Flavor,
+    Imports,
+    Model,
+    Text,
+    Verb,
+    import_modules,
+    verb,
+)
 
 app = verb()
 
@@ -28,8 +37,8 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def evaluate(
     source: Source,
-    tasks: Annotated[str, Text("A,B", f"names of tasks, or {PROBE}")],
-    limit: Annotated[int | None, Count("documents of a task, or images; absent: all")] = None,
+    tasks: Annotated[str, Text("A,B", " or ".join(("names of tasks", *EVALUATIONS)))],
+    limit: Annotated[int | None, Count("documents; absent: all")] = None,
     num_fewshot: Annotated[
         int | None, Text("N", "examples before each; absent: as a task says")
     ] = None,
@@ -45,19 +54,20 @@ def evaluate(
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
     dataset: Annotated[
-        str | None, Text("NAME", "images of a probe; absent: as in training")
+        str | None, Text("NAME", "where an evaluation reads one; absent: as in training")
     ] = None,
-    dataset_path: Annotated[str | None, Text("PATH", "where they are")] = None,
+    dataset_path: Annotated[str | None, Text("PATH", "its file or folder")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
     place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
-    if PROBE in names:
+    import_modules(place.imports, "--imports")
+    for other in EVALUATIONS.keys() & names:
         if len(names) > 1:
-            raise ConfigError(f"--tasks: got {tasks}; {PROBE} is run by itself")
+            raise ConfigError(f"--tasks: got {tasks}; {other} is run by itself")
         kind = getattr(torch, dtype or "float32")
-        probed = run_probe(place, (dataset, dataset_path), limit, batch_size, kind)
-        result = {PROBE: probed._asdict()}
-        print(json.dumps(result) if as_json else "\n".join(as_lines(probed)))
+        request = Request(place, dataset, dataset_path, limit, batch_size, kind)
+        values, lines = EVALUATIONS[other](request)
+        print(json.dumps({other: values}) if as_json else "\n".join(lines))
         return
     found_tasks = find_tasks(names, include_path)
     subject = open_subject(place)

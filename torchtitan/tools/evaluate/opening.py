@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
-from torchtitan.checkpoint.weights.opening import OPEN, Verified, find_format
+from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan.tools.options import import_modules
@@ -72,7 +71,7 @@ def open_subject(place: Place) -> Subject:
 
 
 def _open_ours(place: Place) -> Subject:
-    path = inspect.find(place.path)[-1]
+    path = find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"

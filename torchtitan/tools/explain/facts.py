@@ -45,7 +45,7 @@ class Facts:
     step: int
     state: RunState
     unit: str
-    """Unit that is counted: tokens, or images."""
+    """Unit that is counted: tokens, or what its task counts."""
     units: int
     units_a_step: int | None
     rate: float | None

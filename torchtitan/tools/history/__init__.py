@@ -115,7 +115,7 @@ class RunHistory:
 
     @cached_property
     def unit(self) -> str:
-        """The unit that the run counts: tokens, or images."""
+        """The unit that the run counts: tokens, or what its task counts."""
         rate = rate_key(self.reports[0]) if self.reports else None
         return unit_of(rate or "tps")
 

@@ -32,7 +32,7 @@ def parse_rows(text: bytes) -> Iterator[Row]:
 
 
 def in_tokens(row: Row) -> Row:
-    """Add the keys of tokens to a row whose task counts something else (images)."""
+    """Add the keys of tokens to a row whose task counts something else."""
     rate = rate_key(row)
     if rate is None or rate == "tps":
         return row

@@ -7,26 +7,32 @@ with SGD: the update of Adam does not change with the scale of a gradient, and w
 in it.
 
 Where ranks send less than all, the run is not that of one rank, and it is compared with a model of
-what they send (`modelled`), to the same tolerances.
+what they send (`REFERENCES`), to the same tolerances.
 """
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.checks import load_job
-from torchtitan.config import Problem
+from torchtitan.config import ConfigError, Problem, Registry
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
-from torchtitan.research.common.modelled import places, write_modelled_steps
-from torchtitan.tools.verify.measure import compare_steps, write_steps
+from torchtitan.tools.verify.measure import Step, compare_steps, write_steps
 from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
 from torchtitan.tools.verify.recipe import Checked, as_checked, in_float64
 from torchtitan.tools.verify.report import Comparison
+
+Reference = Callable[[JobConfig, JobConfig, int, Path, str], list[Step]]
+"""(the run of one rank, that of the layout, its ranks, the folder for what it has after each step,
+a name for messages) to the steps of a run to compare with."""
+
+REFERENCES = Registry[Reference]("verify", {})
+"""What a layout is compared with where it does not train the run of one rank, by name."""
 
 
 def verify(
@@ -57,6 +63,11 @@ def verify(
     width = None if sys.stdout.isatty() else 120
     console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
     replace(recipe, config=job).refuse(_problems(checked))
+    if not (checked.is_exact or "modelled" in REFERENCES):
+        raise ConfigError(
+            "communication: ranks send less than all, so this is not the run of one rank, and "
+            "the model of what they send is not installed; install all of torchtitan, or send all"
+        )
     layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
     console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
     for loss in job.auxiliary_losses:
@@ -91,16 +102,19 @@ def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
     own = job.optimizer
     shared = set(GroupConfig.model_fields)
     groups = [SGDGroup(**group.model_dump(include=shared)) for group in own.groups]
-    decay = {"weight_decay": own.weight_decay, "no_weight_decay_on": own.no_weight_decay_on}
+    kept = ("weight_decay", "no_weight_decay_on", "offload_states")
+    same = {name: getattr(own, name) for name in kept}
     return {
-        "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **decay),
+        "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **same),
         f"{own.name} of the recipe": own,
     }
 
 
 def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Comparison:
     """Train on one rank, then in the layout."""
-    one, job = (j.model_copy(update={"optimizer": optimizer}) for j in (checked.one, checked.job))
+    on_device = optimizer.model_copy(update={"offload_states": False})
+    one = checked.one.model_copy(update={"optimizer": on_device})
+    job = checked.job.model_copy(update={"optimizer": optimizer})
     what = f"{name} on {on_ranks(checked.ranks)}"
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder)
@@ -108,8 +122,6 @@ def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Compari
             (expected,) = run(write_steps, 1, one, given, what=f"{name} on one rank")
         else:
             one, job = in_float64(one), in_float64(job)
-            layout = run(places, checked.ranks, job, what=f"the layout {what}")
-            model = (write_modelled_steps, 1, one, job, layout, given)
-            (expected,) = run(*model, what=f"{name}, modelled")
+            expected = REFERENCES["modelled"](one, job, checked.ranks, given, name)
         found = run(compare_steps, checked.ranks, job, given, what=what)
     return Comparison(expected, found)

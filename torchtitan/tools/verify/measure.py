@@ -29,9 +29,11 @@ from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.losses import IGNORED
 from torchtitan.optim.group import local
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer
+from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
@@ -62,6 +64,19 @@ class Recorder:
         return next(row for row in reversed(self.rows) if "loss" in row)
 
 
+def hide_targets(batch: Batch) -> Batch:
+    """Hide some targets of text, by its content, so that ranks have different numbers of them.
+
+    With equal numbers a mean of means is the mean, and a wrong average cannot be seen.
+    """
+    if not isinstance(batch, TokenBatch):
+        return batch
+    length = batch.tokens.shape[1]
+    kept = batch.tokens.sum(1, keepdim=True) % length + 1
+    hidden = torch.arange(length) >= kept
+    return dataclasses.replace(batch, targets=batch.targets.masked_fill(hidden, IGNORED))
+
+
 def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[Run, Row]]:
     """Train on this rank's share of the world; after each step, the run and its row of metrics.
 
@@ -71,7 +86,7 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
     recorder = Recorder()
     observer = Observer(sinks=[recorder])
     if uneven:
-        observer = dataclasses.replace(observer, on_microbatch=lambda batch: batch.uneven())
+        observer = dataclasses.replace(observer, on_microbatch=hide_targets)
     with open_world(job.degrees(launch.size), job.comm, device) as world:
         run = build(job, world, observer)
         trainer = Trainer(run)
@@ -136,7 +151,7 @@ def write_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
             torch.save(mine, folder / f"{row['step']}-0.pt")
             yield from ((name, None) for _, name in tensors)
 
-    return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]
+    return train(job, look, at_step, on_microbatch=hide_targets)[1:]
 
 
 def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
@@ -154,7 +169,7 @@ def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
                     continue
                 yield name, difference(kind, name, tensor, whole, whole.abs().max().item())
 
-    return train(job, look, at_step, on_microbatch=lambda batch: batch.uneven())[1:]
+    return train(job, look, at_step, on_microbatch=hide_targets)[1:]
 
 
 def compare_checkpoints(
@@ -259,7 +274,7 @@ class Watch:
         loss, grad_norm = (row["loss"], row["grad_norm"]) if row else (None, None)
         differences = tuple(found for _, found in seen if found is not None)
         names = tuple(dict.fromkeys(name for name, _ in seen))
-        position = run.checkpoint.contents.position()
+        position = self.world.share(run.checkpoint.contents.position())
         data, counted = position["data"], position["train_state"].items()
         counters = {f"train_state.{name}": at for name, at in counted if isinstance(at, int)}
         counters["data.samples"] = data["samples"]

@@ -18,11 +18,11 @@ from torchtitan.models.spec import MinShape
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Degrees,
     ParallelismConfig,
     stages,
 )
 from torchtitan.parallel.schedules import SCHEDULES
-from torchtitan.research.common.modelled import is_exact
 
 # What a shrunk recipe has at most. The vocabulary has room for bytes.
 LAYERS = 4
@@ -94,6 +94,13 @@ def as_checked(
     return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes, exact)
 
 
+def is_exact(job: JobConfig, degrees: Degrees) -> bool:
+    """Whether a layout trains the run of one rank."""
+    ways = job.communication
+    shared = degrees.fsdp == 1 or (ways.weights.is_exact and ways.gradients.is_exact)
+    return shared and (degrees.dp_replicate == 1 or ways.replicas.is_exact)
+
+
 def in_float64(job: JobConfig) -> JobConfig:
     """A recipe that computes in float64, which none can ask for."""
     keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
@@ -131,16 +138,15 @@ def _make_exact(draft: Draft) -> None:
     if "ns_dtype" in draft.tree["optimizer"]:
         draft.set("optimizer.ns_dtype", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "it takes long, and its rounding is its own")
+    for key, (value, why) in draft.job.sharding.verified_as().items():
+        draft.set(f"sharding.{key}", value, why)
     if draft.job.sharding.in_graph:
-        if "bucketing" in draft.tree["sharding"]:
-            draft.set("sharding.bucketing", "none", "the compiler does it")
         draft.set("parallelism.fsdp_reshard_after_forward", "default", "the compiler does it")
     if draft.tree["convert"]:
         draft.tree["convert"] = []
         draft.changes.append("[[convert]] is left out: rounding in Float8 would hide errors")
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
     draft.set("optimizer.early_step_in_backward", False, "gradients are looked at after a step")
-    draft.set("optimizer.offload_states", False, "a CPU has them in host memory already")
 
 
 def make_short(draft: Draft, steps: int | None, default: int) -> None:
@@ -209,8 +215,9 @@ def _find_data(draft: Draft) -> None:
     elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
         why = "nothing is read over a network"
     if why:
-        is_text = data.dataset not in DATASETS or DATASETS[data.dataset].content == "text"
-        draft.set("data.dataset", "python_stdlib" if is_text else "scenes", why)
+        content = DATASETS[data.dataset].content if data.dataset in DATASETS else "text"
+        at_hand = (name for name, each in DATASETS.items() if each.is_at_hand(content))
+        draft.set("data.dataset", next(at_hand), why)
         draft.set("data.dataset_path", None, why)
 
 

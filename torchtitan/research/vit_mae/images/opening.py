@@ -5,11 +5,12 @@
 
 from collections.abc import Callable
 
-from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
 from torchtitan.research.vit_mae.images.folders import ImageFolder
 from torchtitan.research.vit_mae.images.scenes import Scenes
+from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.shards import TarShards
 from torchtitan.research.vit_mae.images.source import Images, ImageView, ShuffledImages
 
@@ -27,11 +28,11 @@ def _open_scenes(dataset: Dataset, config: DataConfig, size: int, bands: int) ->
 
 def _open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
     suffixes = RASTERS if dataset.kind == "rasters" else PHOTOGRAPHS
-    return ImageFolder(local_path(str(config.dataset_path)), suffixes, config.images, bands)
+    return ImageFolder(local_path(str(config.dataset_path)), suffixes, images_of(config), bands)
 
 
 def _open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
-    return TarShards(local_path(str(config.dataset_path)), config.images, bands)
+    return TarShards(local_path(str(config.dataset_path)), images_of(config), bands)
 
 
 IMAGES: dict[str, OpenImages] = {
@@ -54,9 +55,14 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     """
     if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
-    dataset = DATASETS[config.dataset]
+    dataset = DATASETS.get(config.dataset)
+    if dataset is None or dataset.kind not in IMAGES:
+        named = ", ".join(name for name, each in DATASETS.items() if each.kind in IMAGES)
+        raise ConfigError(
+            f"data.dataset: got {show(config.dataset)}; it holds no images, as {named} do"
+        )
     images = IMAGES[dataset.kind](dataset, config, size, bands)
-    return ImageView(images, config.images, size=size, bands=bands)
+    return ImageView(images, images_of(config), size=size, bands=bands)
 
 
 def check_images(config: DataConfig) -> None:

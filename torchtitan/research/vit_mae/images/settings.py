@@ -1,11 +1,12 @@
-"""The section `[data.images]`: how images are read, and what of each an epoch sees."""
+"""The sections `[data]` and `[data.images]` of a run on images."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.data.settings import DataConfig
 
 
 class ImagesConfig(Config):
@@ -54,3 +55,18 @@ class ImagesConfig(Config):
         if self.crop != "resized" and "min_area" in self.model_fields_set:
             message = f'it is of self.crop = "resized", and that is "{self.crop}"'
             yield Problem("min_area", message, ("crop",))
+
+
+class ImageData(DataConfig):
+    """Which images to train on, and how they are read."""
+
+    images: ImagesConfig = ImagesConfig()
+
+    def held_out(self) -> Self:
+        images = self.images.model_copy(update={"augment": False})
+        return super().held_out().model_copy(update={"images": images})
+
+
+def images_of(config: DataConfig) -> ImagesConfig:
+    """The section `[data.images]`, or its defaults where nothing chose `ImageData`."""
+    return config.images if isinstance(config, ImageData) else ImagesConfig()

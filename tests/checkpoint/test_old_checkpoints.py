@@ -1,0 +1,87 @@
+"""A run that an earlier version began goes on as if it had never stopped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.runs import rows, train
+from tests.tiers import tiers
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.checks import load_job
+from torchtitan.job import JobConfig
+from torchtitan.tools.checkpoint import inspection
+
+OLD = Path(__file__).parents[1] / "data/old_checkpoints"
+COMMITS = sorted(path.parents[1].name for path in OLD.glob("*/checkpoint/step-3"))
+TWO = {
+    "FSDP": "data_parallel_shard_degree",
+    "DDP": "data_parallel_replicate_degree",
+    "TP": "tensor_parallel_degree",
+    "PP": "pipeline_parallel_degree",
+    "CP": "context_parallel_degree",
+}
+"""The degree that is two."""
+
+
+@pytest.fixture(autouse=True)
+def where_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe names its text and its model as they are there."""
+    monkeypatch.chdir(OLD)
+    monkeypatch.syspath_prepend(str(OLD))
+
+
+def resumed(commit: str, folder: Path, layout: str, *flags: str) -> JobConfig:
+    """The recipe, in a folder that has the checkpoint of a commit."""
+    shutil.copytree(OLD / commit / "checkpoint", folder / "checkpoint")
+    shard = "--parallelism.data_parallel_shard_degree=1"
+    degrees = [f"--parallelism.{TWO[layout]}=2"] if layout in TWO else []
+    words = [f"--job.dump_folder={folder}", shard, *degrees, *flags]
+    return load_job("recipe.toml", words, 1 + (layout in TWO), "cpu").config
+
+
+def curve(rows: list[dict[str, float]], key: str) -> dict[int, float]:
+    return {int(row["step"]): row[key] for row in rows if "loss" in row and row["step"] > 3}
+
+
+def recorded(commit: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (OLD / commit / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_versions_that_are_promised() -> None:
+    assert {"6ebf193", "38f6c66"} <= set(COMMITS)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("layout", tiers(["one rank", *TWO], ["one rank", "FSDP", "TP"]))
+def test_it_goes_on_with_the_same_numbers(commit: str, layout: str, tmp_path: Path) -> None:
+    job = resumed(commit, tmp_path, layout)
+    run_ranks(train, 1 + (layout in TWO), job)
+    found, expected = rows(tmp_path), recorded(commit)
+    for key, tolerance in {"loss": 1e-5, "grad_norm": 1e-4, "lr": 0, "tokens": 0}.items():
+        assert list(curve(found, key)) == [4, 5, 6]
+        assert curve(found, key) == pytest.approx(curve(expected, key), rel=tolerance), key
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize("part", ["optimizer", "data"])
+def test_the_numbers_show_what_is_not_loaded(commit: str, part: str, tmp_path: Path) -> None:
+    left_out = f"--checkpoint.exclude_from_loading={part}"
+    run_ranks(train, 1, resumed(commit, tmp_path, "one rank", left_out))
+    found, expected = (curve(each, "loss") for each in (rows(tmp_path), recorded(commit)))
+    assert abs(found[6] - expected[6]) > 1e-3 * expected[6]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_its_digests_are_verified(commit: str, tmp_path: Path) -> None:
+    path = OLD / commit / "checkpoint/step-3"
+    assert inspection.verify(path) == (True, [f"{path}: what was saved, to the bit"])
+    saved = SavedTensors(path)
+    for name in saved.shapes():
+        tensor = saved.read(name).clone()
+        assert saved.is_intact(name, tensor)
+        tensor.reshape(-1).view(torch.uint8)[0] ^= 1
+        assert not saved.is_intact(name, tensor), name

@@ -1,0 +1,93 @@
+"""Tensor parallelism of single modules: gradients are those of one rank."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import run_ranks
+from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.tensor import apply, redistribute_grads
+
+HEADS, FEATURES = 4, 8
+DIM = HEADS * FEATURES
+
+
+class Attention(nn.Module):
+    """Queries that are normalised in each head, without what attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.q_norm = nn.RMSNorm(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.q_norm(self.wq(x).unflatten(-1, (-1, FEATURES)))
+        output: Tensor = self.wo(found.square().flatten(2))
+        return output
+
+
+class Block(nn.Module):
+    """The end of a stream, and an attention in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(DIM), Attention()
+        self.end = nn.RMSNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.end(self.attention(self.norm(x)))
+        return output
+
+
+def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tensor]:
+    """The gradients of the first step, and the weights after three of SGD."""
+    torch.manual_seed(0)
+    block, x, target = Block(), *torch.randn(2, 2, 6, DIM)
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,))
+        plan: dict[str, TensorRole] = {
+            "norm": "norm",
+            "attention": "input_gather",
+            "attention.wq": "colwise",
+            "attention.q_norm": role,
+            "attention.wo": "rowwise",
+            "end": "norm",
+        }
+        whole = [parameter.detach().clone() for parameter in block.parameters()]
+        apply(block, plan, mesh, sequence_parallel=sequence_parallel, loss_parallel=False)
+        with torch.no_grad():
+            from torch.distributed.tensor import distribute_tensor
+
+            for parameter, value in zip(block.parameters(), whole, strict=True):
+                placements = parameter.placements  # type: ignore[attr-defined]
+                parameter.copy_(distribute_tensor(value, mesh, placements))
+        if sequence_parallel:
+            x, target = (t.chunk(ranks, 1)[mesh.get_local_rank()] for t in (x, target))
+    optimizer, first = torch.optim.SGD(block.parameters(), lr=0.01), list[Tensor]()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (block(x) - target).square().sum().backward()
+        redistribute_grads(block.parameters())
+        first = first or [_whole(p.grad) for p in block.parameters() if p.grad is not None]
+        optimizer.step()
+    return first + [_whole(parameter.detach()) for parameter in block.parameters()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    found: Tensor = getattr(tensor, "full_tensor", tensor.clone)()
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel: bool) -> None:
+    (expected,) = run_ranks(trained, 1, sequence_parallel, "head_norm", 1)
+    for found in run_ranks(trained, 2, sequence_parallel, "head_norm", 2):
+        for mine, one in zip(found, expected, strict=True):
+            assert (mine - one).norm() / one.norm() < 1e-5
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel: bool) -> None:
+    with pytest.raises(AssertionError, match=r"attention.q_norm has the role norm, .* given 4"):
+        run_ranks(trained, 2, sequence_parallel, "norm", 2)

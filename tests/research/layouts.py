@@ -1,0 +1,134 @@
+"""Layouts of the systems in `torchtitan.research` that must train the run of one rank.
+
+Only those of the systems that are there: each is a folder that can be removed.
+"""
+
+from typing import Any
+
+from tests.layouts import (
+    AFTERWARDS,
+    ALL_LOSSES,
+    FULL,
+    OPERATORS,
+    RING,
+    SECOND,
+    ZBV,
+    Case,
+    case,
+    schedule,
+)
+from torchtitan.auxiliary import AUXILIARY_LOSSES
+from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
+from torchtitan.config import Config, Registry
+from torchtitan.convert import CONVERTERS
+from torchtitan.parallel import SHARDING
+from torchtitan.torch_private.compiler import keeps_nodes_of_functions
+
+SIMPLE = {"name": "simple_fsdp"}
+ROTATED = {"name": "rotated"}
+IN_PLACE = {**ROTATED, "in_place": True}
+
+
+def chosen(registry: Registry[type[Config]], name: str, **settings: Any) -> tuple[Any, ...]:
+    """Settings of a system; None if it is not there."""
+    return (registry[name](name=name, **settings) if name in registry else None,)
+
+
+def installed(cases: dict[str, Case]) -> dict[str, Case]:
+    """The cases whose systems are there."""
+    return {name: each for name, each in cases.items() if _is_installed(each)}
+
+
+def _is_installed(each: Case) -> bool:
+    if None in (*each.convert, *each.auxiliary):
+        return False
+    ways, sharding = each.sections.get("communication", {}), each.sections.get("sharding", {})
+    registries = {"weights": WEIGHTS, "gradients": GRADIENTS, "replicas": REPLICAS}
+    return sharding.get("name", "fsdp2") in SHARDING and all(
+        way.get("name") in (None, *registries[kind]) for kind, way in ways.items()
+    )
+
+
+BY_TOKEN = chosen(CONVERTERS, "low_precision_attention", rotation="qkv")
+BY_HEAD = chosen(CONVERTERS, "low_precision_attention", scale="head", rotation="qk")
+BY_TENSOR = chosen(
+    CONVERTERS, "low_precision_attention", scale="tensor", dtype="int8", rotation="v"
+)
+LATENT = chosen(AUXILIARY_LOSSES, "next_latent", warmup_steps=4)
+BESIDE_LATENT = (ALL_LOSSES[0], *LATENT)
+LATENT_LOSSES = (ALL_LOSSES[0], *LATENT, *ALL_LOSSES[1:])
+LATENT_BESIDE: dict[str, Any] = {"chunk": 100, "auxiliary": LATENT_LOSSES}
+
+ALL: dict[str, Case] = {
+    "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, sharding=SIMPLE),
+    "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
+    "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
+    "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
+    "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
+    "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
+    "TP 2 x PP 2, losses of latents": case(2, tp=2, auxiliary=BESIDE_LATENT),
+    "FSDP 2, accumulating 4, all losses, of latents too": case(
+        shard=2, batch=1, chunk=100, auxiliary=LATENT_LOSSES
+    ),
+    "CP 2 x TP 2, documents, all losses, of latents too": case(
+        cp=2, tp=2, chunk=64, documents=True, auxiliary=LATENT_LOSSES
+    ),
+    "rotated 2, losses of latents": case(
+        shard=2, chunk=100, auxiliary=LATENT_LOSSES[1:], sharding=ROTATED
+    ),
+    "SimpleFSDP 2, all losses, of latents too": case(
+        shard=2, chunk=100, auxiliary=LATENT_LOSSES, sharding=SIMPLE
+    ),
+    "PP 2, 1F1B, all losses, of latents too": schedule("1F1B", **LATENT_BESIDE),
+    "PP 2, GPipe, all losses, of latents too": schedule("GPipe", **LATENT_BESIDE),
+    "PP 2, Interleaved1F1B, all losses, of latents too": schedule(
+        "Interleaved1F1B", **LATENT_BESIDE
+    ),
+    "TP 2 x PP 2, all losses, of latents too": case(2, tp=2, chunk=64, auxiliary=LATENT_LOSSES),
+    "FSDP 2 x PP 2, documents, all losses, of latents too": case(
+        2, shard=2, documents=True, **LATENT_BESIDE
+    ),
+    "DDP 2, all losses, of latents too": case(replicate=2, **LATENT_BESIDE),
+    "HSDP 2 x 2, all losses, of latents too": case(replicate=2, shard=2, **LATENT_BESIDE),
+    "CP 2, ring, all losses, of latents too": case(cp=2, **LATENT_BESIDE, **RING),
+    "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
+    "SimpleFSDP, copies 2, added up afterwards": case(
+        replicate=2, sharding=SIMPLE, communication=AFTERWARDS
+    ),
+    "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, sharding=SIMPLE),
+    "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, sharding=SIMPLE),
+    "SimpleFSDP, HSDP 2 x 2, full recomputation": case(
+        replicate=2, shard=2, recompute=FULL, sharding=SIMPLE
+    ),
+    "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, sharding=SIMPLE),
+    "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
+    "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
+    "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
+    "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
+    "rotated 2, copies 2": case(replicate=2, shard=2, sharding=ROTATED),
+    "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
+    "rotated 2, in place, every second block recomputed": case(
+        shard=2, recompute=SECOND, sharding=IN_PLACE
+    ),
+    "rotated 4, loss in chunks, operators recomputed": case(
+        shard=4, chunk=100, recompute=OPERATORS, sharding=ROTATED
+    ),
+}
+if keeps_nodes_of_functions():  # else the recipe is refused
+    ALL["PP 2, ZBVZeroBubble, all losses, of latents too"] = schedule(
+        "ZBVZeroBubble", **LATENT_BESIDE
+    )
+LAYOUTS = installed(ALL)
+DAILY = [
+    name
+    for name in (
+        *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
+        "TP 2, attention in Float8, full recomputation",
+        "FSDP 2, accumulating 4, all losses, of latents too",
+    )
+    if name in LAYOUTS
+]
+"""What `./scripts/test` compares with one rank."""
+LONG = [name for name in ("SimpleFSDP 2 x PP 2, ZBVZeroBubble",) if name in LAYOUTS]
+"""Before a release."""

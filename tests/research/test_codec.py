@@ -1,0 +1,168 @@
+"""Numbers in a few bits, and units of which a part is sent in them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchtitan.comm.unit import Unit
+from torchtitan.research.common.codec import Codec, Envelope, Form
+
+FORMS: list[Form] = ["symmetric", "minmax"]
+SCALES = [torch.float32, torch.bfloat16]
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+def unit_of(codec: Codec, rows: Tensor) -> Tensor:
+    """What two codes of each number are apart (R, n)."""
+    scale = codec._ranges(codec._buckets(rows))[1]
+    return scale.expand(-1, -1, codec.bucket).flatten(1)[:, : rows.shape[1]]
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@given(bits=st.integers(2, 8), values=st.lists(FINITE, min_size=1, max_size=40))
+def test_a_number_is_off_by_half_a_unit_at_most(
+    form: Form, scales: torch.dtype, bits: int, values: list[float]
+) -> None:
+    codec, rows = Codec(bits, 16, form, scales), torch.tensor([values, values[::-1]])
+    message = codec.encode(rows)
+    assert message.dtype == torch.uint8
+    assert message.shape == (2, codec.bytes_of(len(values)))
+    off = (codec.decode(message, len(values)) - rows).abs()
+    # Float32 itself rounds, where a bucket begins far from zero.
+    rounding = rows.abs().amax(1, keepdim=True) * 2 * torch.finfo(torch.float32).eps
+    assert bool((off <= 0.5001 * unit_of(codec, rows) + rounding).all())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codes_are_packed_without_gaps(bits: int) -> None:
+    codec = Codec(bits, 64)
+    assert codec.bytes_of(64 * 10) == 64 * 10 * bits // 8 + 10 * 4
+    assert Codec(bits, 64, "minmax", torch.bfloat16).bytes_of(65) == 9 * bits + 2 * 2 * 2
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_whole_codes_come_back_exactly(bits: int) -> None:
+    last = 2 ** (bits - 1) - 1
+    rows = torch.arange(-last, last + 1).float()[None]
+    codec = Codec(bits, 256)
+    assert torch.equal(codec.decode(codec.encode(rows), rows.shape[1]), rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [0.0, 3.3, -1e-42, 1e30])
+def test_a_bucket_of_one_value_is_exact(form: Form, value: float) -> None:
+    rows, codec = torch.full((1, 64), value), Codec(8, 64, form)
+    assert codec.decode(codec.encode(rows), 64) == pytest.approx(rows, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_hidden(form: Form, scales: torch.dtype, bad: float) -> None:
+    codec, rows = Codec(4, 32, form, scales), torch.ones(1, 96)
+    rows[0, 40] = bad
+    finite = codec.decode(codec.encode(rows), 96).isfinite().view(3, 32)
+    assert finite[0].all()
+    assert finite[2].all()
+    assert not finite[1].all()
+
+
+def test_zeros_are_read_as_zeros() -> None:
+    """What is kept in few bits begins so."""
+    codec = Codec(8, 64)
+    nothing = torch.zeros(2, codec.bytes_of(100), dtype=torch.uint8)
+    assert not codec.decode(nothing, 100).any()
+
+
+def mean_error(codec: Codec, rows: Tensor, **how: Any) -> Tensor:
+    """The mean of what rounding adds, in units, over 2,000 draws."""
+    noise = torch.Generator().manual_seed(0)
+    total = torch.zeros_like(rows)
+    for _ in range(2000):
+        if how.get("shift"):
+            shift = float(torch.rand((), generator=noise)) - 0.5
+            total += codec.decode(codec.encode(rows, shift), rows.shape[1], shift) - rows
+        else:
+            total += codec.decode(codec.encode(rows, noise=noise), rows.shape[1]) - rows
+    return total / 2000 / unit_of(codec, rows)
+
+
+@pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
+def test_rounding_is_right_in_the_mean(shift: bool) -> None:
+    rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
+    # The error of one draw is at most half a unit (shifted), or one (random): by the central limit
+    # theorem the mean of 2,000 is within five of these for each of 64 numbers.
+    deviation = (1 / math.sqrt(12) if shift else 0.5) / math.sqrt(2000)
+    assert mean_error(codec, rows, shift=shift).abs().max() < 5 * deviation
+    nearest = codec.decode(codec.encode(rows), 64) - rows
+    assert (nearest / unit_of(codec, rows)).abs().max() > 0.3
+
+
+LEVELS = torch.tensor([[0.0, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 1.0]])
+
+
+@pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
+def test_levels_at_unequal_distances_are_right_in_the_mean(shift: bool) -> None:
+    rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
+    noise, total = torch.Generator().manual_seed(0), torch.zeros_like(rows)
+    for _ in range(2000):
+        shared = float(torch.rand((), generator=noise)) - 0.5 if shift else 0.0
+        message = codec.encode(rows, shared, None if shift else noise, LEVELS)
+        assert message.shape == (1, codec.bytes_of(64))
+        total += codec.decode(message, 64, shared, LEVELS) - rows
+    # Off by two neighbours' distance at most: 0.2 of the range, which is 2.
+    assert (total / 2000).abs().max() < 5 * 0.5 * 0.4 / math.sqrt(2000)
+    nearest = codec.decode(codec.encode(rows, levels=LEVELS), 64, levels=LEVELS)
+    expected = (LEVELS[0] * 2 - 1)[(rows[0, :, None] - (LEVELS * 2 - 1)).abs().argmin(1)]
+    assert torch.allclose(nearest[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
+    codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
+    rows[0, 40] = bad
+    levels = LEVELS.expand(3, -1)
+    finite = codec.decode(codec.encode(rows, levels=levels), 96, levels=levels).isfinite()
+    assert finite.view(3, 32).all(1).tolist() == [True, False, True]
+
+
+def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:
+    shapes = {"norm": (24,), "w": (4, 16), "tiny": (2, 3), "w2": (80, 2)}
+    unit = Unit("", {n: torch.Size(s) for n, s in shapes.items()}, torch.device("cpu"))
+    envelope = Envelope(unit, Codec(4, 32))
+    rows = torch.randn(3, unit.elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+    coarse, exact = envelope.split(rows)
+    assert (coarse.shape, exact.shape) == ((3, 64 + 160), (3, 24 + 6))
+    assert torch.equal(envelope.join(coarse, exact), rows)
+    sealed = envelope.seal(envelope.codec.encode(coarse), exact)
+    assert sealed.shape == (3, envelope.bytes(torch.bfloat16))
+    codes, rest = envelope.open(sealed, torch.bfloat16)
+    assert torch.equal(rest, exact)
+    found = envelope.codec.decode(codes, envelope.coarse)
+    assert float((found - coarse).abs().max()) < 0.3
+
+
+def test_a_unit_without_matrices_is_sent_as_it_is() -> None:
+    unit = Unit("", {"norm": torch.Size([24])}, torch.device("cpu"))
+    envelope, rows = Envelope(unit, Codec(4, 32)), torch.randn(2, 24)
+    codes, rest = envelope.open(
+        envelope.seal(envelope.codec.encode(rows[:, :0]), rows), torch.float32
+    )
+    assert codes.numel() == 0
+    assert torch.equal(envelope.join(envelope.codec.decode(codes, 0), rest), rows)
+
+
+def test_the_codec_compiles_as_one_graph() -> None:
+    codec, rows = Codec(4, 32, "minmax"), torch.randn(2, 100)
+
+    def there_and_back(rows: Tensor) -> Tensor:
+        return codec.decode(codec.encode(rows), 100)
+
+    compiled = torch.compile(there_and_back, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(rows), there_and_back(rows))

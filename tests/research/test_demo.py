@@ -1,0 +1,362 @@
+"""Replicas that agree on a part of their momentum."""
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import scipy.fft
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import layouts
+from tests.layouts import AFTERWARDS, Case, case
+from tests.ranks import run_ranks
+from tests.research.few_bits import is_skipped_and_leaves_nothing
+from tests.runs import Part, Trace, parts, trace, train
+from tests.tiers import tiers
+from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.comm import Unit
+from torchtitan.logging import logger
+from torchtitan.parallel.replicas import replicas
+from torchtitan.research.demo.demo import (
+    Chosen,
+    DecoupledConfig,
+    Demo,
+    Random,
+    Slicing,
+    Striding,
+    Tiles,
+    _mixed,
+)
+
+SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
+UNIT = Unit("", SHAPES, torch.device("cpu"))
+NAMES = ["demo", "random", "striding", "slicing"]
+Parts = dict[str, Part]
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (30,), (7, 11), (64, 64), (6, 4, 10)])
+def test_the_transform_is_that_of_scipy_and_is_undone(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    tiles = Tiles(tensor.shape, 10)
+    found = tiles.transform(tensor)
+    assert found.shape == (tiles.count, tiles.size)
+    assert torch.allclose(tiles.invert(found), tensor, atol=1e-5)
+    flat = tensor.reshape(tiles.rows, tiles.columns)[: tiles.height, : tiles.width]
+    expected = scipy.fft.dctn(flat.double().numpy(), norm="ortho")
+    assert np.allclose(found[0].numpy(), expected.ravel(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "side"), [(40, 10), (64, 8), (7, 7), (11, 1), (12, 6)])
+def test_a_tile_is_the_largest_divisor(size: int, side: int) -> None:
+    assert Tiles(torch.Size([size, size]), {64: 8}.get(size, 10)).height == side
+
+
+class Agreed(NamedTuple):
+    gradients: list[dict[str, Tensor]]
+    momentum: dict[str, Tensor]
+    messages: int
+
+
+def drawn(call: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def agreed(config: DecoupledConfig, calls: int) -> Agreed:
+    group = dist.group.WORLD
+    assert group is not None
+    way = config.open(UNIT, group)
+    found = []
+    for call in range(calls):
+        gradients = drawn(call, dist.get_rank())
+        way(gradients)
+        found.append(gradients)
+    return Agreed(found, dict(way.momentum), 0)
+
+
+CONFIGS = [
+    Demo(chunk=10, top_k=4, sign=False),
+    *(kind(rate=0.2, sign=False) for kind in (Random, Striding, Slicing)),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_what_is_sent_and_what_is_kept_is_all_that_there_was(config: DecoupledConfig) -> None:
+    """With a decay of (nearly) 1: the momentum of all replicas, and the sum of what they agreed on,
+    are the sum of all gradients. `demo` gives each coefficient the weight of all replicas, so there
+    the identity is that of a single replica.
+    """
+    config = config.model_copy(update={"decay": 1.0})
+    ranks, calls = (1, 5) if isinstance(config, Demo) else (2, 5)
+    results = run_ranks(agreed, ranks, config, calls)
+    for name in ("w", "b"):
+        given = sum(drawn(call, rank)[name] for call in range(calls) for rank in range(ranks))
+        kept = sum(found.momentum[name] for found in results)
+        sent = sum(gradients[name] for gradients in results[0].gradients)
+        assert torch.allclose(kept + sent, given, atol=1e-4)
+        assert float(sent.abs().max()) > 0
+        assert float(kept.abs().max()) > 0
+
+
+def test_all_coefficients_are_sign_sgd_on_the_exact_mean() -> None:
+    for found in run_ranks(agreed, 2, Demo(chunk=10, top_k=100), 3):
+        for call, gradients in enumerate(found.gradients):
+            for name in ("w", "b"):
+                exact = sum(drawn(call, rank)[name] for rank in range(2))
+                clear = exact.abs() > 1e-4
+                assert torch.equal(gradients[name][clear], exact.sign()[clear])
+        assert all(
+            float(kept.abs().max()) < 1e-4 for kept in (found.momentum["w"], found.momentum["b"])
+        )
+
+
+def test_a_coefficient_is_the_mean_over_those_who_sent_it() -> None:
+    """Two replicas of one tile of two numbers; each sends its larger coefficient."""
+
+    def pair(first: float, second: float) -> Tensor:
+        return Tiles(torch.Size([2]), 2).invert(torch.tensor([[first, second]]))
+
+    both = [
+        run_ranks(alone, 2, [pair(3.0, 1.0), other])[0]
+        for other in (pair(1.0, 5.0), pair(7.0, 1.0))
+    ]
+    assert torch.allclose(both[0], 2 * pair(3.0, 5.0), atol=1e-5)
+    assert torch.allclose(both[1], 2 * pair((3.0 + 7.0) / 2, 0.0), atol=1e-5)
+
+
+def alone(gradients: list[Tensor]) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    own = {"b": gradients[dist.get_rank()].clone()}
+    unit = Unit("", {"b": torch.Size([2])}, torch.device("cpu"))
+    Demo(chunk=2, top_k=1, sign=False).open(unit, group)(own)
+    return own["b"]
+
+
+@pytest.mark.parametrize("kind", [Random, Striding, Slicing])
+def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
+    config = kind(rate=0.1)
+    seen = torch.zeros(57)
+    for step in range(60):
+        places = config.places(57, step, "w", torch.device("cpu"))
+        assert len(places) == len(places.unique()) == config.count(57) == 6
+        seen[places] += 1
+    assert seen.min() > 0
+
+
+def test_random_numbers_are_drawn_alike_of_all_parts() -> None:
+    """As often as each other, and neither by the step nor by the name in the same places."""
+    config, cpu = Random(rate=0.1), torch.device("cpu")
+    drawn = torch.stack([config.places(100_000, step, "w", cpu) for step in range(20)])
+    parts = drawn - torch.arange(0, 100_000, 10)
+    assert (parts.flatten().bincount() - 20_000).abs().max() < 600, "four standard deviations"
+    pairs = (parts[:-1] * 10 + parts[1:]).flatten().bincount(minlength=100)
+    assert (pairs - 1900).abs().max() < 220, "five of them"
+    assert (config.places(100_000, 0, "w", cpu) == drawn[0]).all()
+    other = config.places(100_000, 0, "v", cpu)
+    assert 800 < (other == drawn[0]).sum() < 1200
+
+
+def test_random_integers_are_those_of_splitmix() -> None:
+    """The first of the generator's authors, of seed 1234567, without their two highest bits."""
+    found = _mixed(torch.arange(3), 1234567).tolist()
+    published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
+    assert found == [number % 2**62 for number in published]
+    assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
+
+
+def spoiled(every: int, swapped: bool) -> str:
+    group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
+    assert group is not None
+    model.weight.data = torch.arange(16.0).view(4, 4)
+    torch.nn.init.ones_(model.bias)
+    config = Demo(chunk=4, top_k=1, sign=False, verify_steps=3, every=every)
+    (technique,) = replicas(config, [model], group, torch.device("cpu"))
+    try:
+        for update in range(8):
+            technique.before_pass()
+            if update == 4:
+                technique.agree = lambda moved: None  # each keeps what it has
+                if not swapped:
+                    model.weight.data[0, 0] += 1e-6 * dist.get_rank()
+                elif dist.get_rank():
+                    model.weight.data = model.weight.data.flip(0)
+            technique.after_update()
+    except RuntimeError as error:
+        return f"{update}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("every", "found_at"), [(1, 5), (2, 7)])
+def test_replicas_that_differ_are_found(every: int, found_at: int, swapped: bool) -> None:
+    """In a value, or in nothing but the order of rows."""
+    for found in run_ranks(spoiled, 2, every, swapped):
+        assert found.startswith(
+            f"{found_at}: communication.replicas: the weights of replicas differ"
+        )
+
+
+LAYOUTS: dict[str, Case] = {
+    "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
+    "DDP 2": case(replicate=2, batch=2),
+    "DDP 2 x TP 2": case(replicate=2, tp=2, batch=2),
+    "DDP 2 x PP 2": case(2, replicate=2, batch=4),
+}
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "DDP 2"]))
+def test_replicas_have_the_same_weights_to_the_bit(name: str) -> None:
+    layout = LAYOUTS[name]
+    for way in NAMES if name == "DDP 2" else ["demo"]:
+        recipe = layouts.job(
+            layout,
+            "SGD",
+            communication={"replicas": {"name": way, "verify_steps": 1}},
+            training={"steps": 4, "max_norm": 0.0},
+        )
+        slow = recipe.optimizer.model_copy(update={"lr": 1e-3})
+        found = run_ranks(trace, layout.ranks, recipe.model_copy(update={"optimizer": slow}))
+        assert found[0].losses[-1] != found[0].losses[0]
+        half = layout.ranks // 2
+        copies = {0: half} if name != "DDP 2 x PP 2" else {0: 1}
+        for one, other in copies.items():
+            for weight, part in found[one].weights[-1].items():
+                assert torch.equal(part.local, found[other].weights[-1][weight].local), weight
+
+
+def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
+    """With nothing kept and no sign."""
+    layout = LAYOUTS["HSDP 2 x 2"]
+    everything = {"replicas": {"name": "slicing", "rate": 1.0, "sign": False}}
+    found, expected = (
+        run_ranks(trace, 4, layouts.job(layout, "SGD", communication=ways, training={"steps": 4}))[
+            0
+        ]
+        for ways in (everything, AFTERWARDS)
+    )
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
+LOCAL = {"name": "all_reduce", "every": 2}
+APART = {
+    "local SGD": LOCAL,
+    "demo": {"name": "demo", "sign": False, "every": 2, "decay": 0.9},
+    "none": {"name": "none"},
+}
+
+
+def apart(layout: Case, ways: dict[str, Any], **training: Any) -> list[Trace]:
+    recipe = layouts.job(
+        layout, "SGD", communication={"replicas": ways}, training={"steps": 4, **training}
+    )
+    return run_ranks(trace, layout.ranks, recipe, True)
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"]))
+def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name: str) -> None:
+    layout = LAYOUTS[name]
+    never, local = apart(layout, {"name": "none"}), apart(layout, LOCAL)
+    other = layout.ranks // 2 if layout.pp == 1 else 1
+    for weight, found in local[0].weights[1].items():
+        mine, theirs = (never[rank].weights[1][weight].local for rank in (0, other))
+        assert not torch.equal(mine, theirs)
+        assert torch.allclose(found.local, (mine + theirs) / 2, atol=1e-6)
+        for step in (1, 3):
+            both = (local[rank].weights[step][weight].local for rank in (0, other))
+            assert torch.equal(*both)
+        assert not torch.equal(found.local, local[other].weights[2][weight].local)
+    assert never[0].losses == never[other].losses
+    assert never[0].grad_norms == never[other].grad_norms
+
+
+def test_each_replica_trains_on_the_mean_of_its_own_targets() -> None:
+    """One update apart from each other, with SGD, is the update by the mean of their gradients;
+    where both have as many targets, that is the mean over all."""
+    layout = case(replicate=2, batch=4)
+
+    def after_one(ways: dict[str, Any]) -> list[Trace]:
+        recipe = layouts.job(
+            layout,
+            "SGD",
+            communication={"replicas": ways},
+            training={"steps": 1, "max_norm": 0.0},
+        )
+        return run_ranks(trace, 2, recipe)
+
+    together, alone_ = after_one({"name": "all_reduce"}), after_one({"name": "none"})
+    for weight, found in together[0].weights[0].items():
+        both = [alone_[rank].weights[0][weight].local for rank in range(2)]
+        assert torch.allclose((both[0] + both[1]) / 2, found.local, atol=1e-6)
+    assert together[0].losses == pytest.approx(alone_[0].losses, rel=1e-6)
+
+
+def stopped(folder: str, ways: dict[str, Any], optimizer: str, half: int) -> list[Parts]:
+    """Train four steps at once; then to `half`, and on; what this rank has of the weights."""
+    found = []
+    for name, steps in (("a", 4), ("b", half), ("b", 4)):
+        recipe = layouts.job(
+            LAYOUTS["HSDP 2 x 2"],
+            optimizer,
+            communication={"replicas": ways},
+            training={"steps": steps},
+            job={"dump_folder": f"{folder}/{name}"},
+            checkpoint={"enable": True, "interval": half, "async_mode": "async"},
+        )
+        found.append(train(recipe, parts))
+    return found
+
+
+KEPT = {"demo in each step": {"name": "demo", "sign": False}, **APART}
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_a_run_that_resumes_is_the_same_to_the_bit(way: str, tmp_path: Path) -> None:
+    """Also where it was stopped between two agreements."""
+    results = run_ranks(stopped, 4, str(tmp_path), KEPT[way], "AdamW", 3)
+    for at_once, _, resumed in results:
+        assert all(torch.equal(at_once[name].local, p.local) for name, p in resumed.items())
+    saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
+    assert ("replica.1.model.output.weight" in saved) == (way in APART)
+
+
+def resumed(folder: str, layout: Case, ways: dict[str, Any]) -> tuple[Parts, list[str]]:
+    """What this rank has of the weights after three steps, and the warnings on the way."""
+    recipe = layouts.job(
+        layout,
+        "AdamW",
+        communication={"replicas": ways},
+        training={"steps": 3},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": 3, "async_mode": "disabled"},
+    )
+    with patch.object(logger, "warning") as warned:
+        return train(recipe, parts), [str(call.args[0]) for call in warned.call_args_list]
+
+
+def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None:
+    """Each where it was, with as many replicas; else all with the weights of the first."""
+    two = case(replicate=2, batch=4)
+    at_once = [found for found, _ in run_ranks(resumed, 2, str(tmp_path / "b"), two, LOCAL)]
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    split = run_ranks(resumed, 4, str(tmp_path / "b"), case(replicate=2, shard=2), LOCAL)
+    for rank, (found, said) in enumerate(split):
+        for name, part in found.items():
+            assert torch.equal(part.local, part.of(at_once[rank // 2][name]))
+        assert ["begins anew" in line for line in said] == [True]
+    ((first, said),) = run_ranks(resumed, 1, str(tmp_path / "c"), case(batch=8), {})
+    for name, part in first.items():
+        assert torch.equal(part.local, at_once[0][name].local)
+    assert ["begins with the weights of the first" in " ".join(line.split()) for line in said] == [
+        True
+    ]
+
+
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+    is_skipped_and_leaves_nothing({"replicas": {"name": "slicing", "sign": False}})

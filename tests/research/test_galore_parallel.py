@@ -1,0 +1,245 @@
+"""GaLore on several ranks: every matrix is projected as a whole, wherever its parts are.
+
+First single matrices, in every way that a mesh can split them, evenly or not; then whole runs,
+against one rank and resumed on another layout.
+"""
+
+import itertools
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from benchmarks.collectives import formulas
+from tests import tiny
+from tests.layouts import ONE, Case, case
+from tests.parallel.test_optimizers import ALLOWED, off
+from tests.ranks import run_ranks
+from tests.research.layouts import SIMPLE, installed
+from tests.runs import Trace, compare, losses, trace, train
+from tests.tiers import tiers
+from tests.training.test_optimizers import a_rate_trains_the_debug_model
+from torchtitan.job import JobConfig
+from torchtitan.optim import NamedParameter, Optimizers
+from torchtitan.parallel import ParallelismConfig
+from torchtitan.research.galore.galore import GaLore
+from torchtitan.torch_private.dtensor import placed
+
+SPLIT: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows": ((4,), (Shard(0),)),
+    "columns": ((4,), (Shard(1),)),
+    "rows, columns": ((2, 2), (Shard(0), Shard(1))),
+    "columns, rows": ((2, 2), (Shard(1), Shard(0))),
+    "copies, rows": ((2, 2), (Replicate(), Shard(0))),
+    "copies, columns": ((2, 2), (Replicate(), Shard(1))),
+    "rows, rows": ((2, 2), (Shard(0), Shard(0))),
+    "rows within rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+}
+"""Meshes, and how a matrix lies on them."""
+SHAPES = {"even": (12, 8), "uneven": (10, 7), "a rank has none": (3, 9)}
+STEPS = 3
+
+
+def variants(shape: tuple[int, ...]) -> list[GaLore]:
+    common = {"lr": 0.05, "rank": 2, "refresh_period": 2, "oversampling": 1}
+    return [
+        GaLore.model_validate(common | {"project": project, "moments": moments})
+        for project, moments in (("rows", "rotate"), ("columns", "keep"))
+    ]
+
+
+def gradients(shape: tuple[int, ...]) -> list[Tensor]:
+    """Of every step; their singular values fall by halves."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(STEPS):
+        u, _, v = torch.linalg.svd(torch.randn(*shape, generator=generator), full_matrices=False)
+        found.append(u * 0.5 ** torch.arange(u.shape[1]) @ v)
+    return found
+
+
+@cache
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes)
+
+
+def laid_out(whole: Tensor, split: str) -> Tensor:
+    """This rank's part of a matrix, in its place."""
+    sizes, placements = SPLIT[split]
+    mesh = mesh_of(sizes)
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    return placed(part.clone(), mesh, placements, whole.shape)
+
+
+def updated(names: list[tuple[str, str]]) -> dict[Any, list[dict[str, Tensor]]]:
+    """Weight and states after all steps, whole, and this rank's projector, of every variant."""
+    return {
+        name: [update(SHAPES[name[1]], config, name[0]) for config in variants(SHAPES[name[1]])]
+        for name in names
+    }
+
+
+def update(shape: tuple[int, ...], config: GaLore, split: str | None) -> dict[str, Tensor]:
+    weight = gradients(shape)[0].clone()
+    tensor = weight if split is None else laid_out(weight, split)
+    optimizer = Optimizers([NamedParameter(tensor, "w", "matrix")], config)
+    for gradient in gradients(shape):
+        tensor.grad = gradient if split is None else laid_out(gradient, split)
+        optimizer.step()
+    found = {"weight": tensor} | optimizer.state_dict()
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    sizes = {
+        f"{name}, held": torch.tensor(t.to_local().numel())
+        for name, t in found.items()
+        if isinstance(t, DTensor)
+    }
+    return whole | sizes
+
+
+def is_possible(split: str, shape: str) -> bool:
+    """Torch places rows within rows only where that comes out even."""
+    return split != "rows within rows" or shape == "even"
+
+
+def test_a_matrix_is_projected_as_a_whole() -> None:
+    names = [name for name in itertools.product(SPLIT, SHAPES) if is_possible(*name)]
+    ranks = run_ranks(updated, 4, names)
+    for split, shape in names:
+        m, n = SHAPES[shape]
+        for number, config in enumerate(variants((m, n))):
+            expected = update((m, n), config, None)
+            for rank in ranks:
+                found = rank[split, shape][number]
+                for name, value in expected.items():
+                    off = (found[name] - value).abs().max().item()
+                    assert off <= 3e-6, f"{split}, {shape}, {config.project}: {name}: {off}"
+                projector = ranks[0][split, shape][number]["w.projector"]
+                assert torch.equal(found["w.projector"], projector)
+            # A moment is shared by all ranks that share the matrix.
+            held = sum(rank[split, shape][number]["w.exp_avg, held"] for rank in ranks)
+            copies = 2 if "copies" in split else 1
+            # What an earlier axis splits is shared within the parts of a later one only evenly.
+            nested = {"rows": "rows, columns", "columns": "columns, rows"}.get(config.project)
+            if shape == "even" or split != nested:
+                assert held == copies * expected["w.exp_avg"].numel(), (split, shape)
+
+
+LAYOUTS = installed(
+    {
+        "FSDP 4, uneven": case(shard=4),
+        "HSDP 2 x 2": case(replicate=2, shard=2),
+        "TP 2": case(tp=2),
+        "PP 2": case(2, batch=4),
+        "CP 2": case(cp=2),
+        "FSDP 2 x TP 2": case(shard=2, tp=2),
+        "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
+        "FSDP 2 x PP 2": case(2, shard=2),
+        "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
+        "TP 2 x PP 2": case(2, tp=2),
+        "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
+    }
+)
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"},
+)
+
+
+def job(
+    layout: Case, folder: Path | str = "unused", max_norm: float = 0.3, **optimizer: Any
+) -> JobConfig:
+    settings = {"name": "GaLore", "lr": 4e-3, "refresh_period": 2} | optimizer
+    # 70 rows are no multiple of 4.
+    model = {"flavor": "deep", "n_layers": 2, "ffn_dim": 70}
+    sections = {"training": {"max_norm": max_norm}, "optimizer": settings, "model": model}
+    return tiny.job(folder, **layout.recipe(**sections))
+
+
+def traces(jobs: list[JobConfig]) -> list[Trace]:
+    torch.compiler.set_stance("force_eager")
+    return [trace(job, True) for job in jobs]
+
+
+@cache
+def reference() -> list[Trace]:
+    (found,) = run_ranks(traces, 1, [job(ONE, **variant) for variant in VARIANTS])
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", tiers(LAYOUTS, ["FSDP 2 x TP 2"], ["TP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"])
+)
+def test_a_run_is_that_of_one_rank(name: str) -> None:
+    layout = LAYOUTS[name]
+    results = run_ranks(traces, layout.ranks, [job(layout, **variant) for variant in VARIANTS])
+    for rank, found in enumerate(results):
+        for own, expected in zip(found, reference(), strict=True):
+            compare(own, expected, f"rank {rank}")
+
+
+@pytest.mark.gate
+def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None:
+    def made(name: str, layout: Case, steps: int) -> JobConfig:
+        base = job(layout, tmp_path / name, refresh_period=2, moments="rotate")
+        sections = {
+            "training": base.training.model_copy(update={"steps": steps}),
+            "lr_scheduler": base.lr_scheduler.model_copy(update={"total_steps": 5}),
+            "checkpoint": base.checkpoint.model_copy(update={"enable": True, "interval": 3}),
+        }
+        return base.model_copy(update=sections)
+
+    fsdp, tp = case(shard=2), case(tp=2)
+    expected = run_ranks(train, 2, made("whole", fsdp, 5))[0]
+    run_ranks(train, 2, made("FSDP 2", fsdp, 3))
+    shutil.copytree(tmp_path / "FSDP 2", tmp_path / "TP 2")
+    for rank in run_ranks(train, 2, made("TP 2", tp, 5)):
+        for name, weight in rank.items():
+            assert (weight - expected[name]).abs().max() <= 1e-5, name
+    assert losses(tmp_path / "TP 2") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    same = run_ranks(train, 2, made("FSDP 2", fsdp, 5))[0]
+    assert all(torch.equal(same[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.gate
+def test_updates_in_the_backward() -> None:
+    layout, early = case(shard=2, batch=4), {"early_step_in_backward": True}
+    jobs = [job(layout, max_norm=0, **early), job(layout, max_norm=0)]
+    for found, late in run_ranks(traces, 2, jobs):
+        assert found.losses == late.losses
+        weights = found.weights[-1].items()
+        assert all(torch.equal(w.local, late.weights[-1][name].local) for name, w in weights)
+
+
+@pytest.mark.gate
+def test_moments_in_few_bits() -> None:
+    """At this rank each part is large enough for codes, whose blocks are then those of one rank."""
+    few = {"state_dtype": "8bit", "rank": 64}
+    wide = {"flavor": "square"}
+    one, two = (
+        job(layout, **few).model_copy(update={"model": tiny.job(**layout.recipe(model=wide)).model})
+        for layout in (ONE, case(shard=2))
+    )
+    ((expected,),) = run_ranks(traces, 1, [one])
+    found = [rank[0] for rank in run_ranks(traces, 2, [two])]
+    assert off(found, expected) < ALLOWED["8bit"]
+
+
+def test_what_it_sends_is_in_no_formula() -> None:
+    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "GaLore"})
+    with pytest.raises(NotImplementedError, match="no formulas of what GaLore sends"):
+        formulas(job, 2)
+    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
+
+
+@pytest.mark.gate
+def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
+    a_rate_trains_the_debug_model("GaLore")

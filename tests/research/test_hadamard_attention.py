@@ -1,0 +1,183 @@
+"""Attention in 8 bits: the rotation against scipy's matrix, the rounding, and what it does."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.layouts import FULL, Case, case
+from tests.ranks import run_ranks
+from tests.research.layouts import BY_TENSOR
+from tests.runs import rows, train
+from tests.training.test_precision import recipe as watched_recipe
+from torchtitan import convert
+from torchtitan.models.attention import SelfAttention
+from torchtitan.models.llama3.model import Llama3
+from torchtitan.models.spec import build_empty
+from torchtitan.research.hadamard_attention.hadamard import hadamard
+from torchtitan.research.hadamard_attention.low_precision_attention import (
+    LowPrecisionAttention,
+    RoundedAttention,
+    largest_elements,
+    straight_through,
+)
+
+
+@pytest.mark.parametrize("size", [2**power for power in range(1, 16)])
+def test_the_transform_is_that_of_scipy(size: int) -> None:
+    """Whole numbers, whose sums are exact: what is left is how the result is scaled."""
+    x = torch.randint(-8, 9, (2, size), generator=torch.Generator().manual_seed(size)).double()
+    columns = torch.arange(0, size, max(size // 64, 1))
+    matrix = torch.from_numpy(scipy.linalg.hadamard(size, dtype="int8")[:, columns.numpy()])
+    y = x @ matrix.double() / math.sqrt(size)
+    torch.testing.assert_close(hadamard(x)[:, columns], y, rtol=2e-15, atol=2e-15)
+    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=2e-15, atol=2e-15 * 8)
+
+
+def test_the_gradient_of_the_transform() -> None:
+    x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(hadamard, x)
+
+
+def test_the_transform_wants_a_power_of_two() -> None:
+    with pytest.raises(ValueError, match="the last dim is 24"):
+        hadamard(torch.ones(24))
+
+
+def heads(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("format", ["float8", "int8"])
+@pytest.mark.parametrize("scale", ["token", "head", "tensor"])
+def test_rounding_is_that_of_the_formats(format: Any, scale: Any) -> None:
+    """By hand: a scale for each slice, and the nearest of all numbers of the format."""
+    x = heads(2, 3, 5, 8).requires_grad_()
+    found = straight_through(x, largest_elements(x.detach(), scale), format)
+    found.backward(gradient := heads(2, 3, 5, 8))
+    assert torch.equal(x.grad, gradient)
+    numbers = torch.arange(-127.0, 128.0, dtype=torch.float64)
+    if format == "float8":
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        numbers = codes[codes.isfinite()]
+    shared = {"token": 8, "head": 5 * 8, "tensor": 3 * 5 * 8}[scale]
+    for own, rounded in zip(
+        x.detach().reshape(-1, shared), found.detach().reshape(-1, shared), strict=True
+    ):
+        step = own.abs().max() / numbers.max()
+        off = (own[:, None] / step - numbers).abs().amin(1) * step
+        torch.testing.assert_close((own - rounded).abs(), off, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_rounded_to_nothing() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    assert torch.equal(straight_through(x, largest_elements(x, "head"), "float8"), x)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("rotation", ["qk", "v", "qkv"])
+def test_a_rotation_alone_changes_nothing(
+    rotation: Any, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of causal attention with grouped queries, as long as nothing is rounded."""
+    q, k, v = heads(2, 4, 6, 8), heads(2, 2, 6, 8), heads(2, 2, 6, 8)
+    kept = torch.tensor([[0, 0, 0, 1, 1, 1]]).repeat(2, 1) if documents else None
+    module = RoundedAttention(LowPrecisionAttention(rotation=rotation), [])
+    rounded = module(q, k, v, kept)
+    monkeypatch.setattr(module, "rounded", lambda *tensors: list(tensors))
+    expected = SelfAttention()(q, k, v, kept)
+    torch.testing.assert_close(module(q, k, v, kept), expected, rtol=0, atol=1e-12)
+    assert 1e-3 < (rounded - expected).norm() / expected.norm() < 0.2
+
+
+def error(rotation: Any, format: Any, largest: float) -> float:
+    """Of attention with one scale for the tensor, two of whose channels are so much larger."""
+    q, k, v = (heads(1, 4, 64, 64).roll(shift, 2) for shift in range(3))
+    for x in (q, k):
+        x[..., :2] *= largest
+    config = LowPrecisionAttention(rotation=rotation, dtype=format, scale="tensor")
+    expected = SelfAttention()(q, k, v, None)
+    return float((RoundedAttention(config, [])(q, k, v, None) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("format", ["float8", "int8"])
+def test_a_rotation_helps_where_channels_stand_out(format: Any) -> None:
+    assert error("qk", format, 10) < 0.75 * error("none", format, 10)
+    assert error("qk", format, 1) == pytest.approx(error("none", format, 1), rel=0.2)
+
+
+def test_it_says_what_it_converted() -> None:
+    model = build_empty(Llama3, tiny.FLAVORS["tiny"], 32)
+    config = LowPrecisionAttention(filter_fqns=("layers.0",), rotation="qk", scale="head")
+    (done,) = convert.apply(model, [config], None, has_fsdp=False)
+    assert convert.describe(config, done) == (
+        "low_precision_attention (float8, a scale for each head, qk rotated): 1 of 2 attention "
+        "modules; skipped layers.0.attention.attend (filter)"
+    )
+    assert [type(block.attention.attend) for block in model.layers.values()] == [
+        SelfAttention,
+        RoundedAttention,
+    ]
+
+
+def recipe(*converters: LowPrecisionAttention, **sections: dict[str, Any]) -> Any:
+    return tiny.job(**sections).model_copy(update={"convert": converters})
+
+
+def test_what_cannot_be_converted_is_refused() -> None:
+    thirds = {"name": "tiny", "flavor": "tiny", "dim": 48}
+    rotated = LowPrecisionAttention(rotation="qk", filter_fqns=("layers.0",))
+    job = recipe(rotated, LowPrecisionAttention(), LowPrecisionAttention(filter_fqns=("att",)))
+    job = job.model_copy(update={"model": tiny.job(model=thirds).model})
+    found = [(problem.path, problem.message) for problem in tiny.problems(job)]
+    assert [path for path, _ in found] == [
+        "convert.0.rotation",
+        "convert.1.name",
+        "convert.2.filter_fqns",
+    ]
+    assert "has 12 elements (dim / n_heads)" in found[0][1]
+    assert "convert.0 converts attention that this one would" in found[1][1]
+
+
+def test_a_scale_that_looks_ahead_is_told() -> None:
+    assert not tiny.problems(recipe(LowPrecisionAttention()), severity="note")
+    (note,) = tiny.problems(recipe(LowPrecisionAttention(scale="head")), severity="note")
+    assert note.path == "convert.0.scale"
+    assert "what comes after it" in note.message
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        case(cp=2, documents=True, convert=BY_TENSOR),
+        pytest.param(case(2, tp=2, convert=BY_TENSOR, recompute=FULL), marks=pytest.mark.gate),
+    ],
+)
+def test_rounded_attention_is_reported_and_the_run_is_the_same(
+    layout: Case, tmp_path: Path
+) -> None:
+    weights = [
+        run_ranks(train, layout.ranks, watched_recipe(tmp_path / str(watched), layout, watched))[0]
+        for watched in (0, 2)
+    ]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+    found = [row for row in rows(tmp_path / "2") if row.get("event") == "precision"]
+    assert [row["step"] for row in found] == [2, 4]
+    layers = 6 if layout.pp > 1 else 2
+    for row in found:
+        values: dict[str, float] = {k: v for k, v in row.items() if k.startswith("precision/")}
+        assert values.keys() == {
+            f"precision/layers.{number}.attention.attend/{what}/{which}"
+            for number in range(layers)
+            for what in "qkv"
+            for which in ("underflow", "saturation", "scale")
+        }
+        assert all(v > 0 for k, v in values.items() if k.endswith("scale"))
+        assert all(0 <= v <= 1 for k, v in values.items() if not k.endswith("scale"))
+        assert any(v > 0 for k, v in values.items() if k.endswith("underflow"))

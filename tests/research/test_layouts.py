@@ -1,0 +1,189 @@
+"""The comparisons of the main road, for the layouts of the systems that are there.
+
+Each is what a test of the same name outside of this folder does with other layouts.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import test_resume
+from tests.layouts import (
+    FULL,
+    LAYOUTS,
+    RESHARD,
+    RING,
+    ROWWISE,
+    UNBALANCED,
+    Case,
+    case,
+)
+from tests.parallel import (
+    test_collectives,
+    test_convert,
+    test_muon,
+    test_optimizers,
+    test_parity,
+    test_qk_clip,
+    test_slow_link,
+)
+from tests.ranks import run_ranks
+from tests.research import layouts
+from tests.research.layouts import (
+    BESIDE_LATENT,
+    DAILY,
+    IN_PLACE,
+    LATENT_BESIDE,
+    LONG,
+    ROTATED,
+    SIMPLE,
+    installed,
+)
+from tests.runs import train
+from tests.tiers import tiers
+from tests.training import test_statistics
+
+BFLOAT16 = {"mixed_precision_param": "bfloat16"}
+LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
+DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
+SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
+HOP = {"replicas": {"name": "loco", "bucket": 64}}
+TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
+QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
+LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.items()}
+
+
+@pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, LONG))
+def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+    test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
+
+
+FROM_PARITY = (
+    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
+    *("SimpleFSDP 2 x PP 2", "rotated 2, copies 2", "rotated 2 x CP 2, documents"),
+    *("PP 2, 1F1B, all losses, of latents too", "TP 2 x PP 2, all losses, of latents too"),
+    *("SimpleFSDP 2, all losses, of latents too", "rotated 2, losses of latents"),
+)
+SENDING: dict[str, Case] = installed(
+    {
+        **{name: layouts.ALL[name] for name in FROM_PARITY},
+        "FSDP 2, LoCo": case(shard=2, communication=LOCO),
+        "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
+        "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
+        "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
+        "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
+        "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, batch=1, communication=TWO_HOPS),
+        "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
+        "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
+        "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
+        "rotated 2": case(shard=2, sharding=ROTATED),
+        "rotated 4, bfloat16, full recomputation": case(
+            shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
+        ),
+        "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
+        "FSDP 2, all losses, of latents too, full recomputation": case(
+            shard=2, recompute=FULL, **LATENT_BESIDE, **{RESHARD: "always"}
+        ),
+        "TP 2, all losses, of latents too, full recomputation": case(
+            tp=2, recompute=FULL, **LATENT_BESIDE
+        ),
+        "CP 2 x TP 2, all losses, of latents too": case(cp=2, tp=2, **LATENT_BESIDE),
+        "CP 2, unbalanced ring, losses of latents": case(
+            cp=2, auxiliary=BESIDE_LATENT, **RING, **UNBALANCED
+        ),
+    }
+)
+SENDING_DAILY = ("FSDP 2, LoCo", "FSDP 2 x TP 2, QSDP", "HSDP 2 x 2, DeMo", "rotated 2")
+
+
+@pytest.mark.parametrize("name", tiers(SENDING, [n for n in SENDING_DAILY if n in SENDING]))
+def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.sends_what_the_formulas_say(SENDING[name], monkeypatch)
+
+
+SHARDED = installed(
+    {
+        "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
+        "rotated 2": case(shard=2, sharding=ROTATED),
+    }
+)
+
+
+@pytest.mark.parametrize("name", tiers(SHARDED, []))
+def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
+    test_muon.is_the_run_of_one_rank(SHARDED[name])
+
+
+GATHERED_IN_GRAPH = {name: layout for name, layout in SHARDED.items() if "rotated" not in name}
+
+
+@pytest.mark.parametrize("name", tiers(GATHERED_IN_GRAPH, []))
+def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name: str) -> None:
+    test_qk_clip.is_the_run_of_one_rank(GATHERED_IN_GRAPH[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
+def test_steps_in_the_backward(name: str) -> None:
+    test_optimizers.is_updated_in_the_backward(case(shard=2, batch=4, sharding=SIMPLE))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
+def test_what_is_compiled_is_the_same_run(name: str) -> None:
+    layout = case(shard=2, convert=ROWWISE, sharding=SIMPLE)
+    test_convert.is_compiled_to_the_same_run(layout, {"granularity": "model"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
+def test_the_run_with_statistics_is_the_same_to_the_bit(
+    name: str, one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    sections = {**test_statistics.compiled("model"), "sharding": SIMPLE}
+    test_statistics.is_the_same_to_the_bit(case(shard=2), sections, one_rank, tmp_path)
+
+
+LINKED = installed(
+    {
+        "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
+        "rotated 2": case(shard=2, sharding=ROTATED),
+        "QSDP 2": case(
+            shard=2, communication={way: {"name": "qsdp", "bucket": 64} for way in QSDP}
+        ),
+        "DeMo 2": case(replicate=2, communication=DEMO),
+    }
+)
+
+
+@pytest.mark.parametrize("name", tiers(LINKED, [name for name in ("QSDP 2",) if name in LINKED]))
+def test_a_run_on_a_slow_link_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    test_slow_link.is_the_same_to_the_bit(LINKED[name], tmp_path)
+
+
+PAIRS = [
+    (before, after)
+    for before, after in (
+        ("FSDP 2 x TP 2", "SimpleFSDP, HSDP 2 x 2, full recomputation"),
+        ("SimpleFSDP 2, accumulating 4", "FSDP 2 x TP 2"),
+    )
+    if {before, after} <= LAYOUTS.keys() | layouts.LAYOUTS.keys()
+]
+
+
+@pytest.mark.parametrize(("before", "after"), tiers(PAIRS, PAIRS[1:]))
+def test_another_layout_goes_on_with_the_same_run(
+    before: str, after: str, tmp_path: Path, straight: Path
+) -> None:
+    both = LAYOUTS | layouts.LAYOUTS
+    for layout, steps in ((both[before], 3), (both[after], 6)):
+        run_ranks(train, layout.ranks, test_resume.recipe(tmp_path, layout, steps))
+    test_resume.is_the_same_run(tmp_path, straight)
+
+
+straight = test_resume.straight
+one_rank = test_statistics.one_rank

@@ -1,0 +1,179 @@
+"""QSDP: weights and gradients in few bits, right in the mean."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.research.few_bits import (
+    EXACT,
+    LAYOUTS,
+    ROW,
+    UNIT,
+    drawn,
+    is_compiled_around,
+    is_nearly_the_run,
+    is_skipped_and_leaves_nothing,
+    matrices,
+    reduced,
+    resumes_on_another_layout,
+    resumes_to_the_bit,
+)
+from tests.tiers import tiers
+from torchtitan.research.common.codec import Codec
+from torchtitan.research.qsdp.levels import learn
+from torchtitan.research.qsdp.qsdp import QSDPGradients, QSDPWeights
+
+QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
+LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 3} for way in QSDP}
+
+
+@pytest.mark.parametrize("levels", ["uniform", "learned"])
+def test_gradients_of_qsdp_are_right_in_the_mean(levels: Literal["uniform", "learned"]) -> None:
+    """Rounded at random: the error of a sum of calls grows as their root, not as their number."""
+    calls, bits = 400, 3
+    config = QSDPGradients(bits=bits, bucket=64, levels=levels, learn_steps=100)
+    for found in run_ranks(reduced, 2, config, calls):
+        # Of each bucket, one unit at most is 2 x 4 standard deviations / 7 (learned: three times
+        # that); a rounding is off by half of that at most. Two ranks send; five deviations of it.
+        largest = matrices(torch.logspace(-3, 0, ROW)) * (1 if levels == "uniform" else 3)
+        limit = 5 * (8 * largest / (2**bits - 1) / 2).max() * (2 * calls) ** 0.5
+        assert matrices(found.sent - found.arrived).abs().max() < limit
+        assert matrices(found.sent - found.arrived).abs().max() > 0.01
+
+
+class Gathered(NamedTuple):
+    first: Tensor
+    again: Tensor
+    later: Tensor
+
+
+def gathered(config: QSDPWeights) -> Gathered:
+    """Gather twice in a step, and once in the next; into the buffer that the part is a view of."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    way = config.open(UNIT, group)
+    found = []
+    for gather in range(3):
+        whole = torch.full((group.size() * ROW,), torch.nan)
+        part = whole[rank * ROW : (rank + 1) * ROW]
+        part.copy_(drawn(ROW, seed=rank))
+        if gather == 2:
+            way.end_step()
+        way(whole, part)
+        found.append(whole.clone())
+    return Gathered(*found)
+
+
+@pytest.mark.parametrize("levels", ["uniform", "learned"])
+def test_all_ranks_compute_with_the_same_weights_of_qsdp(
+    levels: Literal["uniform", "learned"],
+) -> None:
+    config = QSDPWeights(bits=4, bucket=64, levels=levels, learn_steps=1)
+    results = run_ranks(gathered, 2, config)
+    kept = torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+        assert torch.equal(found.first, found.again), "the backward has the forward's weights"
+        assert not torch.equal(found.first, found.later), "each step has its own shift"
+        rows = found.first.view(2, ROW)
+        assert torch.equal(rows[:, EXACT], kept[:, EXACT])
+        off = matrices(rows - kept).abs().max()
+        assert 0 < off < (0.5 if levels == "uniform" else 3.0) * (2 * 5 / 15)
+
+
+def means(config: QSDPWeights, steps: int) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    way, total = config.open(UNIT, group), torch.zeros(2 * ROW)
+    for _ in range(steps):
+        whole = torch.empty(2 * ROW)
+        way(whole, drawn(ROW, seed=dist.get_rank()))
+        total += whole
+        way.end_step()
+    return total / steps
+
+
+@pytest.mark.parametrize("levels", ["uniform", "learned"])
+def test_weights_of_qsdp_are_right_in_the_mean(levels: Literal["uniform", "learned"]) -> None:
+    """Over the shifts that ranks share, one a step."""
+    steps, kept = 400, torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
+    config = QSDPWeights(bits=3, bucket=64, levels=levels)
+    (found, same) = run_ranks(means, 2, config, steps)
+    assert torch.equal(found, same)
+    off = matrices(found.view(2, ROW) - kept)
+    # A unit is a seventh of a bucket's range (learned levels: up to three); off by half at most.
+    ranges = matrices(torch.logspace(-3, 0, ROW)).expand(2, -1) * (1 if levels == "uniform" else 3)
+    assert (off.abs() / ranges).max() < 5 * (8 / 7 / 2) / steps**0.5
+    assert off.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, list(LAYOUTS)[:1]))
+def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
+    is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
+
+
+@pytest.mark.parametrize("way", [LEARNED], ids=str)
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind(way: dict[str, Any]) -> None:
+    is_skipped_and_leaves_nothing(way)
+
+
+@pytest.mark.gate
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_blocks_are_compiled_around_it() -> None:
+    is_compiled_around(QSDP)
+
+
+@pytest.mark.parametrize("communication", [QSDP, LEARNED], ids=["uniform", "learned"])
+def test_a_run_that_resumes_is_the_same_to_the_bit(
+    communication: dict[str, Any], tmp_path: Path
+) -> None:
+    resumes_to_the_bit(communication, tmp_path)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("communication", [LEARNED], ids=["learned"])
+def test_a_run_that_resumes_on_another_layout_says_so(
+    communication: dict[str, Any], tmp_path: Path
+) -> None:
+    resumes_on_another_layout(communication, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["normal", "uniform", "product of two normals"])
+def test_learned_levels_lose_less(kind: str, bits: int) -> None:
+    """Of a normal distribution; of a uniform one there is nothing to be learned."""
+    noise = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 1024, generator=noise)
+    if kind == "uniform":
+        rows = torch.rand(64, 1024, generator=noise)
+    elif kind != "normal":
+        rows *= torch.randn(64, 1024, generator=noise)
+    codec = Codec(bits, 1024, "minmax")
+    even = torch.linspace(0, 1, 2**bits)
+    learned = learn(even, codec.normalized(rows).flatten(), 0.01)
+    assert torch.equal(learned, learned.sort().values)
+    assert learned[0] == 0
+    assert learned[-1] == 1
+
+    def lost(levels: Tensor | None) -> float:
+        code = codec.encode(rows, noise=torch.Generator().manual_seed(1), levels=levels)
+        return float((codec.decode(code, 1024, levels=levels) - rows).square().mean())
+
+    less = lost(learned[None]) / lost(None)
+    assert less < {"normal": 0.9, "uniform": 1.02}.get(kind, 0.75)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_levels_learned_of_what_is_not_finite_are_finite(bad: float) -> None:
+    codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
+    rows[0, 40] = bad
+    even = torch.linspace(0, 1, 8)
+    assert learn(even, codec.normalized(rows).flatten(), 0.01).isfinite().all()

@@ -1,0 +1,303 @@
+"""Ranger21 against its rules written down again in numpy, one addition at a time; against AdamW, to
+the bit, where none is on; and against pytorch-optimizer's, where that does the same."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_optimizer
+import torch
+from torch import nn
+
+from tests.named import named
+from torchtitan.job import JobConfig
+from torchtitan.optim import AdamW, OptimizerConfig, Optimizers
+from torchtitan.research.ranger21.ranger21 import Ranger21
+from torchtitan.research.ranger21.schedule import Ranger21Schedule
+
+OFF: dict[str, Any] = {
+    "adaptive_clip": 0.0,
+    "centralize_gradients": False,
+    "normalize_gradients": False,
+    "positive_negative_momentum": False,
+    "stable_weight_decay": False,
+    "norm_loss": 0.0,
+    "softplus": 0.0,
+    "amsgrad": False,
+    "lookahead_steps": 0,
+}
+ON: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "adaptive clipping": {"adaptive_clip": 0.05, "adaptive_clip_norm": 0.5},
+    "centralization": {"centralize_gradients": True},
+    "normalization": {"normalize_gradients": True},
+    "positive-negative momentum": {"positive_negative_momentum": True, "beta0": 0.8},
+    "stable weight decay": {"stable_weight_decay": True},
+    "norm loss": {"norm_loss": 0.02},
+    "softplus": {"softplus": 5.0},
+    "maximum": {"amsgrad": True},
+    "lookahead": {"lookahead_steps": 3, "lookahead_alpha": 0.3},
+}
+NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9}
+EVERYTHING: dict[str, Any] = {key: value for one in ON.values() for key, value in one.items()}
+STEPS = 8
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(12, 40), nn.Linear(40, 33), nn.LayerNorm(33))
+
+
+def gradients(step: int, model: nn.Module) -> list[torch.Tensor]:
+    """Smaller from step to step, so that a maximum is one; rows of zeros, and rows of a mean."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator) / (1 + step)
+        if gradient.ndim == 2:
+            gradient[: 2 + step] = 0
+            gradient[-4:] += 3
+        found.append(gradient)
+    return found
+
+
+def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
+    model = network()
+    optimizers = Optimizers(named(model), config)
+    for step in range(steps):
+        optimizers.begin(1)
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient.clone()
+        optimizers.step()
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            assert torch.equal(parameter.grad, gradient)  # it is looked at after a step
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
+    """The same in float64, one element-wise rule after the other, with no sum that is reused.
+
+    Args:
+        first_sum: what the sum of the second moments begins with.
+    """
+    c: dict[str, Any] = Ranger21(**given).model_dump()
+    model = network()
+    weights = [p.detach().double().numpy().copy() for p in model.parameters()]
+    rows = [tuple(range(1, w.ndim)) or (0,) for w in weights]
+    odd, even, second, highest = ([np.zeros_like(w) for w in weights] for _ in range(4))
+    slow = [w.copy() for w in weights]
+    lr, wd, beta0, beta1, beta2 = (c[k] for k in ("lr", "weight_decay", "beta0", "beta1", "beta2"))
+    for t in range(1, STEPS + 1):
+        grads = [g.double().numpy() for g in gradients(t - 1, model)]
+        total, count = first_sum, 0
+        for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
+            if c["adaptive_clip"]:
+                size = np.sqrt((g**2).sum(rows[i], keepdims=True))
+                own = np.sqrt((w**2).sum(rows[i], keepdims=True))
+                limit = c["adaptive_clip"] * np.maximum(own, c["adaptive_clip_norm"])
+                g = np.where(size > limit, g * limit / np.maximum(size, 1e-6), g)
+            if c["centralize_gradients"] and g.ndim > 1:
+                g = g - g.mean(rows[i], keepdims=True)
+            if c["normalize_gradients"]:
+                g = g / (g.std(ddof=1) + 1e-8)
+            grads[i] = g
+            second[i] = beta2 * second[i] + (1 - beta2) * g**2
+            total += (second[i] / (1 - beta2**t)).sum()
+            count += g.size
+        sigma = np.sqrt(total / count) if c["stable_weight_decay"] else 1.0
+        for i, g in enumerate(grads):
+            w = weights[i] * (1 - lr * wd / sigma)
+            norm = np.sqrt((w**2).sum(rows[i], keepdims=True))
+            w = w - lr * 2 * c["norm_loss"] * (1 - 1 / (norm + c["eps"])) * w
+            if c["positive_negative_momentum"]:
+                mine, other = (odd, even) if t % 2 else (even, odd)
+                mine[i] = beta1**2 * mine[i] + (1 - beta1**2) * g
+                direction = (1 + beta0) * mine[i] - beta0 * other[i]
+                direction = direction / np.sqrt((1 + beta0) ** 2 + beta0**2)
+            else:
+                odd[i] = direction = beta1 * odd[i] + (1 - beta1) * g
+            highest[i] = np.maximum(highest[i], second[i])
+            v = highest[i] if c["amsgrad"] else second[i]
+            d = np.sqrt(v / (1 - beta2**t)) + c["eps"]
+            if c["softplus"]:
+                d = np.log1p(np.exp(-c["softplus"] * d)) / c["softplus"] + d
+            w = w - lr / (1 - beta1**t) * direction / d
+            if c["lookahead_steps"] and t % c["lookahead_steps"] == 0:
+                w = c["lookahead_alpha"] * w + (1 - c["lookahead_alpha"]) * slow[i]
+                slow[i] = w.copy()
+            weights[i] = w
+    return weights
+
+
+def off(found: list[torch.Tensor], expected: list[np.ndarray]) -> float:
+    return max(np.abs(f.double().numpy() - e).max() for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ON)
+def test_each_addition(name: str) -> None:
+    given = NUMBERS | OFF | ON[name]
+    found = trained(Ranger21(**given))
+    assert off(found, by_numpy(given)) < 1e-6
+    # The comparison means something: the addition is seen in the weights.
+    if name != "nothing":
+        assert off(found, by_numpy(NUMBERS | OFF)) > 1e-4
+
+
+def test_all_additions() -> None:
+    given = NUMBERS | EVERYTHING
+    found = trained(Ranger21(**given))
+    assert off(found, by_numpy(given)) < 1e-6
+    for name, one in list(ON.items())[1:]:
+        without = {key: OFF.get(key, value) for key, value in one.items()}
+        # Normalized gradients have a root mean square of about 1, so stable decay changes little.
+        assert off(found, by_numpy(given | without)) > 2e-5, name
+
+
+def test_nothing_on_is_adamw_to_the_bit() -> None:
+    ours = trained(Ranger21(**NUMBERS, **OFF))
+    assert all(map(torch.equal, ours, trained(AdamW(**NUMBERS))))
+    model = network()
+    theirs = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.5, fused=True
+    )
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient
+        theirs.step()
+    assert all(map(torch.equal, ours, model.parameters()))
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+def test_an_addition_that_is_never_due_leaves_adamw_to_the_bit(implementation: Any) -> None:
+    """Its own arithmetic is AdamW's too, which the fused kernel rounds otherwise."""
+    given = NUMBERS | OFF | {"lookahead_steps": 1000}
+    expected = trained(AdamW(**NUMBERS, implementation=implementation))
+    assert all(map(torch.equal, trained(Ranger21(**given)), expected))
+    maximum = trained(Ranger21(**NUMBERS, **OFF | {"amsgrad": True}))
+    model = network()
+    kind = {"foreach": implementation == "foreach", "amsgrad": True}
+    theirs = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.5, **kind
+    )
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient
+        theirs.step()
+    assert all(map(torch.equal, maximum, model.parameters()))
+
+
+def test_as_in_pytorch_optimizer() -> None:
+    """Theirs differs in two ways: it begins the sum of second moments with 1, so numpy's is the
+    link between the two; and it centralizes and normalizes each gradient a second time, which
+    changes what rounding left.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from pytorch_optimizer import Ranger21 as Theirs
+    given = NUMBERS | EVERYTHING
+    model = network()
+    theirs = Theirs(
+        model.parameters(),
+        num_iterations=STEPS,
+        lr=given["lr"],
+        beta0=given["beta0"],
+        betas=(given["beta1"], given["beta2"]),
+        beta_softplus=given["softplus"],
+        disable_lr_scheduler=True,
+        agc_clipping_value=given["adaptive_clip"],
+        agc_eps=given["adaptive_clip_norm"],
+        lookahead_merge_time=given["lookahead_steps"],
+        lookahead_blending_alpha=given["lookahead_alpha"],
+        weight_decay=given["weight_decay"],
+        norm_loss_factor=given["norm_loss"],
+    )
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient
+        theirs.step()
+    found = [parameter.detach() for parameter in model.parameters()]
+    assert off(found, by_numpy(given, first_sum=1.0)) < 1e-6
+    assert off(found, by_numpy(given)) > 1e-6
+    assert off(trained(Ranger21(**given)), by_numpy(given)) < 1e-6
+
+
+def test_a_gradient_of_zeros_changes_no_weight_but_by_the_norm() -> None:
+    model = network()
+    optimizers = Optimizers(named(model), Ranger21(norm_loss=0.0))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(6):
+        optimizers.begin(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizers.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_what_is_kept(left: int) -> None:
+    switches = {"positive_negative_momentum": True, "amsgrad": True, "lookahead_steps": 5}
+    given = OFF | dict(list(switches.items())[:left])
+    config = Ranger21(**given)
+    model = network()
+    optimizers = Optimizers(named(model), config)
+    optimizers.begin(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step()
+    states = dict(optimizers.states())
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    kept = sum(state.numel() for name, state in states.items() if not name.endswith(".step"))
+    assert kept == elements * config.state_bytes(4) / 4 == elements * (2 + min(left, 3))
+    assert {name.rpartition(".")[2] for name in states} == config.state_names()
+
+
+def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit() -> None:
+    """Period and parity of the momentum follow from the step, which is a state like others."""
+    config = Ranger21(lr=1e-2, lookahead_steps=3)
+    whole = trained(config, 7)
+    model = network()
+    optimizers = Optimizers(named(model), config)
+    for step in range(7):
+        if step in (1, 4, 5):
+            saved = {name: state.clone() for name, state in optimizers.state_dict().items()}
+            weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+            model = network()
+            optimizers = Optimizers(named(model), config)
+            given = optimizers.state_dict()
+            model.load_state_dict(weights)
+            for name, state in given.items():
+                state.copy_(saved[name])
+            optimizers.load_state_dict(given)
+        optimizers.begin(1)
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient
+        optimizers.step()
+    assert all(map(torch.equal, whole, model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 5000, 20000])
+def test_schedule_of_ranger21(steps: int) -> None:
+    """As pytorch-optimizer has it, to two steps of the decay: theirs begins one step earlier, and
+    ends with the last step where every schedule here ends just after it.
+    """
+    weights = [torch.zeros(1, requires_grad=True)]
+    theirs = pytorch_optimizer.Ranger21(weights, num_iterations=steps, lr=1e-3)
+    job = JobConfig.model_validate(
+        {"lr_scheduler": {"name": "ranger21"}, "training": {"steps": steps}}
+    )
+    warmup = {100: 22, 1000: 220, 5000: 2000, 20000: 2000}[steps]
+    decay = round(0.28 * steps)
+    assert job.lr_scheduler.shares(steps) == (warmup, decay)
+    for step in range(1, steps + 1):
+        rate = theirs.warm_down(theirs.warm_up_dampening(1e-3, step), step)
+        assert abs(job.learning_rate_factor(step) - rate / 1e-3) <= 2 / decay
+    assert job.learning_rate_factor(warmup) == job.learning_rate_factor(steps - decay + 1) == 1
+    assert job.learning_rate_factor(steps + 1) == pytest.approx(0.03)
+
+
+def test_numbers_of_ranger21s_schedule() -> None:
+    assert Ranger21Schedule(warmup_steps=10, decay_ratio=0.5).shares(100) == (10, 50)
+    assert Ranger21Schedule(warmup_steps=45).shares(100) == (45, 28)
+    assert Ranger21Schedule(warmup_steps=46).shares(100) == (22, 28)
+    assert Ranger21Schedule(warmup_steps=0, decay_ratio=None).shares(10) == (0, 10)

@@ -1,0 +1,260 @@
+"""Weights that travel around a ring: what a rank has of them, and what it computes with them."""
+
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from tests import layouts
+from tests.layouts import FULL, case
+from tests.parallel.test_collectives import sends_what_the_formulas_say
+from tests.ranks import run_ranks
+from tests.research.layouts import IN_PLACE, ROTATED
+from tests.runs import train
+from torchtitan.comm import CommunicationConfig
+from torchtitan.losses import cross_entropy
+from torchtitan.models.attention import SelfAttention
+from torchtitan.models.output import LinearLoss
+from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.sharding import Precision, Target
+from torchtitan.research.rtp.ring import Neighbours
+from torchtitan.research.rtp.rotated import Ring
+
+WIDTH, VOCABULARY = 24, 13
+PIECE = 64
+"""Bytes that a test replaces at a time, where a real run has a megabyte."""
+
+
+class Layer(nn.Module):
+    """A linear by columns and one by rows, by themselves or travelling together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Linear(WIDTH, 40)
+        self.rows = nn.Linear(40, WIDTH)
+        self.gate = nn.Linear(WIDTH, 30, bias=False)
+        self.back = nn.Linear(30, WIDTH, bias=False)
+        self.feed_forward = nn.ModuleDict({"gate": self.gate, "back": self.back})
+        self.feed_forward.forward = lambda x: self.back(F.silu(self.gate(x)))  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(x + self.rows(self.columns(x).tanh()))
+
+
+class Heads(nn.Module):
+    """Attention with two query heads for each key head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (
+            nn.Linear(WIDTH, n, bias=False) for n in (WIDTH * 2, WIDTH, WIDTH)
+        )
+        self.o = nn.Linear(WIDTH * 2, WIDTH, bias=False)
+        self.attend = SelfAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v, None).transpose(1, 2).flatten(2))
+
+
+class Network(nn.Module):
+    """Each kind of module that travels, between a table and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer, self.heads = Layer(), Heads()
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.loss = LinearLoss()
+        self.recomputes = False
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.table(tokens)
+        if self.recomputes:
+            x = checkpoint(lambda x: x + self.heads(self.layer(x)), x, use_reentrant=False)
+        else:
+            x = x + self.heads(self.layer(x))
+        return self.output(x) if targets is None else self.loss(x, self.output.weight, targets)
+
+
+PLAN: dict[str, TensorRole] = {
+    "layer.rows": "rowwise",
+    "layer.feed_forward": "input_gather",
+    "layer.back": "rowwise",
+    "layer.feed_forward.back": "rowwise",
+    "heads": "input_gather",
+    "heads.o": "rowwise",
+}
+
+
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+class Watched(Neighbours):
+    """Notes the most bytes of parts that have arrived or are about to, alive at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, in_place: bool) -> None:
+        super().__init__(group, in_place, PIECE)
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.owned: set[int] = set()
+        """Where the parts are stored that this rank owns."""
+        self.most = 0
+
+    def pass_on(self, sent: Any, step: int) -> Any:
+        transfer = super().pass_on(sent, step)
+        # Gradients are told from weights by their dtype; a piece is a view of what is replaced.
+        weights = [t for t in (*sent, *transfer.arriving) if t.dtype == torch.float32]
+        known = {id(ref()) for ref in self.alive}
+        wholes = {id(t): t for t in (_base(t) for t in weights) if id(t) not in known}
+        self.alive += [weakref.ref(whole) for whole in wholes.values()]
+        del weights, wholes
+        alive = {
+            t.untyped_storage().data_ptr(): t for ref in self.alive if (t := ref()) is not None
+        }
+        travelling = [t.nbytes for place, t in alive.items() if place not in self.owned]
+        self.most = max(self.most, sum(travelling))
+        return transfer
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Network, Watched]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    target = Target(
+        mesh=mesh,
+        tensor_mesh=mesh,
+        precision=Precision(reduce=torch.float64),
+        reshard="default",
+        last_block="",
+        compile=CompileConfig(),
+        communication=CommunicationConfig(),
+        cpu_offload=False,
+        device_type="cpu",
+        tensor_plan=PLAN,
+        heads=heads,
+        vocabulary_chunk=chunk,
+    )
+    model, ring = network(), Watched(mesh.get_group(), in_place)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    Ring(target, ring).apply(model, {})
+    for name, parameter in model.named_parameters():
+        split = parameter.placements[-1].dim  # type: ignore[attr-defined]
+        parts = whole[name].chunk(ring.size, split)
+        if ring.rank < len(parts):
+            parameter.to_local().data.copy_(parts[ring.rank])  # type: ignore[attr-defined]
+        ring.owned.add(parameter.to_local().untyped_storage().data_ptr())  # type: ignore[attr-defined]
+    return model, ring
+
+
+def samples(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1 + rank)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5), generator=generator)
+    targets[0, rank] = -100
+    return tokens, targets
+
+
+def loss_of(model: nn.Module, rank: int, in_model: bool = False) -> Tensor:
+    tokens, targets = samples(rank)
+    return model(tokens, targets) if in_model else cross_entropy(model(tokens), targets)
+
+
+def computed(**how: Any) -> tuple[float, float, dict[str, Tensor]]:
+    """On each rank the loss of its own samples, evaluated and trained, and all gradients whole."""
+    recomputes = how.pop("recomputes", False)
+    model, ring = rotated(**how)
+    model.recomputes = recomputes
+    with torch.no_grad():
+        before = loss_of(model, ring.rank, bool(how.get("chunk")))
+    loss = loss_of(model, ring.rank, bool(how.get("chunk")))
+    loss.backward()
+    named = model.named_parameters()
+    return before.item(), loss.item(), {n: p.grad.full_tensor() for n, p in named}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, {}),
+        (2, {"recomputes": True, "chunk": 3}),
+        (3, {"in_place": True, "chunk": 4}),
+        (4, {}),
+        (4, {"heads": 2, "recomputes": True, "in_place": True}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_one_rank(ranks: int, how: dict[str, Any]) -> None:
+    """Also where parts are uneven, and where heads do not come out even."""
+    model = network()
+    losses = [loss_of(model, rank) for rank in range(ranks)]
+    torch.stack(losses).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for rank, (before, loss, found) in enumerate(run_ranks(partial(computed, **how), ranks)):
+        assert before == loss == pytest.approx(losses[rank].item(), rel=1e-5)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def most_alive(in_place: bool, recomputes: bool) -> int:
+    """Bytes of parts of others, in a forward and the backward of it."""
+    model, ring = rotated(in_place=in_place)
+    model.recomputes = recomputes
+    loss_of(model, ring.rank).backward()
+    return ring.most
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_rank_has_three_parts_of_a_layer_at_most(in_place: bool, recomputes: bool) -> None:
+    """Its own, one that it computes with, and one that arrives; or of that a piece."""
+    ranks, layer = 4, sum(weight.nbytes for weight in network().heads.parameters())
+    part = layer // ranks
+    (most,) = set(run_ranks(partial(most_alive, in_place, recomputes), ranks))
+    assert part + most == (2 * part + PIECE if in_place else 3 * part)
+
+
+def resumed(folder: str) -> list[dict[str, Tensor]]:
+    """The weights of a whole run, of its halves, and of its end as FSDP2 loads it."""
+    found = []
+    plain = {"name": "fsdp2"}
+    for name, steps, sharding in (
+        *(("whole", 4, ROTATED), ("halves", 2, ROTATED), ("halves", 4, IN_PLACE)),
+        *(("halves", 4, plain), ("back", 2, plain), ("back", 4, ROTATED)),
+    ):
+        recipe = layouts.job(
+            case(shard=2, recompute=FULL, chunk=50, sharding=sharding),
+            "AdamW",
+            training={"steps": steps},
+            job={"dump_folder": f"{folder}/{name}"},
+            checkpoint={"enable": True, "interval": 2},
+            validation={"enable": True, "freq": 1, "steps": 1},
+        )
+        found.append(train(recipe))
+    return found
+
+
+def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
+    """With an evaluation after each step; in place, which sends the same numbers."""
+    for whole, _, resumed_run, loaded, _, back in run_ranks(resumed, 2, str(tmp_path)):
+        for name, weight in whole.items():
+            assert torch.equal(weight, resumed_run[name]), name
+            assert torch.equal(weight, loaded[name]), name
+            torch.testing.assert_close(weight, back[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 1000)
+    layout = case(shard=2, chunk=100, sharding=IN_PLACE)
+    sends_what_the_formulas_say(layout, monkeypatch)

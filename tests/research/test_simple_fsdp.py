@@ -1,0 +1,322 @@
+"""SimpleFSDP is FSDP2: the same parts of the same gradients, from graphs that hold what is sent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import layouts, tiny
+from tests.layouts import RESHARD, ROWWISE, Case, case
+from tests.parallel.test_compile import forget, logged
+from tests.ranks import run_ranks
+from tests.recipes.test_bad_recipes import lacks
+from tests.recipes.test_legacy_recipes import read, translations, written
+from tests.research.layouts import SIMPLE
+from tests.runs import train
+from torchtitan.checks import load_job
+from torchtitan.config import CannotRun
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.optim.group import local
+from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
+from torchtitan.research.simple_fsdp import bucketing, simple_fsdp
+from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
+from torchtitan.tools.verify.measure import training
+from torchtitan.torch_private.compiler import compilations
+from torchtitan.torch_private.dtensor import local_extent
+
+# Of the compiler's own doings; a user does not see them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+]
+BFLOAT16 = {"mixed_precision_param": "bfloat16"}
+
+
+class Piece(NamedTuple):
+    """What a rank has of a parameter: where it lies, and of which values its gradient is."""
+
+    placements: str
+    extent: Any
+    dtype: torch.dtype
+    gradient: Tensor
+
+
+def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
+    """Train; the losses, the parameters of this rank after the first step, and what was logged."""
+    forget()
+    losses, found, lines = [], dict[str, Piece](), list[str]()
+    for run, row in training(job, Device("cpu"), uneven=True):
+        losses.append(row["loss"])
+        if found:
+            continue
+        lines = logged(run.model.model.confirm)
+        for name, p in run.model.parts[0].named_parameters():
+            found[name] = Piece(
+                str(p.placements), local_extent(p), p.grad.dtype, local(p.grad).clone()
+            )
+    return losses, found, lines
+
+
+def both(jobs: list[JobConfig]) -> list[tuple[list[float], dict[str, Piece], list[str]]]:
+    return [pieces(job) for job in jobs]
+
+
+def assert_same(layout: Case, tolerance: float, **sections: dict[str, Any]) -> list[str]:
+    """Gradients and losses of both ways are the same; what SimpleFSDP logged."""
+    eager = {name: keys for name, keys in sections.items() if name not in ("compile", "sharding")}
+    jobs = [layouts.job(layout, "SGD", **eager)]
+    simple = sections | {"sharding": sections.get("sharding", {}) | SIMPLE}
+    jobs.append(layouts.job(layout, "SGD", **simple))
+    results = run_ranks(both, layout.ranks, jobs)
+    for (losses, expected, _), (found_losses, found, _) in results:
+        assert found_losses == pytest.approx(losses, rel=tolerance)
+        assert found.keys() == expected.keys()
+        for name, piece in found.items():
+            assert piece[:3] == expected[name][:3], name
+            largest = expected[name].gradient.abs().max() if piece.gradient.numel() else 1.0
+            off = (piece.gradient - expected[name].gradient).abs() / largest
+            assert not off.numel() or off.max() <= tolerance, (name, off.max())
+    return results[0][1][2]
+
+
+SHORT = {"steps": 2}
+FSDP_X_TP = case(shard=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        case(shard=2),
+        pytest.param(case(replicate=2, shard=2), marks=pytest.mark.gate),
+        pytest.param(case(replicate=2, tp=2), marks=pytest.mark.gate),
+        FSDP_X_TP,
+    ],
+)
+def test_gradients_are_those_of_fsdp2(layout: Case) -> None:
+    assert_same(layout, 1e-6, training=SHORT)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        case(shard=2),
+        *(pytest.param(each, marks=pytest.mark.gate) for each in (FSDP_X_TP, case(tp=2))),
+    ],
+)
+def test_precision_is_mixed_as_by_fsdp2(layout: Case) -> None:
+    assert_same(layout, 2e-2, training=SHORT | BFLOAT16)
+
+
+def test_tied_weights_are_gathered_twice() -> None:
+    assert_same(case(shard=2), 1e-6, training=SHORT, model={"flavor": "tied"})
+
+
+def test_converted_linears_read_the_whole_weight() -> None:
+    assert_same(case(shard=2, convert=ROWWISE), 1e-6, training=SHORT)
+
+
+def both_ways(folder: str) -> Iterator[JobConfig]:
+    """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
+    for steps, simple in ((2, {}), (2, SIMPLE), (4, SIMPLE), (4, {})):
+        yield layouts.job(
+            case(shard=2, tp=2, sharding=simple),
+            "AdamW",
+            job={"dump_folder": folder},
+            training={"steps": steps},
+            checkpoint={"enable": True, "interval": 2},
+        )
+
+
+def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
+    return [train(job) for job in both_ways(folder)]
+
+
+def test_checkpoints_of_one_load_in_the_other(tmp_path: Path) -> None:
+    results = run_ranks(saved_and_loaded, 4, str(tmp_path))
+    for saved, loaded, saved_again, loaded_again in results:
+        assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+        assert all(torch.equal(loaded_again[name], weight) for name, weight in saved_again.items())
+        assert not all(torch.equal(saved[name], weight) for name, weight in saved_again.items())
+
+
+# Compiled.
+
+
+class Small(nn.Module):
+    """Two blocks and what stands around them, of matrices alone: there is no kernel to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        pairs = ([nn.Linear(6, 6, bias=False) for _ in range(2)] for _ in range(2))
+        blocks = (nn.Sequential(*pair) for pair in pairs)
+        self.blocks = nn.ModuleDict(dict(zip("ab", blocks, strict=True)))
+        self.last = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks.values():
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
+Made = tuple[list[Tensor], dict[str, Tally], int]
+
+
+def made(freed: tuple[str, ...], merging: Any, megabytes: float) -> Made:
+    """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
+    forget()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = Small()
+    plan = Plan((mesh.get_group().group_name,), UNITS, freed, merging, megabytes, "cpu")
+    config = CompileConfig(enable=True, granularity="model")
+    simple_fsdp.apply(model, mesh, mesh, Precision())
+    compile.apply([model], config, plan.options())
+    x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
+    model(x).square().sum().backward()
+    gradients = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    return gradients, bucketing.tallies(), sum(each.hits for each in compilations().values())
+
+
+def expected_gradients() -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Small()
+    model(torch.randn(2, 4, 6)).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def each(settings: list[tuple[Any, ...]]) -> list[Made]:
+    return [made(*setting) for setting in settings]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled graphs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    return tmp_path / "graphs"
+
+
+@pytest.mark.gate
+def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
+    """The backward needs all six matrices but the first, since nobody asks for the input's."""
+    settings: dict[str, tuple[Any, ...]] = {
+        "kept": ((), "none", 1),
+        "all freed": (("",), "none", 1),
+        "a block freed, each merged": (("blocks.a",), "block", 1),
+        "the same, from the cache": (("blocks.a",), "block", 1),
+        "a block freed, two merged": (("blocks.a",), "size", 300 / 2**20),
+    }
+    counts = {
+        "kept": (6, 6, 6, 6),
+        "all freed": (6 + 5, 6 + 5, 6, 6),
+        "a block freed, each merged": (6 + 2, 4 + 1, 6, 4),
+        "the same, from the cache": (6 + 2, 4 + 1, 6, 4),
+        "a block freed, two merged": (6 + 2, 3 + 1, 6, 3),
+    }
+    for ranks in run_ranks(each, 2, list(settings.values())):
+        for name, (gradients, tallies, hits) in zip(settings, ranks, strict=True):
+            for found, expected in zip(gradients, expected_gradients(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            gathers, scatters = tallies["all-gathers"], tallies["reduce-scatters"]
+            numbers = (gathers.before, gathers.after, scatters.before, scatters.after)
+            assert numbers == counts[name], name
+            assert scatters.bytes == 6 * 6 * 6 * 4
+            # Ranks with the same graph may find each other's, but never one made otherwise.
+            assert hits or "from the cache" not in name
+
+
+WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
+
+
+@pytest.mark.gate  # what is merged is counted, and gradients compared, on a smaller network daily
+def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
+    """Of 21 parameters the first of two blocks has 9, which are gathered again."""
+    lines = assert_same(
+        case(shard=2),
+        1e-6,
+        training=SHORT,
+        sharding={"bucketing": "block"},
+        compile=WHOLE,
+    )
+    assert [line for line in lines if line.startswith("simple_fsdp")] == [
+        "simple_fsdp: all-gathers 30 -> 5 (0.2 MB), reduce-scatters 21 -> 4 (0.2 MB)"
+    ]
+
+
+# Said, or refused.
+
+
+def test_what_an_eager_run_keeps_is_said() -> None:
+    (note,) = tiny.problems(tiny.job(sharding=SIMPLE), severity="note")
+    assert note.path == "sharding.name"
+    assert note.message.startswith("without compile.enable")
+    never = tiny.job(sharding=SIMPLE, parallelism={RESHARD: "never"})
+    assert not tiny.problems(never, severity="note")
+    assert not tiny.problems(tiny.job(), severity="note")
+
+
+def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucketing, "tallies", lambda: {"all-gathers": Tally(9, 9, 10**6)})
+    assert logged(lambda: bucketing.confirm("none")) == ["simple_fsdp: all-gathers 9 -> 9 (1.0 MB)"]
+    with pytest.raises(RuntimeError, match="did not take effect: all-gathers 9 -> 9"):
+        bucketing.confirm("block")
+    monkeypatch.setattr(bucketing, "tallies", dict)
+    assert logged(lambda: bucketing.confirm("block")) == [
+        "simple_fsdp: one rank, so no collectives"
+    ]
+
+
+def test_the_scheduler_needs_a_gpu() -> None:
+    job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
+    (problem,) = tiny.problems(job, "cpu")
+    assert problem.message.endswith('none here, but cpu; use "block" or "size"')
+    assert not tiny.problems(job, "cuda")
+
+
+def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
+        '[communication.weights]\nname = "half"\n'
+    )
+    with pytest.raises(CannotRun) as error:
+        load_job(recipe, [], 2, "cpu")
+    assert error.value.lines == [
+        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" sends '
+        'weights in its own way; use "plain", or "fsdp2" there'
+    ]
+
+
+def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> None:
+    """Also as a run wrote them all out, with another choice."""
+    text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
+    text += "simple_fsdp_bucket_mb = 20\n"
+    recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
+    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
+    assert recipe.config.sharding.model_dump() == sharding
+    assert [line.split(": ")[2] for line in translations(recipe)] == [
+        *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
+    ]
+    recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
+    assert recipe.config.sharding == FSDP2()
+    assert recipe.notices[2].endswith(
+        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
+    )
+
+
+def test_cuda_graphs_need_cuda() -> None:
+    words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
+    words += ["--sharding.name", "simple_fsdp"]
+    job = load_job(None, words, 2, "cuda").config
+    problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
+    assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
+    assert lacks(job, "cuda") == []

@@ -1,0 +1,269 @@
+"""ViT-MAE by itself: its sizes, its masks, its loss, what it costs, and transformers' as oracle."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.checkpoint.weights.extras import Extras
+from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights, write_hugging_face
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.checks import load_job
+from torchtitan.config import ConfigError, RecipeError
+from torchtitan.data import DataConfig
+from torchtitan.data.order import Document, Position
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import build_empty
+from torchtitan.research.vit_mae.images.source import ImageSample
+from torchtitan.research.vit_mae.masked_autoencoder import (
+    MaskedAutoencoder,
+    MaskedImages,
+    mask_order,
+    normalized,
+)
+from torchtitan.research.vit_mae.model import (
+    ViTMAE,
+    ViTMAEArgs,
+    patchify,
+    take,
+    unpatchify,
+)
+from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit, kept_by_block
+
+PUBLISHED = {"base": 87, "huge": 635, "1B": 914, "3B": 3067, "5B": 5349, "15B": 14720}
+"""Millions of parameters of the encoder, arXiv:2404.11706."""
+ARGS = dataclasses.replace(VIT_MAE.flavors["debugmodel"], image_size=16)
+N = ARGS.patches
+
+
+def network(args: ViTMAEArgs = ARGS) -> ViTMAE:
+    """With weights of which none is zero or one."""
+    made = ViTMAE(args)
+    initialize(made.named_parameters(), lambda name: 0.1, seed=0)
+    return made
+
+
+def batch(images: int = 2) -> MaskedImages:
+    packing = MaskedAutoencoder(VIT_MAE.settings(), ARGS).packing(DataConfig(), 1, seed=0)
+    documents = (
+        Document(Position(0, number), ImageSample(torch.rand(3, 16, 16), 0, number))
+        for number in range(images)
+    )
+    lane = packing.lane(0, documents, None)
+    return packing.collate([lane.next_sample() for _ in range(images)])
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_the_encoder_has_the_published_number_of_parameters(flavor: str) -> None:
+    model = build_empty(VIT_MAE.build, VIT_MAE.flavors[flavor], 1)
+    assert isinstance(model, ViTMAE)
+    assert model.embeddings is not None
+    encoder = [
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if name.startswith(("embeddings.", "layers.", "bridge.norm."))
+    ]
+    table = model.embeddings.positions.table.numel()
+    assert sum(encoder) + table == pytest.approx(PUBLISHED[flavor] * 1e6, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "visible"), [(0.75, 49), (0.5, 98), (0.9, 19), (0.995, 0), (0.25, 147)]
+)
+def test_the_visible_part_is_exact(ratio: float, visible: int) -> None:
+    args = dataclasses.replace(VIT_MAE.flavors["base"], mask_ratio=ratio)
+    assert (args.visible, args.masked) == (visible, 196 - visible)
+    assert dataclasses.replace(args, image_size=160, mask_ratio=0.9).visible == 10
+
+
+def test_masks_follow_from_seed_epoch_and_number_alone() -> None:
+    order = mask_order(3, 1, 7, N)
+    assert torch.equal(order, mask_order(3, 1, 7, N))
+    assert sorted(order.tolist()) == list(range(N))
+    others = [mask_order(*each, N) for each in ((4, 1, 7), (3, 2, 7), (3, 1, 8))]
+    assert not any(torch.equal(order, other) for other in others)
+    seen = torch.stack([mask_order(0, 0, number, N)[: ARGS.visible] for number in range(2000)])
+    share = torch.bincount(seen.flatten(), minlength=N) / 2000
+    assert (share - 0.25).abs().max() < 0.05
+
+
+def test_shuffled_patches_go_back_to_their_places() -> None:
+    images = torch.randn(2, 3, 16, 16)
+    patches = patchify(images, 4)
+    order = torch.stack([mask_order(0, 0, number, N) for number in range(2)])
+    assert torch.equal(take(take(patches, order), order.argsort(1)), patches)
+    assert torch.equal(unpatchify(patches, 4), images)
+    assert torch.equal(patches[:, 1], images[:, :, :4, 4:8].flatten(1))
+    found = batch()
+    assert found.visible.shape == (2, N // 4, 48)
+    assert found.targets.shape == (2, N - N // 4, 48)
+    whole = found.images(4)
+    assert torch.equal(
+        patchify(whole, 4).gather(1, found.order[..., None].expand(-1, -1, 48))[:, : N // 4],
+        found.visible,
+    )
+
+
+def test_the_loss_is_of_masked_patches_alone() -> None:
+    model, found = network(), batch()
+    images = found.images(4)
+    every = model.reconstruct(images, found.order)
+    of_masked = model(found.visible, found.order)
+    hidden = found.order[:, ARGS.visible :]
+    assert torch.allclose(take(every, hidden), of_masked, atol=1e-5)
+    loss = MaskedAutoencoder.loss(of_masked, found.targets)
+    expected = (of_masked - normalized(found.targets)).square().mean((1, 2)).sum()
+    assert loss.item() == pytest.approx(expected.item())
+    # What is predicted of visible patches gets no gradient, whatever the last layer does there.
+    every.retain_grad()
+    MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()  # type: ignore[no-untyped-call]
+    assert every.grad is not None
+    assert take(every.grad, found.order[:, : ARGS.visible]).abs().max() == 0.0
+    mean, deviation = normalized(found.targets).mean(-1), normalized(found.targets).std(-1)
+    assert mean.abs().max() < 1e-5
+    assert (deviation - 1).abs().max() < 1e-3
+
+
+def test_features_see_the_whole_image() -> None:
+    model = network()
+    images = torch.randn(2, 3, 16, 16)
+    features = model.encode(images)
+    assert features.shape == (2, N + 1, ARGS.dim)
+    changed = images.clone()
+    changed[:, :, -1, -1] += 1.0
+    assert (model.encode(changed)[:, 0] - features[:, 0]).abs().max() > 1e-6
+
+
+@pytest.mark.gate
+def test_operations_are_those_that_are_made() -> None:
+    model, found = network(), batch(4)
+    with FlopCounterMode(display=False) as counter:
+        loss = MaskedAutoencoder.loss(model(found.visible, found.order), found.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+    # The first matrix has no gradient of its inputs, which is counted for all.
+    spared = 2 * ARGS.visible * ARGS.patch_numbers * ARGS.dim
+    made = counter.get_total_flops() / 4 + spared
+    # On a CPU attention may be made of other products; half of it more, or none.
+    assert flops_per_unit(ARGS, 1) == pytest.approx(made, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "decoder.0"])
+def test_what_a_block_keeps_is_what_autograd_saves(name: str) -> None:
+    model, shapes = network(), VIT_MAE.shapes(ARGS, 1)
+    known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    positions, dim = shapes.after(name)
+    x = torch.randn(2, positions, dim, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        result = model.get_submodule(name)(x)
+    assert result.shape == x.shape
+    kept = sum(saved.values()) / (2 * positions)
+    assert kept == pytest.approx(kept_by_block(ARGS, 4, name), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("model.image_size=30", r"model.image_size: got 30; patches of 4 .* use 32"),
+        ("model.mask_ratio=0.99", "model.mask_ratio: got 0.99; .* leaves nothing to see"),
+        ("model.mask_ratio=1e-12", "leaves nothing to restore"),
+        ("model.mask_ratio=1.0", "model.mask_ratio: got 1.0; wanted a number > 0 and < 1"),
+        ("model.channels=4", "pixel_mean has 3 numbers; wanted one for each of 4 channels"),
+        ("model.n_heads=5", "the 5 heads do not divide the dim 64"),
+        ("model.decoder_heads=5", "the 5 heads do not divide the decoder_dim 32"),
+        ("model.decoder_dim=30 model.decoder_heads=2", "wanted a multiple of 4"),
+        ("model.pixel_std=0.0,1.0,1.0", "pixel_std: .* wanted numbers > 0"),
+        ("model.tokenizer_path=x", "unknown key of vit_mae"),
+        ("data.dataset=python_stdlib", "it holds text, and vit_mae is trained on images"),
+        ("parallelism.context_parallel_degree=2", "cannot be split over a sequence; use 1"),
+        ("parallelism.tensor_parallel_degree=2", "disable_sequence_parallel: .* use true"),
+        ("loss.vocabulary_chunk=8", "vit_mae does not end in LinearLoss"),
+        (
+            "parallelism.tensor_parallel_degree=8 parallelism.disable_sequence_parallel=true",
+            "does not divide the 4 decoder heads of vit_mae debugmodel",
+        ),
+        (
+            "parallelism.tensor_parallel_degree=2 parallelism.disable_sequence_parallel=true "
+            "parallelism.data_parallel_shard_degree=2 sharding.name=simple_fsdp",
+            'cannot share bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(keys: str, message: str) -> None:
+    flags = ["--model.name=vit_mae", "--data.dataset=scenes", *(f"--{k}" for k in keys.split())]
+    with pytest.raises(RecipeError, match=message):
+        load_job(None, flags, None, "cpu")
+
+
+def test_a_length_of_sequences_does_nothing_and_that_is_said() -> None:
+    flags = ["--model.name=vit_mae", "--data.dataset=scenes", "--training.seq_len=64"]
+    (notice,) = load_job(None, flags, 1, "cpu").notices
+    assert "training.seq_len: got 64; samples of vit_mae are no sequences" in notice
+
+
+class Weights:
+    """Those of a network, as a source to write from."""
+
+    def __init__(self, model: ViTMAE) -> None:
+        self.model = model
+
+    def shapes(self) -> dict[str, Any]:
+        return {f"model.{n}": (p.dtype, tuple(p.shape)) for n, p in self.model.named_parameters()}
+
+    def read(self, name: str, offsets: Any = None, sizes: Any = None) -> Tensor:
+        return self.model.get_parameter(name.removeprefix("model.")).detach()
+
+
+@pytest.mark.gate
+def test_transformers_computes_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = network()
+    source: Any = Weights(model)
+    write_hugging_face(tmp_path, source, Network(VIT_MAE, ARGS), Extras())
+    theirs = transformers.ViTMAEForPreTraining.from_pretrained(tmp_path).eval()
+    images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, N)
+    order = noise.argsort(1)
+    with torch.no_grad():
+        expected = theirs(images, noise=noise)
+        found = model.reconstruct(images, order)
+        shuffled = take(patchify(images, 4), order)
+        outputs = model(shuffled[:, : ARGS.visible], order)
+    # A patch there has its channels together for each pixel.
+    ours = found.unflatten(-1, (3, 16)).transpose(-1, -2).flatten(-2)
+    assert (ours - expected.logits).abs().max() < 1e-5
+    loss = MaskedAutoencoder.loss(outputs, shuffled[:, ARGS.visible :]) / 2
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-5)
+
+    back = HuggingFaceWeights(tmp_path, [VIT_MAE])
+    assert back.network.args == dataclasses.replace(
+        ARGS, pixel_mean=back.network.args.pixel_mean, pixel_std=back.network.args.pixel_std
+    )
+    for name, weight in model.named_parameters():
+        assert torch.equal(back.read(f"model.{name}"), weight), name
+    assert not (tmp_path / "generation_config.json").exists()
+
+
+def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> None:
+    source: Any = Weights(network())
+    turned = dataclasses.replace(
+        VIT_MAE.formats["hf"],
+        constants=lambda args: {
+            name: table.roll(ARGS.dim // 2 if table.shape[-1] == ARGS.dim else 16, -1)
+            for name, table in VIT_MAE.formats["hf"].constants(args).items()
+        },
+    )
+    spec = dataclasses.replace(VIT_MAE, formats={"hf": turned})
+    write_hugging_face(tmp_path, source, Network(spec, ARGS), Extras())
+    with pytest.raises(ConfigError, match="position_embeddings is not that of"):
+        HuggingFaceWeights(tmp_path, [VIT_MAE])

@@ -1,0 +1,205 @@
+"""ViT-MAE trains the same run on every layout, and resumes on another."""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.layouts import (
+    AFTERWARDS,
+    FULL,
+    NO_LOSS,
+    NO_SEQUENCE,
+    OPERATORS,
+    OPTIMIZERS,
+    REGATHER,
+    RESHARD,
+    ROWWISE,
+    TENSORWISE,
+    WHOLE,
+    Case,
+    case,
+    schedule,
+)
+from tests.ranks import run_ranks
+from tests.research.layouts import ROTATED, SIMPLE
+from tests.runs import Trace, assert_complete, compare, losses, trace, train
+from tests.tiers import tiers
+from torchtitan import parts
+from torchtitan.job import JobConfig
+from torchtitan.models.initialize import initialize
+
+MODEL = tiny.VIT_MAE
+EVEN = {**MODEL, "n_layers": 2, "decoder_dim": 32, "decoder_ffn_dim": 64}
+"""Matrices whose halves are in multiples of 16, as a converter needs them."""
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+BY_HAND = (
+    ("embeddings", "layers.0", "layers.1"),
+    ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
+)
+
+LAYOUTS: dict[str, Case] = {
+    "DDP 2": case(replicate=2),
+    "FSDP 2, accumulating 4": case(shard=2, batch=1),
+    "FSDP 2, always reshard": case(shard=2, **{RESHARD: "always"}),
+    "FSDP 2, never reshard": case(shard=2, **{RESHARD: "never"}),
+    "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
+    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
+    "FSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS),
+    "FSDP 4, regathered by 2": case(shard=4, sharding=REGATHER),
+    "FSDP 2, accumulating 4 whole": case(shard=2, batch=1, sharding=WHOLE),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "HSDP 2 x 2, added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
+    "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
+    "rotated 2": case(shard=2, sharding=ROTATED),
+    "TP 2": case(tp=2, **NO_SEQUENCE),
+    "TP 4": case(tp=4, **NO_SEQUENCE),
+    "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **NO_LOSS),
+    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS, **NO_SEQUENCE),
+    "FSDP 2 x TP 2": case(shard=2, tp=2, **NO_SEQUENCE),
+    "PP 2, 1F1B": schedule("1F1B"),
+    "PP 2, GPipe": schedule("GPipe"),
+    "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble"),
+    "PP 2, Interleaved1F1B, full recomputation": schedule("Interleaved1F1B", recompute=FULL),
+    "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
+    "FSDP 2 x PP 2": case(2, shard=2),
+    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2, **NO_SEQUENCE),
+    "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=ROWWISE),
+    "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=TENSORWISE),
+}
+DRIFT = 2e-3
+"""What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
+DAILY = ("TP 2", "PP 2, 1F1B")
+
+
+def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
+    """A tiny ViT-MAE in `layout`; clipping acts in every step, so its scale is compared too."""
+    training = {"max_norm": 0.3} | sections.pop("training", {})
+    if layout.convert:
+        training["global_batch_size"] = 32
+    folder = sections.pop("job", {}).get("dump_folder", "unused")
+    recipe = layout.recipe(
+        model=EVEN if layout.convert else MODEL,
+        data={"dataset": "scenes"},
+        optimizer={"name": optimizer, **OPTIMIZERS[optimizer]},
+        training=training,
+        **sections,
+    )
+    made = tiny.job(folder, **recipe).model_copy(update={"convert": layout.convert})
+    assert not tiny.problems(made)
+    return made
+
+
+def traces(jobs: list[JobConfig]) -> list[Trace]:
+    """A run of each job on this rank, one after the other.
+
+    A key's bias moves all scores of a query alike, which the softmax takes away again: its gradient
+    is rounding alone, and Adam makes steps of any gradient. So that bias is compared with SGD only.
+    """
+    found = [trace(job) for job in jobs]
+    for job, each in zip(jobs, found, strict=True):
+        for weights in each.weights if job.optimizer.name == "AdamW" else ():
+            for name in [name for name in weights if name.endswith("attention.wk.bias")]:
+                del weights[name]
+    return found
+
+
+def reference(layout: Case) -> list[Trace]:
+    """A run of each optimizer on one rank."""
+    one = case(batch=16 if layout.convert else 8, convert=layout.convert)
+    jobs = [job(one, name) for name in OPTIMIZERS]
+    return _reference(*(each.model_dump_json() for each in jobs))
+
+
+@cache
+def _reference(*recipes: str) -> list[Trace]:
+    jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
+    (result,) = run_ranks(traces, 1, jobs)
+    return result
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY))
+def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+    layout = LAYOUTS[name]
+    jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
+    results = run_ranks(traces, layout.ranks, jobs)
+    for number, expected in enumerate(reference(layout)):
+        found = [ranks[number] for ranks in results]
+        assert_complete(found, expected)
+        for rank, trace_of_rank in enumerate(found):
+            where = f"{jobs[number].optimizer.name}, rank {rank}"
+            compare(trace_of_rank, expected, where, 5e-5 if layout.convert else 1e-5)
+
+
+def nudged_traces(jobs: list[JobConfig]) -> list[Trace]:
+    """Runs that begin with weights off by what float32 can just tell, each otherwise."""
+    draw = torch.Generator().manual_seed(0)
+
+    def nudged(named: Iterable[tuple[str, Tensor]], *rule: Any) -> None:
+        weights = list(named)
+        initialize(weights, *rule)
+        with torch.no_grad():
+            for _, weight in weights:
+                weight.mul_(1 + 2**-23 * torch.randn(weight.shape, generator=draw).sign())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "initialize", nudged)
+        return traces(jobs)
+
+
+def drift(found: Trace, expected: Trace) -> float:
+    """How far a loss comes to be from that of the other run, relatively."""
+    pairs = zip(found.losses, expected.losses, strict=True)
+    return max(abs(one - other) / other for one, other in pairs)
+
+
+@pytest.mark.gate
+def test_float8_with_tensor_parallelism_differs_as_rounding_does() -> None:
+    """A sum that ranks share is rounded otherwise, and what lies between two numbers of 8 bits may
+    then become the other: so also on one rank, whose weights are nudged. In the first step, from
+    the same weights, nothing is off yet.
+    """
+    layout = case(tp=2, batch=16, convert=ROWWISE, **NO_SEQUENCE)
+    jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
+    alone = [job(case(batch=16, convert=ROWWISE), optimizer) for optimizer in OPTIMIZERS]
+    expected = reference(layout)
+    (nudged,) = run_ranks(nudged_traces, 1, alone)
+    split = run_ranks(traces, 2, jobs)
+    for found in split:
+        assert_first_steps_agree(found, expected)
+    for found in (nudged, *split):
+        for one, other in zip(found, expected, strict=True):
+            assert drift(one, other) <= DRIFT
+
+
+def assert_first_steps_agree(found: list[Trace], expected: list[Trace]) -> None:
+    for name, one, other in zip(OPTIMIZERS, found, expected, strict=True):
+        assert one.losses[0] == pytest.approx(other.losses[0], rel=1e-6), name
+        assert one.grad_norms[0] == pytest.approx(other.grad_norms[0], rel=1e-6), name
+        for weight, part in one.weights[0].items() if name == "SGD" else ():
+            off = (part.of(other.weights[0][weight]) - part.local).abs().max()
+            assert off <= 1e-6, weight
+
+
+@pytest.mark.gate
+def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
+    def run(folder: str, layout: Case, steps: int) -> dict[int, float]:
+        sections: dict[str, dict[str, Any]] = {
+            "job": {"dump_folder": str(tmp_path / folder)},
+            "checkpoint": {"enable": True, "interval": 2},
+            "training": {"steps": steps},
+            "lr_scheduler": {"total_steps": 4},
+        }
+        run_ranks(train, layout.ranks, job(layout, "AdamW", **sections))
+        return losses(tmp_path / folder)
+
+    whole = run("whole", case(batch=8), 4)
+    run("parts", LAYOUTS["HSDP 2 x 2"], 2)
+    resumed = run("parts", LAYOUTS["TP 2"], 4)
+    assert list(resumed) == list(whole) == [1, 2, 3, 4]
+    assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-5)

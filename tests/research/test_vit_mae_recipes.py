@@ -1,0 +1,114 @@
+"""The recipes and studies of ViT-MAE are right, say nothing twice, and train."""
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.strategies import DEVICE, foresee, gib
+from tests.compare.test_study import assert_can_run
+from tests.ranks import run_ranks
+from tests.recipes.test_recipes import (
+    FOLDER,
+    assert_comment_says_what_it_needs,
+    repeated,
+)
+from tests.runs import rows, train
+from torchtitan.checks import load_job
+from torchtitan.tools.cli import main
+
+ROOT = FOLDER.parent
+RANKS = {
+    "vit_mae_15b": 64,
+    "vit_mae_1b": 8,
+    "vit_mae_3b": 8,
+    "vit_mae_5b": 16,
+    "vit_mae_base": 8,
+    "vit_mae_debug": 1,
+    "vit_mae_huge": 8,
+}
+RECIPES = sorted(FOLDER.glob("vit_mae*.toml"))
+OWN = FOLDER / "research/vit_mae.toml"
+every_recipe = pytest.mark.parametrize("path", [*RECIPES, OWN], ids=lambda path: path.stem)
+LARGE = [path for path in RECIPES if "debug" not in path.stem]
+
+
+def test_all_are_here() -> None:
+    assert [path.stem for path in RECIPES] == list(RANKS)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[str]:
+    """One image in the place of those that a user has to bring."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    return ["--data.dataset_path", str(tmp_path)]
+
+
+@every_recipe
+def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
+    path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = RANKS.get(path.stem, 1)
+    words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"# valid on {ranks} rank")
+    assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_settings(path: Path, images: list[str]) -> None:
+    """Table 8 of arXiv:2111.06377, which names no limit of the gradient norm."""
+    job = load_job(path, images, RANKS[path.stem], "cuda").config
+    batch = job.global_batch(job.degrees(RANKS[path.stem]))
+    assert (batch, job.optimizer.lr) == (4096, pytest.approx(1.5e-4 * batch / 256))
+    options = job.optimizer.options()
+    assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0.05)
+    assert job.training.max_norm == 0
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_comment_says_what_it_needs(path: Path) -> None:
+    assert_comment_says_what_it_needs(path, RANKS[path.stem])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*RECIPES, OWN, FOLDER / "base/vit_mae.toml"],
+    ids=lambda path: f"{path.parent.name} {path.stem}",
+)
+def test_nothing_is_said_twice(path: Path) -> None:
+    assert list(repeated(path)) == []
+
+
+@pytest.mark.parametrize("name", ["vit_mae_3b", "vit_mae_debug"])
+def test_studies_can_run_where_they_are_meant_to(
+    name: str, images: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEAD_NODE", "node1")
+    assert_can_run(FOLDER / f"studies/{name}.toml", images, [])
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    """From about 1, the loss of the mean of each patch."""
+    small = ["--training.steps=4", "--training.local_batch_size=16", "--validation.steps=1"]
+    flags = [*small, "--validation.freq=4", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"]
+    run_ranks(train, 1, load_job(OWN, flags, 1, "cpu").config)
+    losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] < 2.5
+    assert (tmp_path / "pictures/step-000004.png").exists()
+
+
+def test_sizes_of_images_are_those_of_the_formulas() -> None:
+    """One size of six; the table in docs is the page's."""
+    page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()
+    held = page[page.index("**GiB") : page.index("**GB")]
+    docs = (ROOT / "docs/vision.md").read_text()
+    assert [line for line in held.splitlines() if line.startswith("|") and line not in docs] == []
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held.splitlines()[4:]]
+    column = {row[0]: row[6] for row in rows if len(row) == 7}
+    found = foresee("15B")
+    assert column == {name: gib(each) for name, each in found.items()}
+    assert found["hybrid, groups of 2"].held > DEVICE > found["hybrid, groups of 4"].held

@@ -1,0 +1,95 @@
+"""`[data.images]` is known to every recipe, and imported by those that read images."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.test_docs import ROOT
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError
+from torchtitan.job import JobConfig
+from torchtitan.provenance import to_toml
+from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
+
+TEXT = ROOT / "train_configs/debug_model.toml"
+IMAGES = ROOT / "train_configs/vit_mae_debug.toml"
+
+
+def job(recipe: Path, *flags: str) -> JobConfig:
+    return load_job(recipe, flags, None, "cpu").config
+
+
+def images(of: JobConfig) -> ImagesConfig:
+    assert isinstance(of.data, ImageData)
+    return of.data.images
+
+
+def test_a_recipe_of_text_imports_nothing_of_images() -> None:
+    code = (
+        "import sys\nfrom torchtitan.checks import load_job\n"
+        f"load_job({str(TEXT)!r}, ['--data.dataset=synthetic'], None, 'cpu').config.flat()\n"
+        "print(*(name for name in sys.modules if 'vit_mae' in name))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_recipe_and_flags_set_it() -> None:
+    assert not images(job(IMAGES)).augment, "as the recipe says"
+    assert images(job(IMAGES, "--data.images.augment")).augment
+    changed = images(job(IMAGES, "--data.images.bands", "1", "--data.images.crop=window"))
+    assert (changed.bands, changed.crop) == ((1,), "window")
+    flat = job(IMAGES).flat()
+    assert [key for key in flat if key.startswith("data.images.")] == [
+        f"data.images.{key}" for key in ImagesConfig.model_fields
+    ]
+
+
+def test_what_a_run_of_text_recorded_before_loads(tmp_path: Path) -> None:
+    """It recorded the keys of every section, those of images among them."""
+    recorded = tmp_path / "recipe.toml"
+    toml = to_toml(job(TEXT, "--no-data.images.augment"))
+    assert "[data.images]\ncrop = " in toml
+    recorded.write_text(toml)
+    assert not images(job(recorded)).augment
+    assert job(recorded).data.dataset == job(TEXT).data.dataset
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("crop = 3", "data.images.crop: got 3; allowed: resized, window, none"),
+        ("crip = 3", "data.images.crip: unknown key; allowed: crop, min_area,"),
+        ("bands = [-1]", "data.images.bands: got [-1]; wanted integers >= 0"),
+    ],
+)
+@pytest.mark.parametrize("dataset", ["scenes", "synthetic"])
+def test_a_mistake_in_it_has_its_place(
+    line: str, message: str, dataset: str, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(f'[data]\ndataset = "{dataset}"\n[data.images]\n{line}\n')
+    with pytest.raises(RecipeError) as error:
+        load_job(recipe, (), None, "cpu")
+    assert any(each.startswith(f"{recipe}:4: {message}") for each in error.value.lines)
+
+
+def test_a_section_that_is_nearly_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text("[data.image]\ncrop = 'none'\n")
+    with pytest.raises(RecipeError, match=r"bad.toml:1: data.image: .*did you mean data.images\?"):
+        load_job(recipe, (), None, "cpu")
+
+
+def test_a_limit_of_attention_logits_is_refused() -> None:
+    model = {"name": "vit_mae", "flavor": "debugmodel"}
+    job = tiny.job(
+        optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
+    )
+    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
+    message = "vit_mae does not say which weights make the queries and keys"
+    assert message in found["optimizer.qk_clip"]

@@ -1,0 +1,121 @@
+"""The main road stands without the systems from papers, and each of them without the others.
+
+Copies of the package, without `research/` or with one folder of it, pass tests that are quick and
+telling; `-m slow` runs all that a default run has.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.research import ENTRIES
+
+ROOT = Path(__file__).parent.parent
+SYSTEMS = {
+    "auxiliary_tasks": ["test_auxiliary_tasks.py"],
+    "demo": ["test_demo.py"],
+    "galore": ["test_galore.py", "test_galore_parallel.py"],
+    "hadamard_attention": ["test_hadamard_attention.py"],
+    "loco": ["test_loco.py", "test_codec.py"],
+    "qsdp": ["test_qsdp.py", "test_codec.py"],
+    "ranger21": ["test_ranger21.py", "test_ranger21_parallel.py"],
+    "rtp": ["test_rtp.py"],
+    "simple_fsdp": ["test_simple_fsdp.py"],
+    "vit_mae": ["test_vit_mae.py", "test_vit_mae_recipes.py", "test_vit_mae_settings.py"],
+}
+"""The tests of each, in tests/research."""
+QUICK = {
+    "auxiliary_tasks": "by_hand or takes_a_head or refused",
+    "demo": "scipy or divisor or turn or mean_over",
+    "galore": "numpy or formula or refused",
+    "hadamard_attention": "refused or rotation_alone or formats",
+    "loco": "errors_of_loco or are_noted",
+    "qsdp": "same_weights or in_the_mean",
+    "ranger21": "schedule or adamw",
+    "rtp": "gradients or in_place_is_sent",
+    "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
+    "vit_mae": "sizes or settings or visible",
+}
+"""Which of them are run by the gate, besides a few steps of its recipe."""
+MAIN_ROAD = [
+    *("tests/test_house.py", "tests/unit/config", "tests/unit/models/test_llama3.py"),
+    *("tests/unit/test_auxiliary.py", "tests/unit/optim/test_schedule.py"),
+    *("tests/recipes/test_bad_recipes.py", "tests/recipes/test_recipes.py"),
+    "tests/parallel/test_parity.py",
+]
+LAYOUTS = "not trains_the_same_run or 1F1B or DDP or operators"
+"""Of those, the layouts that are compared."""
+
+
+def copy_with(systems: set[str], folder: Path) -> Path:
+    """A copy of the project that has these systems alone."""
+
+    def left_out(where: str, names: list[str]) -> set[str]:
+        if Path(where) == ROOT / "torchtitan" and not systems:
+            return {"research"}
+        if Path(where) == ROOT / "torchtitan/research":
+            kept = systems | {"common"}
+            return {name for name in names if (ROOT / where / name).is_dir()} - kept
+        cached = {"__pycache__"} & set(names)
+        return cached | ({"research"} if Path(where) == ROOT / "tests" and not systems else set())
+
+    for path in ROOT.iterdir():
+        if path.name in ("torchtitan", "tests"):
+            shutil.copytree(path, folder / path.name, ignore=left_out)
+        elif not path.name.startswith(".") or path.name == ".ci":
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def pytest_in(folder: Path, *words: str) -> None:
+    """Run tests of the copy, with the copy's package."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_every_folder_is_named() -> None:
+    folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
+    assert folders == {*SYSTEMS, "common"}
+
+
+@pytest.mark.gate
+def test_the_main_road_without_systems(tmp_path: Path) -> None:
+    folder = copy_with(set(), tmp_path)
+    assert not (folder / "torchtitan/research").exists()
+    pytest_in(folder, *MAIN_ROAD, "-k", LAYOUTS)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+    folder = copy_with({system}, tmp_path)
+    there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
+    assert there - {"__pycache__"} == {system, "common"}
+    files = [f"tests/research/{name}" for name in SYSTEMS[system]]
+    # Those of another system, and inductor's, are in the default run or in the gate by themselves.
+    pytest_in(
+        folder, *files, "tests/research/test_recipes.py", "-k", f"{QUICK[system]} or {system}]"
+    )
+
+
+@pytest.mark.slow
+def test_the_whole_main_road_without_systems(tmp_path: Path) -> None:
+    folder = copy_with(set(), tmp_path)
+    pytest_in(folder, "tests/unit", "tests/recipes", "tests/parallel", "tests/training")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_whole_of_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+    folder = copy_with({system}, tmp_path)
+    pytest_in(
+        folder,
+        *(f"tests/research/{name}" for name in SYSTEMS[system]),
+        *("tests/research/test_layouts.py", "tests/research/test_recipes.py"),
+    )

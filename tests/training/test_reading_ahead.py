@@ -1,0 +1,97 @@
+"""What a step need not wait for: batches are made, and pinned for their device, in threads."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.streams import build_stream
+from torchtitan.data import DataConfig, load_tokenizer
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.research.vit_mae import masked_autoencoder
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages
+
+# Not `take`: of the first batch, the log shows an image as a whole.
+PREPARATION = ("normalize", "patchify", "mask_order")
+
+
+def main_thread_prepares(job: JobConfig) -> dict[str, bool]:
+    """Train; for each thing that is done to a batch before a step, whether the step did it."""
+    found: dict[str, bool] = {}
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            is_main = threading.current_thread() is threading.main_thread()
+            found[name] = found.get(name, False) or is_main
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PREPARATION:
+            patch.setattr(
+                masked_autoencoder, name, watched(name, getattr(masked_autoencoder, name))
+            )
+        patch.setattr(MaskedImages, "join", staticmethod(watched("join", MaskedImages.join)))
+        patch.setattr(Device, "pin", watched("pin", Device.pin))
+        train(job)
+    return found
+
+
+def test_images_are_made_ready_by_threads() -> None:
+    data = {"dataset": "scenes", "num_workers": 2}
+    job = tiny.job(model=tiny.VIT_MAE, data=data, training={"steps": 2})
+    (found,) = run_ranks(main_thread_prepares, 1, job)
+    assert found == dict.fromkeys((*PREPARATION, "join", "pin"), False)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    """Each call of a CUDA that is not there: in the main thread, its current device, and where
+    what it returns is in memory."""
+    calls: list[tuple[bool, int, int]] = []
+    thread = threading.local()
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        is_main = threading.current_thread() is threading.main_thread()
+        calls.append((is_main, getattr(thread, "device", 0), copy.data_ptr()))
+        return copy
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(thread, "device", index))
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "is_pinned"),
+    [(2, Device("cuda", 3), True), (2, Device("cpu"), False), (0, Device("cuda", 3), False)],
+)
+def test_batches_are_pinned_for_cuda_by_a_thread(
+    workers: int, device: Device, is_pinned: bool, pinned: list[tuple[bool, int, int]]
+) -> None:
+    stream = build_stream(
+        DataConfig(dataset="synthetic", num_workers=workers),
+        load_tokenizer(None),
+        seed=0,
+        seq_len=8,
+        local_batch_size=2,
+        accumulation=2,
+        rank=0,
+        ranks=1,
+        device=device,
+    )
+    batches = [next(stream) for _ in range(3)]
+    stream.close()
+    tensors = {t.data_ptr() for batch in batches for t in vars(batch).values() if t is not None}
+    assert {(is_main, index) for is_main, index, _ in pinned} == (
+        {(False, 3)} if is_pinned else set()
+    )
+    assert (tensors <= {place for *_, place in pinned}) == is_pinned

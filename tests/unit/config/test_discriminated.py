@@ -1,0 +1,169 @@
+"""A section whose keys pick its settings class: in TOML, flags, errors, help and schema."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field
+
+from torchtitan.config import (
+    Config,
+    Discriminated,
+    Recipe,
+    RecipeError,
+    Translation,
+    flat,
+    help_text,
+    json_schema,
+    load,
+)
+
+
+class Data(Config):
+    """What is read."""
+
+    dataset: str = Field("text", description="Which.")
+
+
+class Sounds(Config):
+    """How sounds are read."""
+
+    rates: tuple[int, ...] = Field((), description="Samples a second.")
+    stereo: bool = Field(True, description="Two channels.")
+
+
+class SoundData(Data):
+    """Which sounds are read."""
+
+    sounds: Sounds = Sounds()
+
+
+class Lazy(Mapping[str, type[Config]]):
+    """A registry that knows which of its classes were asked for."""
+
+    def __init__(self) -> None:
+        self.imported: list[str] = []
+
+    def __getitem__(self, name: str) -> type[Config]:
+        self.imported.append(name)
+        return {"sounds": SoundData}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["sounds"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+REGISTRY = Lazy()
+
+
+def choose(said: Mapping[str, Any]) -> type[Config]:
+    named = said.get("dataset") == "birds" or "sounds" in said
+    return REGISTRY["sounds"] if named else Data
+
+
+class Root(Config):
+    """A recipe."""
+
+    data: Annotated[Data, Discriminated(Data, REGISTRY, choose)] = Data()
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    REGISTRY.imported.clear()
+
+
+def read(text: str = "", flags: str = "") -> Recipe[Root]:
+    Path("r.toml").write_text(text, encoding="utf-8")
+    return load(
+        Root,
+        "r.toml",
+        flags.split(),
+        translate=lambda settings, below: Translation(settings, [], [], {}),
+        new_name=lambda path: path,
+        unsaid=lambda *sources: Translation({}, [], [], {}),
+        prepare=lambda settings: [],
+        check=lambda config: [],
+    )
+
+
+def test_a_class_that_nothing_picks_is_not_imported() -> None:
+    assert type(read('[data]\ndataset = "prose"').config.data) is Data
+    assert REGISTRY.imported == []
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ('[data]\ndataset = "birds"', "", SoundData(dataset="birds")),
+        ("", "--data.dataset birds", SoundData(dataset="birds")),
+        ("[data.sounds]\nrates = [8]", "", SoundData(sounds=Sounds(rates=(8,)))),
+        ("", "--data.sounds.rates 8", SoundData(sounds=Sounds(rates=(8,)))),
+        ("", "--no-data.sounds.stereo", SoundData(sounds=Sounds(stereo=False))),
+        ("", "--data.sounds.no-stereo", SoundData(sounds=Sounds(stereo=False))),
+        (
+            '[data]\ndataset = "birds"',
+            "--data.sounds.rates=8,16",
+            SoundData(dataset="birds", sounds=Sounds(rates=(8, 16))),
+        ),
+    ],
+)
+def test_keys_and_sections_pick_a_class(text: str, flags: str, expected: Data) -> None:
+    config = read(text, flags).config
+    assert config.data == expected
+    assert Root.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_values_are_flat_as_their_class_has_them() -> None:
+    assert flat(read("", "--data.dataset birds").config) == {
+        ("data", "dataset"): "birds",
+        ("data", "sounds", "rates"): [],
+        ("data", "sounds", "stereo"): True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[data]\nx = 1", "r.toml:2: data.x: unknown key; allowed: dataset, sounds"),
+        (
+            "[data.sound]\nstereo = true",
+            "r.toml:1: data.sound: unknown key; allowed: dataset, sounds; "
+            "did you mean data.sounds?",
+        ),
+        (
+            "[data]\nstereo = true",
+            "r.toml:2: data.stereo: unknown key; allowed: dataset, sounds; "
+            "did you mean data.sounds.stereo?",
+        ),
+        (
+            "[data.sounds]\nsterio = true",
+            "r.toml:2: data.sounds.sterio: unknown key; allowed: rates, stereo; "
+            "did you mean data.sounds.stereo?",
+        ),
+        (
+            "[data.sounds]\nstereo = 1",
+            "r.toml:2: data.sounds.stereo: got 1; wanted true or false",
+        ),
+        ("data = 3", "r.toml:1: data: got 3; wanted a section"),
+        (
+            "[data]\nsounds = 3",
+            "r.toml:2: data.sounds: got 3; wanted a section",
+        ),
+        ("[data]\ndataset = [1]", "r.toml:2: data.dataset: got [1]; wanted a string"),
+    ],
+)
+def test_mistakes_are_told_as_of_any_section(text: str, line: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(text)
+    assert error.value.lines == [line]
+
+
+def test_help_and_schema_have_the_keys_of_all() -> None:
+    assert "--data.sounds.rates  (a list of integers; default: [])" in help_text(Root)
+    assert help_text(Root).count("--data.dataset") == 1
+    data = json_schema(Root)["properties"]["data"]
+    assert list(data["properties"]) == ["dataset", "sounds"]

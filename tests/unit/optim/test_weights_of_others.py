@@ -1,0 +1,132 @@
+"""Weights that others write after an update, or load, are those that the next update changes."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.named import named
+from torchtitan.config import PlannedWorld
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.optim import OPTIMIZERS, OptimizerConfig, Optimizers
+from torchtitan.optim.in_backward import InBackward
+from torchtitan.optim.offload import Offloaded
+from torchtitan.step import StepOptimizers
+from torchtitan.timeline import Timeline
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "compiled": {},
+    "offloaded": {"offload_states": True},
+    "in the backward": {"early_step_in_backward": True},
+    "low bit": {"state_dtype": "8bit"},
+    "low bit, offloaded": {"state_dtype": "8bit", "offload_states": True},
+    "low bit, in the backward": {"state_dtype": "8bit", "early_step_in_backward": True},
+    "low bit part": {"adamw": {"state_dtype": "8bit"}},
+}
+RATE = 1e-3
+FAR = 5.0
+"""Much farther than updates at this rate take a weight."""
+
+
+def is_accepted(kind: type[OptimizerConfig], settings: dict[str, Any]) -> bool:
+    if not settings.keys() <= kind.model_fields.keys():
+        return False
+    world = PlannedWorld(1, "cuda")
+    found = kind(**settings).problems(JobConfig(), world)
+    return all(problem.severity == "note" for problem in found)
+
+
+CASES = [
+    pytest.param(name, way, id=f"{name}, {way}")
+    for name, kind in OPTIMIZERS.items()
+    for way, settings in WAYS.items()
+    if is_accepted(kind, settings)
+]
+
+
+def opened(name: str, way: str) -> tuple[nn.Module, Optimizers]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    config = OPTIMIZERS[name](lr=RATE, weight_decay=0.0, **WAYS[way])
+    optimizers: Optimizers
+    if config.offload_states:
+        optimizers = Offloaded(named(network), config, None, Device("cpu"))
+    elif config.early_step_in_backward:
+        optimizers = InBackward(named(network), config, None, lambda parameters: None)
+    else:
+        optimizers = Optimizers(named(network), config)
+    if way == "compiled":
+        for optimizer, rule in optimizers.rules.items():
+            rule.prepare(optimizer, partial(torch.compile, backend="eager"))
+    return network, optimizers
+
+
+def weights(network: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def backward(network: nn.Module, optimizers: StepOptimizers) -> None:
+    optimizers.begin(1.0)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(p.shape, generator=generator) for p in network.parameters()]
+    pairs = zip(network.parameters(), gradients, strict=True)
+    torch.stack([(parameter * gradient).sum() for parameter, gradient in pairs]).sum().backward()
+    optimizers.norm()
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchao would compile takes a minute."""
+    monkeypatch.setattr("torchtitan.optim.low_bit.torch.compile", lambda function, **_: function)
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_weights_written_after_an_update_are_updated_next(name: str, way: str) -> None:
+    def write() -> None:
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(FAR)
+
+    network, inner = opened(name, way)
+    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=write)
+    before = weights(network)
+    for _ in range(3):
+        backward(network, optimizers)
+        optimizers.step(torch.tensor(0.0), 0.0)
+    for found, was in zip(weights(network), before, strict=True):
+        torch.testing.assert_close(found, was + 3 * FAR, rtol=0, atol=FAR / 10)
+        assert not torch.equal(found, was + 3 * FAR)
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_weights_that_are_loaded_are_updated_next(name: str, way: str) -> None:
+    network, inner = opened(name, way)
+    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")))
+
+    def step() -> None:
+        backward(network, optimizers)
+        optimizers.step(torch.tensor(0.0), 0.0)
+
+    step()
+    saved = {key: tensor.clone() for key, tensor in inner.state_dict().items()}
+    before = weights(network)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(FAR)
+    for key, tensor in inner.state_dict().items():
+        tensor.copy_(saved[key])
+    inner.load_state_dict(saved)
+    step()
+    for found, was in zip(weights(network), before, strict=True):
+        torch.testing.assert_close(found, was + FAR, rtol=0, atol=FAR / 10)
+        assert not torch.equal(found, was + FAR)
+
+
+def test_the_cases_include_every_optimizer() -> None:
+    assert {case.values[0] for case in CASES} == OPTIMIZERS.keys()
+    ways = {case.values for case in CASES}
+    assert {("AdamW", way) for way in ("offloaded", "in the backward", "low bit")} <= ways

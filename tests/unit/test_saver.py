@@ -1,0 +1,180 @@
+"""A save that fails in an unexpected way, and what a save that has ended still holds."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from torchtitan.build import Run
+from torchtitan.checkpoint import saved_steps, saver
+from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
+from torchtitan.checkpoint.staging import Staging, Task
+from torchtitan.checkpoint.storage import Piece
+from torchtitan.config import ConfigError
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.parallel import CommConfig, Degrees, open_world
+
+
+class Unsendable(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("a lock")
+        self.generator = (n for n in range(2))
+
+
+def met(work: Callable[[int], Any], way: Callable[..., Any]) -> str:
+    with open_world(Degrees(dp_shard=2), CommConfig(), Device("cpu")) as world:
+        try:
+            return str(way(world, lambda: work(world.rank)))
+        except Exception as error:
+            # The ranks are still in step.
+            assert world.gather(world.rank) == [0, 1]
+            return f"{type(error).__name__}: {error}"
+
+
+def fails(rank: int, error: Exception) -> Callable[[int], int]:
+    def work(own: int) -> int:
+        if own == rank:
+            raise error
+        return own
+
+    return work
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_is_known_to_all(rank: int) -> None:
+    for error, told in (
+        (Unsendable(), f"FailedOnRank: rank {rank} failed: Unsendable: a lock"),
+        (KeyError("name"), f"FailedOnRank: rank {rank} failed: KeyError: 'name'"),
+        (ConfigError("wrong"), "ConfigError: wrong"),
+        (OSError("full"), "OSError: full"),
+    ):
+        found = run_ranks(met, 2, fails(rank, error), on_all_ranks)
+        assert found[1 - rank] == told
+        assert found[rank] == f"{type(error).__name__}: {error}"
+        found = run_ranks(met, 2, fails(rank, error), on_rank_0)
+        if rank == 0:
+            assert found == [f"{type(error).__name__}: {error}", told]
+        else:
+            assert found == ["0", "0"]
+
+
+def recipe(folder: Path, mode: str = "async", **sections: Any) -> JobConfig:
+    checkpoint = {"enable": True, "interval": 2, "async_mode": mode}
+    parallelism = {"data_parallel_shard_degree": -1}
+    return tiny.job(
+        folder, checkpoint=checkpoint, training={"steps": 4}, parallelism=parallelism, **sections
+    )
+
+
+def defective(job: JobConfig, place: str, rank: int) -> str:
+    """Train where a step of a save has a defect on one rank; how this rank ends."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise LookupError("a defect")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if int(torch.distributed.get_rank()) == rank:
+            patch.setattr(saver, place, fail)
+        try:
+            train(job)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "went on"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("place", "rank"), [("write_file", 1), ("write_manifest_of", 0), ("problems_of_files", 1)]
+)
+def test_a_defect_in_a_save_ends_all_ranks(
+    place: str, rank: int, mode: str, tmp_path: Path
+) -> None:
+    found = run_ranks(defective, 2, recipe(tmp_path, mode), place, rank)
+    assert found[rank] == "LookupError: a defect"
+    assert found[1 - rank] == f"FailedOnRank: rank {rank} failed: LookupError: a defect"
+
+
+def held_after_saves(job: JobConfig) -> tuple[int, int]:
+    """How many tensors were made for saves, and how many are left at the end."""
+    made: list[weakref.ref[Tensor]] = []
+    sending = {"error": torch.ones(1000)}
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Tensor:
+            tensor: Tensor = function(*arguments, **named)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        return noted
+
+    def look(run: Run) -> tuple[int, int]:
+        gc.collect()
+        return len(made), sum(reference() is not None for reference in made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtitan.checkpoint.staging.torch.empty", note(torch.empty))
+        patch.setattr(
+            "torchtitan.checkpoint.contents.Checkpointable._of_sending",
+            lambda _: {f"communication.0.{name}": Noted(t, made) for name, t in sending.items()},
+        )
+        return train(job, look)
+
+
+class Noted:
+    """A tensor whose clones are noted."""
+
+    def __init__(self, tensor: Tensor, made: list[weakref.ref[Tensor]]) -> None:
+        self.tensor, self.made = tensor, made
+
+    def clone(self) -> Tensor:
+        clone = self.tensor.clone()
+        self.made.append(weakref.ref(clone))
+        return clone
+
+
+def test_a_save_that_has_ended_holds_no_tensors(tmp_path: Path) -> None:
+    (found,) = run_ranks(held_after_saves, 1, recipe(tmp_path))
+    made, left = found
+    assert made > 20
+    assert left == 0
+    assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4]
+
+
+def test_copies_are_of_the_moment_and_tensors_are_released_once_copied() -> None:
+    tensor = torch.arange(4.0)
+    reference = weakref.ref(tensor)
+    piece = Piece("name", tensor.dtype, (8,), (4,), (4,))
+    staging = Staging(pinned=False, device=Device("cpu"))
+    copies = staging.begin([(piece, tensor)])
+    staging.wait()
+    del tensor
+    gc.collect()
+    assert reference() is None
+    ((found, copy),) = copies()
+    assert found.digest is not None
+    assert copy.tolist() == [0, 1, 2, 3]
+
+
+def test_work_is_released_when_it_has_ended() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    reference = weakref.ref(held)
+    task = Task(lambda held=held: len(str(held)))
+    task.wait()
+    del held
+    gc.collect()
+    assert task.result()
+    assert reference() is None

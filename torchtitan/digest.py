@@ -1,0 +1,72 @@
+"""A digest of a tensor that is the sum of those of its shards, however it is sharded.
+
+An element's bits, as signed words of 32 bits at most, are multiplied by a pseudo-random weight of
+64 bits for the index along each dimension; the digest is the sum over all elements, modulo 2^64
+(multilinear hashing, https://arxiv.org/abs/1202.4961). So two elements, rows or columns that are
+exchanged change it, and the order of summation does not. It guards against accidents, not attacks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Words by the size of an element; 8 bytes are two words, as if the last dimension were twice as
+long."""
+CHUNKS = {"cpu": 2**15}
+"""Words that are multiplied at once: what fits into the cache of a core, or fills a device."""
+CHUNK = 2**23
+
+
+def digest(tensor: Tensor, offsets: Sequence[int] | None = None) -> Tensor:
+    """The digest of a shard, which starts at `offsets` of the whole: int64, 0-d, on its device."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return total
+    at = [0] * tensor.ndim if offsets is None else list(offsets)
+    if not tensor.ndim:
+        tensor, at = tensor.reshape(1), [0]
+    if tensor.dtype.itemsize == 8:
+        tensor, at[-1] = tensor.contiguous(), 2 * at[-1]
+    words = tensor.detach().view(WORDS[tensor.dtype.itemsize])
+    *of_rows, of_columns = (
+        _weights(dim, start, size, tensor.device)
+        for dim, (start, size) in enumerate(zip(at, words.shape, strict=True))
+    )
+    of_row = torch.ones(1, dtype=torch.int64, device=tensor.device)
+    for weights in of_rows:
+        of_row = (of_row[:, None] * weights).flatten()
+    chunk = CHUNKS.get(tensor.device.type, CHUNK)
+    height = max(1, chunk // words.shape[-1])
+    rows = words.reshape(-1, words.shape[-1])
+    for block, row_weights in zip(
+        torch.split(rows, height), torch.split(of_row, height), strict=True
+    ):
+        columns = zip(torch.split(block, chunk, 1), torch.split(of_columns, chunk), strict=True)
+        for part, weights in columns:
+            total += ((part * weights).sum(1) * row_weights).sum()
+    return total
+
+
+def unsigned(value: int) -> int:
+    """The 64 bits of an int64, or of a sum of them, as a number that is not negative."""
+    return value % 2**64
+
+
+def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
+    """The weights of indices along a dimension: the SplitMix64 generator's numbers."""
+    state = torch.arange(start, start + size, dtype=torch.int64, device=device)
+    state = state * _signed(0x9E3779B97F4A7C15) + _signed((dim + 1) * 0xD1B54A32D192ED03)
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Right by so many bits, filled with zeros."""
+    return values.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

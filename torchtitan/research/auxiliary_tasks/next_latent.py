@@ -1,0 +1,126 @@
+"""An auxiliary loss that predicts the next hidden state, whose gradient is stopped.
+
+It is inspired by representations that are trained to predict the next one in reinforcement learning
+(Lange et al., 2023, arXiv:2310.04241), and no more than that: there is no environment, and no
+result of theirs is shown. The loss of a position i with hidden state h_i, W being trained, is
+
+    1 - cos(W h_i, stop_gradient(h_(i+1)))
+
+where the next token belongs to the same document.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchtitan.auxiliary import ModelLossConfig
+from torchtitan.losses import sum_over_ranks
+from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
+from torchtitan.parallel import context
+from torchtitan.parallel.settings import Balancing
+from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.torch_private.collectives import all_gather
+
+
+class LatentPredictor(nn.Module):
+    """From each hidden state, the direction of the next one, which gets no gradient from it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.predict = nn.Linear(dim, dim, bias=False)
+        self.loss = AuxiliaryLoss("next_latent", 1.0)
+        self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = _whole
+
+    def forward(self, x: Tensor, ahead_targets: Tensor) -> Tensor:
+        """`x` (B, S, D), through which the loss gets its gradient.
+
+        Args:
+            ahead_targets: (B, S, A) int64; where the first does not count, nothing follows.
+        """
+        total = self.core(self.predict(x), x.detach(), ahead_targets[..., 0] >= 0)
+        joined: Tensor = self.loss(x, total)
+        return joined
+
+
+def _whole(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
+    """The sum of the losses, of a whole sequence."""
+    return latent_loss(predicted, latents.roll(-1, 1), counts)
+
+
+def latent_loss(predicted: Tensor, following: Tensor, counts: Tensor) -> Tensor:
+    """The sum over positions that count, in float32 at least.
+
+    Args:
+        predicted, following: (B, S, D).
+        counts: (B, S) bool.
+    """
+    wide = torch.promote_types(predicted.dtype, torch.float32)
+    off = 1.0 - F.cosine_similarity(predicted.to(wide), following.to(wide), dim=-1)
+    return torch.where(counts, off, 0.0).sum()
+
+
+def _flops(dim: int) -> int:
+    """A product with a matrix; the cosines are small next to it."""
+    return 6 * dim * dim
+
+
+HEAD = AuxiliaryHead("next_latent", LatentPredictor, _flops)
+
+
+class NextLatentLoss(ModelLossConfig):
+    """The hidden state after each, whose gradient is stopped; inspired by arXiv:2310.04241."""
+
+    argument: ClassVar[str] = "auxiliary_heads"
+
+    name: Literal["next_latent"] = Field("next_latent", description="Which loss.")
+    weight: float = Field(
+        0.1, ge=0, description="What it is multiplied with; 0: it is left out of the model."
+    )
+
+    def wanted(self, has: tuple[AuxiliaryHead, ...]) -> tuple[AuxiliaryHead, ...]:
+        return has if HEAD in has else (*has, HEAD)
+
+    def distribute(
+        self,
+        part: nn.Module,
+        sequence: ProcessGroup | None,
+        balancing: str,
+        tensor: ProcessGroup | None,
+    ) -> None:
+        """Have each position see the next one where another rank has it."""
+
+        def core(predicted: Tensor, latents: Tensor, counts: Tensor) -> Tensor:
+            if tensor is not None:
+                latents = torch.cat(all_gather(latents, tensor).unbind(), 1)
+            if sequence is None:
+                later = latents.roll(-1, 1)
+            else:
+                later = context.following(latents, sequence, cast(Balancing, balancing))
+            if tensor is None:
+                return latent_loss(predicted, later, counts)
+            own, size = tensor.rank(), tensor.size()
+            later, counts = later.chunk(size, 1)[own], counts.chunk(size, 1)[own]
+            return sum_over_ranks(latent_loss(predicted, later, counts), tensor)
+
+        for module in _predictors(part):
+            module.core = core
+
+    def traffic(self, part: nn.Module, work: Any) -> Iterator[Traffic]:
+        """Tensor ranks send all hidden states, context ranks the first of each of their chunks."""
+        ranks, parallelism = work.degrees.cp, work.layout.parallelism
+        for _ in _predictors(part):
+            if work.splits_stream:
+                yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
+            if ranks > 1:
+                chunks = ranks * (2 if parallelism.context_parallel_load_balancer != "none" else 1)
+                row = work.sequences * work.args.dim * work.layout.precision.compute.itemsize
+                yield Traffic("cp", "latents", "all_gather", chunks * row, work.times)
+
+
+def _predictors(part: nn.Module) -> Iterator[LatentPredictor]:
+    return (module for module in part.modules() if isinstance(module, LatentPredictor))

@@ -1,0 +1,34 @@
+"""Ranger21's learning rate: warm-up, flat, linear warm-down."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from torchtitan.optim import ScheduleConfig
+
+
+class Ranger21Schedule(ScheduleConfig):
+    """Ranger21's (Wright and Demeure, 2021, arXiv:2106.13731): warm-up, flat, linear warm-down."""
+
+    name: Literal["ranger21"] = Field("ranger21", description="Which schedule.")
+    warmup_steps: int = Field(
+        2000,
+        ge=0,
+        description="Steps of linear warm-up, 2 / (1 - beta2) by default; where they would be more "
+        "than 45 % of the schedule, it has 22 %.",
+    )
+    decay_ratio: float | None = Field(
+        0.28,
+        ge=0,
+        le=1,
+        description="Share of the steps that decay, at most what the warm-up leaves; none: all of "
+        "that.",
+    )
+    min_lr_factor: float = Field(
+        0.03, ge=0, le=1, description="The decay ends at this fraction of the peak rate."
+    )
+
+    def shares(self, steps: int) -> tuple[int, int]:
+        if self.warmup_steps <= 0.45 * steps:
+            return super().shares(steps)
+        return self.model_copy(update={"warmup_steps": int(0.22 * steps)}).shares(steps)

@@ -1,0 +1,232 @@
+"""Looks at checkpoints without a run: `torchtitan checkpoint ls`, `verify` and `diff`."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
+from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
+from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
+from torchtitan.config import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHOWN = 20
+"""Tensors that differ, at most, in `Difference.lines`."""
+OTHERS = NO_WEIGHTS | {"rng", "communication", "replica"}
+"""First parts of the names of tensors that are no weights."""
+
+
+def table(checkpoints: Iterable[Path]) -> "Table":
+    """A line for each: what it holds, and whether its files are there."""
+    from rich.table import Table
+
+    headings = ("checkpoint", "step", "holds", "ranks", "layout", "tokens", "size", "digest", "")
+    found = Table(*headings, box=None, padding=(0, 2, 0, 0))
+    for path in checkpoints:
+        try:
+            found.add_row(str(path), *_row(path), "complete")
+        except ConfigError as error:
+            found.add_row(str(path), *[""] * 7, f"[red]{error}[/red]")
+    return found
+
+
+def _row(path: Path) -> list[str]:
+    """The columns between name and state; empty what a checkpoint does not say."""
+    if saved_by_dcp(path):
+        saved = DcpCheckpoint(path)
+        step, tokens = number_in(saved, STEP), number_in(saved, TOKENS)
+        holds = {name.partition(".")[0] for name in saved.shapes()}
+        told = ["" if step is None else str(step), "run" if "optimizer" in holds else "weights"]
+        ranks = {re.sub(r"_\d+\.distcp$", "", file) for file in saved.files}
+        said = "" if tokens is None else f"{tokens:,}"
+        return [*told, str(len(ranks)), "DCP", said, f"{saved.bytes / 1e6:,.1f} MB", ""]
+    manifest = look_at(path)
+    used = [f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1]
+    tokens = read_state(path, manifest)["train_state"]["tokens"]
+    return [
+        *(str(manifest.step), "weights" if manifest.model_only else "run"),
+        *(str(manifest.ranks), ", ".join(used) or "one rank", f"{tokens:,}"),
+        *(f"{manifest.bytes / 1e6:,.1f} MB", manifest.digest),
+    ]
+
+
+def verify(checkpoint: Path) -> tuple[bool, list[str]]:
+    """Read every byte of a checkpoint: whether it is sound, as far as that can be known; why."""
+    if saved_by_dcp(checkpoint):
+        return _verify_dcp(checkpoint)
+    problems = list(damage(checkpoint))
+    return not problems, problems or [f"{checkpoint}: what was saved, to the bit"]
+
+
+def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
+    try:
+        found = list(DcpCheckpoint(checkpoint).verify())
+    except ConfigError as error:
+        return False, [str(error)]
+    if problems := [problem for problem in found if problem]:
+        return False, problems
+    unknown = "files are those of another checkpoint of the same shapes"
+    if missing := found.count(None):
+        known = f"{missing:,} of {len(found):,} items were saved without checksums"
+        unknown = f"bits of these were flipped, or {unknown}"
+    else:
+        known = "every item has the CRC-32 that it was saved with"
+    return True, [f"{checkpoint}: complete; {known}. Whether {unknown}, the format cannot tell"]
+
+
+def damage(checkpoint: Path) -> Iterator[str]:
+    """Read every byte of a checkpoint; what is not as it was saved, a line each.
+
+    Besides the hashes of the files, the digests of the tensors that are in them are made anew.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+        problems = list(problems_of_files(checkpoint, manifest))
+        yield from problems or _wrong_digests(checkpoint)
+    except Damaged as error:
+        yield str(error)
+
+
+def _wrong_digests(checkpoint: Path) -> Iterator[str]:
+    source = SavedTensors(checkpoint)
+    for name in source.shapes():
+        if not source.is_intact(name, source.read(name)):
+            yield f"{checkpoint}: {name} does not have the digest that it was saved with"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """In what two checkpoints differ."""
+
+    recipe: tuple[str, ...]
+    counters: tuple[str, ...]
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    """Those that differ in value, weights first, and of these what differs most."""
+    equal: int
+    """Tensors that are, bit for bit."""
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.tensors or self.counters)
+
+    def lines(self, shown: int | None = SHOWN) -> Iterator[str]:
+        """For a reader; the recipe, too, which may differ between checkpoints that are equal.
+
+        Args:
+            shown: tensors of each kind, at most; None: all.
+        """
+        parts = self.tensors, self.names
+        for part in parts:
+            yield from part[:shown]
+        if more := sum(len(part) - len(part[:shown]) for part in parts):
+            yield f"and {more} tensors more; --all shows them"
+        yield from self.counters
+        yield from self.recipe
+        weights = sum(_is_weight(line) for line in self.tensors)
+        yield (
+            f"{self.equal} tensors are equal, {len(self.tensors)} differ in value, {weights} of "
+            "them weights"
+        )
+
+
+class Compared(NamedTuple):
+    """A checkpoint as `difference` compares it."""
+
+    tensors: TensorSource
+    counters: Mapping[str, Any]
+    prefix: str = ""
+    """Of the counters' names."""
+    recipe: Mapping[str, Any] = MappingProxyType({})
+
+
+def _opened(path: Path, is_mixed: bool) -> Compared:
+    """`is_mixed`: under our names, and only what both formats have."""
+    if saved_by_dcp(path):
+        theirs = DcpCheckpoint(path)
+        if not is_mixed:
+            return Compared(theirs, {name: _plain(theirs.value(name)) for name in theirs.values()})
+        found = {"step": number_in(theirs, STEP), "tokens": number_in(theirs, TOKENS)}
+        counters = {key: value for key, value in found.items() if value is not None}
+        return Compared(Renamed(theirs, translated(theirs)), counters)
+    manifest = look_at(path)
+    state, saved = read_state(path, manifest), SavedTensors(path)
+    if not is_mixed:
+        return Compared(saved, state["train_state"], "train_state.", state["recipe"])
+    common = [n for n in saved.shapes() if n.partition(".")[0] in ("model", "optimizer")]
+    keys = () if manifest.model_only else ("step", "tokens")
+    counters = {key: state["train_state"][key] for key in keys}
+    return Compared(Renamed(saved, {name: name for name in common}), counters)
+
+
+def _plain(value: Any) -> Any:
+    """What can be compared and shown in a line."""
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes, {xxhash.xxh3_64_hexdigest(value)}"
+    parts = value if isinstance(value, tuple) else (value,)
+    return value if all(isinstance(p, int | float | str | None) for p in parts) else repr(value)
+
+
+def difference(first: Path, second: Path) -> Difference:
+    """Compare two checkpoints of any layouts, one tensor at a time.
+
+    Raises:
+        Damaged: where one of them is not what was saved.
+    """
+    is_mixed = saved_by_dcp(first) != saved_by_dcp(second)
+    a, b = (_opened(path, is_mixed) for path in (first, second))
+    one, other = a.tensors, b.tensors
+    here, there = one.shapes(), other.shapes()
+    names = [
+        *(f"only in {first}: {name}" for name in sorted(here.keys() - there.keys())),
+        *(f"only in {second}: {name}" for name in sorted(there.keys() - here.keys())),
+    ]
+    tensors, equal = [], 0
+    for name in sorted(here.keys() & there.keys()):
+        if here[name] != there[name]:
+            names.append(f"{name}: {_kind(*here[name])} -> {_kind(*there[name])}")
+            continue
+        x, y = one.read(name), other.read(name)
+        if torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
+            equal += 1
+            continue
+        off = (x.double() - y.double()).abs().max().item()
+        largest = max(tensor.double().abs().max().item() for tensor in (x, y))
+        tensors.append((off / largest if largest else off, f"{name}: off by {off:.3g} at most"))
+    return Difference(
+        recipe=tuple(_changes(a.recipe, b.recipe, "")),
+        counters=tuple(_changes(a.counters, b.counters, a.prefix)),
+        names=tuple(names),
+        tensors=tuple(
+            f"{line} ({relative:.1e} of the largest)"
+            for relative, line in sorted(
+                tensors, key=lambda found: (not _is_weight(found[1]), -found[0])
+            )
+        ),
+        equal=equal,
+    )
+
+
+def _is_weight(name: str) -> bool:
+    return name.partition(".")[0] not in OTHERS
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {shape}"
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key in sorted(before.keys() | after.keys()):
+        if isinstance(before.get(key), dict):
+            continue  # the history of losses, which differs from step to step
+        if before.get(key) != after.get(key):
+            yield f"{prefix}{key}: {before.get(key)!r} -> {after.get(key)!r}"
