@@ -114,7 +114,7 @@ def recorded(device_type: str = "cpu") -> list[Collective]:
 def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
     """Count collectives, and the bytes that this rank sends around rings, by purpose and operation.
 
-    The formulas are those of `parallel.traffic_formulas`. A message to one rank is sent as it is.
+    The formulas are those of `parallel.work.Traffic`. A message to one rank is sent as it is.
     """
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for one in collectives:

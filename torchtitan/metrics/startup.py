@@ -14,9 +14,11 @@ from typing import Any
 from torchtitan.flight_recorder import recorded, sent_by_kind
 from torchtitan.metrics import EventLog
 from torchtitan.parallel import World
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.timeline import Timeline, age_of_process
 from torchtitan.torch_private.compiler import compile_seconds
+
+NEIGHBORS = "neighbors"
+"""Name in reports of ranks that are a part of an axis."""
 
 
 class Startup:

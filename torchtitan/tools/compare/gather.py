@@ -13,11 +13,10 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory import of_rank
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB
+from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
+from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
-from torchtitan.parallel.traffic import of_step
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
@@ -217,12 +216,9 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
 
     Returns None if there are not formulas for everything that it sends.
     """
-    degrees, layout, spec = job.degrees(ranks), job.layout(), MODELS[job.model.name]
-    args = job.model_args()
-    model = build_empty(spec.build, args, layout.seq_len)
+    degrees = job.degrees(ranks)
     try:
-        passes = job.accumulation(degrees)
-        traffic = of_step(model, spec, args, layout, degrees, passes, job.optimizer)
+        traffic = of_step(job.layout(), job.work(ranks), job.optimizer)
     except NotImplementedError:
         return None
     found: dict[tuple[str, str], tuple[int, float]] = {}
