@@ -11,6 +11,7 @@ from torchtitan import research
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
 FOLDER = Path(__file__).parents[2] / "train_configs/research"
@@ -44,6 +45,21 @@ def test_every_system_has_a_recipe() -> None:
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_nothing_is_said_twice(name: str) -> None:
     assert list(repeated(FOLDER / f"{name}.toml")) == []
+
+
+ELSEWHERE = {
+    "auxiliary_losses_debug": "auxiliary_tasks",
+    "low_precision_attention_debug": "hadamard_attention",
+}
+"""Recipes of systems that have stood with those of the main road, and the system of each."""
+
+
+@pytest.mark.parametrize("name", [n for n, system in ELSEWHERE.items() if system in SYSTEMS])
+def test_a_recipe_of_before_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = FOLDER.parent / f"{name}.toml"
+    assert main(["check", str(path), "--world-size", "1"]) == 0
+    assert capsys.readouterr().out.startswith("# valid on 1 rank")
+    assert list(repeated(path)) == []
 
 
 def losses(job: JobConfig) -> list[float]:
