@@ -168,7 +168,8 @@ def can_be_shrunk(path: Path) -> None:
     checked = shrunk(path)
     assert 2 <= checked.ranks <= 8
     assert not tiny.problems(checked.job, ranks=checked.ranks)
-    assert not tiny.problems(checked.one, ranks=1)
+    # Replicas that agree otherwise are modelled, and have no recipe for one rank.
+    assert not checked.is_exact or not tiny.problems(checked.one, ranks=1)
     batch = checked.job.global_batch(checked.job.degrees(checked.ranks))
     assert batch == checked.one.global_batch(checked.one.degrees(1))
 
