@@ -35,7 +35,7 @@ LAYERS = [
     ["job"],
     ["resilience"],
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
-    ["flight_recorder", "step"],
+    ["flight_recorder", "step", "estimate"],
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],

@@ -109,7 +109,7 @@ class AuxiliaryLossConfig(Config):
             tensor: ranks with other parts of this one's part (tp), if there are any.
         """
 
-    def traffic(self, part: nn.Module, work: Any) -> Iterator[Any]:
+    def messages(self, part: nn.Module, work: Any) -> Iterator[Any]:
         """What its ranks send for that in a step: `Traffic`, by the `Work` of a part."""
         return iter(())
 

@@ -48,6 +48,7 @@ from torchtitan.parallel import (
     Precision,
     ShardingConfig,
 )
+from torchtitan.parallel.work import Work
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replicas import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
@@ -235,6 +236,11 @@ class JobConfig(Config):
             sharding=self.sharding,
             communication=self.communication,
         )
+
+    def work(self, ranks: int) -> Work:
+        """The work of a step on so many ranks, for estimates."""
+        degrees, spec = self.degrees(ranks), MODELS[self.model.name]
+        return self.layout().work(spec, self.model_args(), degrees, self.accumulation(degrees))
 
     def schedule_steps(self) -> int:
         """Length of the learning rate schedule."""

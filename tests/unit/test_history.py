@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.config import ConfigError
 from torchtitan.tools.history import RunHistory, seconds_of
 
 
@@ -86,3 +87,9 @@ def test_a_run_that_left_nothing_else_is_unknown(tmp_path: Path) -> None:
     )
     assert not history.state().is_alive
     assert history.state().words.startswith("unknown")
+
+
+def test_a_damaged_recipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[training]\nsteps = \n")
+    with pytest.raises(ConfigError, match=r"recipe\.toml:2: "):
+        _ = RunHistory(tmp_path).recipe

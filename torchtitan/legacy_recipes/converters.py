@@ -114,7 +114,7 @@ def sections(
 
 
 def of(path: KeyPath) -> str | None:
-    """Which converter, by its name here, a key of an old section is of."""
+    """The name, in this version, of the converter to which a key of an old section belongs."""
     return HERE.get(".".join(path[:-1]))
 
 

@@ -154,7 +154,7 @@ def _section(document: Body, section: KeyPath) -> Body:
 
 
 def _end_of_keys(body: Body) -> int:
-    """Where a further key belongs: after the last one, before blank lines and nested tables."""
+    """The position for another key: after the last one, before blank lines and nested tables."""
     keys = [i for i, (key, item) in enumerate(body) if key and not isinstance(item, Table | AoT)]
     return keys[-1] + 1 if keys else 0
 

@@ -1,4 +1,4 @@
-"""What can become of an old key: the rows of the tables."""
+"""The rows of the tables: every way to translate an old key."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Moved:
     chosen_by: tuple[str, Any] | None = None
     """An old key, and the value of it that what this key sets belongs to."""
     idle: Callable[[Any], bool] = lambda _: False
-    """Which values may stand beside another choice, where they are left out."""
+    """Predicate of the values that may be left out next to another choice."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a recipe of TorchTitan leaves unsaid: its defaults, where they are not ours.
+"""The defaults of TorchTitan that differ from ours, for recipes that leave them unset.
 
 A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that only this
 project has: v0.2.2 refuses unknown keys, so no recipe of TorchTitan has both. Of recipes that
@@ -42,7 +42,7 @@ DEFAULTS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
 
 
 def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
-    """What goes below all settings, and what some of TorchTitan's keys mean only together.
+    """Collect the defaults below all settings, and translate keys that only work together.
 
     Args:
         files: as written: what all rest on, what extends that, and so on.
@@ -76,7 +76,7 @@ def _is_foreign(path: KeyPath) -> bool:
 
 
 def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
-    """Of whom a recipe with these keys is, and the key that tells."""
+    """The version that a recipe with these keys was written for, and the key that shows it."""
     names = [".".join(key) for key in keys]
     for version, until in ("v0.1", UNTIL_V0_1), ("v0.2.0", UNTIL_V0_2_0):
         if known := [name for name in names if name in until]:

@@ -332,7 +332,7 @@ class Meter:
     def _over_ranks(
         self, step_time: float, spent: dict[str, Spent], steps: int
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """What differs between ranks, of all of them; and this one's own if there are others."""
+        """Gather the values that differ between ranks; and this rank's own if there are others."""
         memory = self.device.memory_peak()
         in_phases = [spent.get(name, Spent(0.0, 0.0)) for name in PHASES]
         waited = in_phases[PHASES.index("data")].wall / steps

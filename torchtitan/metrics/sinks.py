@@ -1,4 +1,4 @@
-"""Where metrics go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
+"""Sinks of metrics: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
 went wrong while writing is raised, never passed over: a run whose curve is lost should say so. The
@@ -31,7 +31,7 @@ Metrics = Mapping[str, Value]
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink may know of the run it writes for."""
+    """Facts about the run that a sink writes for."""
 
     folder: Path
     """The run's dump folder."""
@@ -47,7 +47,7 @@ class SinkContext:
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the run."""
         return self.run_name or self.folder.resolve().name
 
 
@@ -81,7 +81,7 @@ class Console:
             context.recipe.get("validation.dataset")
         )
         self.held_out = held_out if isinstance(held_out, str) else ""
-        """What is validated on, if it is one data set; several have their names in a row."""
+        """Name of the validation data set if there is only one; rows name one of several."""
         self.bar: Any = None
 
     def open(self, start_step: int) -> None:
@@ -322,7 +322,7 @@ def rate_key(metrics: Metrics) -> str | None:
 
 
 def unit_of(rate: str) -> str:
-    """What a speed counts, which is a key too."""
+    """The key of the units that a speed counts."""
     return "tokens" if rate == "tps" else rate.removesuffix("_per_second")
 
 

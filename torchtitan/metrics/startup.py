@@ -1,5 +1,5 @@
-"""What a rank notes once, after its first two steps: how long it took to start, how many bytes its
-optimizer keeps, what it sends.
+"""Notes of a rank after its first two steps: the time to start, the bytes that its optimizer keeps,
+and the bytes that it sends.
 
 The first step of a process compiles, makes communicators and fills caches, so that its time is part
 of the start. The second is one like all that follow: its collectives, which torch's Flight Recorder
@@ -14,9 +14,11 @@ from typing import Any
 from torchtitan.flight_recorder import recorded, sent_by_kind
 from torchtitan.metrics import EventLog
 from torchtitan.parallel import World
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.timeline import Timeline, age_of_process
 from torchtitan.torch_private.compiler import compile_seconds
+
+NEIGHBORS = "neighbors"
+"""Name in reports of ranks that are a part of an axis."""
 
 
 class Startup:

@@ -43,7 +43,7 @@ def worked(phase: str, spent: Spent) -> float:
 def slowest(
     seconds: Mapping[str, Sequence[float]], step_seconds: float, stages: int = 1
 ) -> list[Straggler]:
-    """Of each phase the rank that worked longest, from the seconds a step of all ranks.
+    """Find the rank that worked longest in each phase, from the seconds a step of all ranks.
 
     Stages of a pipeline have different work, so a rank is compared with those of its own: with
     `stages` of them, that many equal parts of the ranks, in order. All read data alike.
@@ -76,7 +76,7 @@ class StragglerWatch:
         return slowest(seconds, step_seconds, self.stages)
 
     def look(self, found: Sequence[Straggler]) -> list[Straggler]:
-        """Of the slowest of a report those to report, once until they catch up."""
+        """Select the stragglers to report, each once until it has caught up."""
         late = [one for one in found if 0 < self.limit < one.percent]
         before, self._in_a_row = self._in_a_row, {}
         for one in late:

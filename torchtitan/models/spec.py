@@ -171,6 +171,10 @@ class ModelSpec(Generic[Args]):
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
     """(arguments, parameter name) to the dim along which its heads of attention lie, and how many
     there are; None: it has none."""
+    head_dim: Callable[[Args], int] = lambda args: args.dim // args.n_heads  # type: ignore[attr-defined]
+    """Elements of a head of its `SelfAttention`; default: the dim over the number of heads."""
+    tied: Callable[[Args], bool] = lambda args: False
+    """Whether the output multiplies with the weights of the embedding."""
     queries_and_keys: tuple[str, str] | None = None
     """What the linears are called that make them, beside each `SelfAttention`, where logits grow
     with their weights; None: they do not, as where queries and keys are normalised."""

@@ -31,7 +31,7 @@ REQUEST_FILE: Final = "profile_request.json"
 """In job.dump_folder; as {"steps": 2}."""
 REQUEST_SIGNAL: Final = signal.SIGPROF
 ON_REQUEST: Final = "_on_request"
-"""What the folder of a trace that was asked for ends in."""
+"""Suffix of the folder of a trace that was requested."""
 
 # Allocations and frees remembered for a snapshot; torch keeps the newest.
 MEMORY_EVENTS = 100_000
@@ -81,7 +81,7 @@ class Profiler:
         return self
 
     def request(self) -> int:
-        """How many steps this rank was asked to trace; 0: it was not."""
+        """The number of steps that this rank was asked to trace; 0: none."""
         if self.rank == 0 and self.clock() - self._looked >= POLL_INTERVAL:
             self._looked = self.clock()
             self._requested = max(self._requested, self._take_request())

@@ -229,7 +229,7 @@ class Agent(LocalElasticAgent):
 
 
 def describe(failures: Mapping[int, ProcessFailure]) -> str:
-    """Which rank failed first, and how."""
+    """Describe the first rank that failed, and its failure."""
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"

@@ -28,7 +28,7 @@ History = dict[str, list[float]]
 
 
 class SpikesConfig(Config):
-    """Which steps are skipped, and what happens after many of them in a row."""
+    """Conditions for skipping steps, and the reaction to many of them in a row."""
 
     sigma: float = Field(
         0.0,
@@ -53,19 +53,19 @@ class SpikesConfig(Config):
 
 
 class Usual(NamedTuple):
-    """What a value was lately."""
+    """Recent values of a quantity: their mean and deviation."""
 
     mean: float
     std: float
 
 
 class Skip(NamedTuple):
-    """Why a step is skipped."""
+    """The reason for skipping a step."""
 
     why: str
     """In words."""
     row: dict[str, str | float]
-    """For metrics: which values it is for, and what they were lately, if the window is full."""
+    """Values for metrics that led to it, and recent ones if the window is full."""
 
 
 class Guard:

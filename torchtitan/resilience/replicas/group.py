@@ -43,7 +43,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 MOST_FAILURES = 3
 """Steps in a row that a group may spoil before it has made one; then it gives up."""
 TRACE = "TORCH_FR_DUMP_TEMP_FILE"
-"""Where NCCL writes its traces; torchft would redirect it, and nobody would find them."""
+"""Variable with the path of NCCL's traces; torchft would set it to one that no tool reads."""
 
 
 class ReplicaGroup:
@@ -118,7 +118,7 @@ class ReplicaGroup:
                 os.environ[TRACE] = trace
 
     def _store(self) -> tuple[Any, str, int]:
-        """Where the ranks of this group find their manager, and other groups each other."""
+        """The store in which the ranks of this group find their manager, and groups each other."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store, host, port = None, socket.gethostname(), 0
@@ -168,7 +168,7 @@ class ReplicaGroup:
         return numbers[0].to(tokens.device)
 
     def _check_recipes(self) -> None:
-        """Of each digest, the largest and the smallest of all groups is this one's."""
+        """Check that every digest is the same in all groups."""
         digests = self.digests | {"history": _digest(self.history())}
         own = torch.tensor(list(digests.values()))
         found = torch.cat([own, -own])

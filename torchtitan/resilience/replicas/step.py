@@ -80,7 +80,7 @@ class GroupGuard:
     def __init__(self, inner: UpdateGuard, group: ReplicaGroup) -> None:
         self.inner, self.group = inner, group
         self.is_void = False
-        """Of the last step."""
+        """Whether the last step was void."""
 
     def accepts(self, status: StepStatus) -> bool:
         """Whether the update of this step is applied."""

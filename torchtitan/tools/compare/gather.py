@@ -1,8 +1,7 @@
-"""From finished runs to a report."""
+"""Builds a report from finished runs."""
 
 import math
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,30 +13,29 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory import of_rank
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB
+from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
+from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
-from torchtitan.parallel.traffic import of_step
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
-from torchtitan.tools.history import RunHistory
+from torchtitan.tools.history import RunHistory, median
 
 SHARING = {
     "sharing": ("dp_replicate", "fsdp", "tp"),
     "shards": ("fsdp", "tp"),
     "all": ("pp", "dp_replicate", "fsdp", "tp"),
 }
-"""The axes of ranks that formulas join, and no group of a run is called after."""
+"""Sets of ranks in formulas, by the axes that they join; no group of a run has their names."""
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
-"""Keys, by how they begin, that tell nothing about how a run trains."""
+"""Prefixes of keys that have no influence on the training of a run."""
 DATA = ("data.", "debug.seed", "training.seq_len")
 SMALL = 1e-3
-"""A pause that takes no more of the time is not listed by itself."""
+"""Share of the time below which a pause is not listed by itself."""
 MACHINE = ("device", "platform", "torchtitan", "git_commit", "torch", "python")
 
 
@@ -65,7 +63,7 @@ class Candidate:
 
 
 def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
-    """A run that exists, whoever made it."""
+    """Read an existing run, from a study or not."""
     history = RunHistory.open(folder)
     ranks = int(history.environment.get("ranks", 1))
     job, reasons = None, tuple[str, ...]()
@@ -140,29 +138,25 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         ratio=_ratio(each, base),
         step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
         memory_gib=max((run.memory_gib for run in finished if run.memory_gib), default=None),
-        mfu=_median([mfu for run in finished for mfu in run.mfu]),
+        mfu=median(mfu for run in finished for mfu in run.mfu),
         time_shares=_shares(finished),
-        exposed_communication=_median([e for run in finished if (e := run.exposed) is not None]),
+        exposed_communication=median(run.exposed for run in finished),
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
         memory_formula=_memory(each),
         state_bytes=first.state_bytes if first else None,
-        startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
-        compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
+        startup_s=median(run.startup_s for run in finished),
+        compile_s=median(run.compile_s for run in finished),
         parity=_parity(each, base),
         loss=first.curve("loss") if first else None,
         grad_norm=first.curve("grad_norm") if first else None,
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def _ratio(each: Candidate, base: Candidate) -> Spread | None:
-    theirs = {run.round: _median(run.tps) for run in base.runs}
-    pairs = [(_median(run.tps), theirs.get(run.round)) for run in each.runs]
+    theirs = {run.round: median(run.tps) for run in base.runs}
+    pairs = [(median(run.tps), theirs.get(run.round)) for run in each.runs]
     return spread([ours / other for ours, other in pairs if ours and other])
 
 
@@ -184,7 +178,7 @@ def sent_bytes(each: Candidate) -> dict[str, float]:
 
 
 def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, float], str]:
-    """Bytes by axis: what was recorded, and by formula messages, which gloo does not record."""
+    """Bytes by axis: as recorded; messages, which gloo does not record, by formula."""
     if not each.runs:
         return {}, ""
     sent, note = each.runs[0].sent
@@ -199,7 +193,7 @@ def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, floa
 
 
 def _collectives(each: Candidate) -> Iterator[Collectives]:
-    """What a step sends, by axis and operation: recorded, and by formula."""
+    """Collectives of a step, by axis and operation: recorded, and by formula."""
     if not each.runs or each.runs[0].sent[1]:
         return
     recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
@@ -218,16 +212,13 @@ def _collectives(each: Candidate) -> Iterator[Collectives]:
 
 
 def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, float]] | None:
-    """By axis and operation how many there are in a step, and the bytes that rank 0 sends.
+    """Count the collectives of a step and the bytes that rank 0 sends, by axis and operation.
 
-    None: there are no formulas of all that it sends.
+    Returns None if there are not formulas for everything that it sends.
     """
-    degrees, layout, spec = job.degrees(ranks), job.layout(), MODELS[job.model.name]
-    args = job.model_args()
-    model = build_empty(spec.build, args, layout.seq_len)
+    degrees = job.degrees(ranks)
     try:
-        passes = job.accumulation(degrees)
-        traffic = of_step(model, spec, args, layout, degrees, passes, job.optimizer)
+        traffic = of_step(job.layout(), job.work(ranks), job.optimizer)
     except NotImplementedError:
         return None
     found: dict[tuple[str, str], tuple[int, float]] = {}
@@ -249,7 +240,7 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
 
 
 def _memory(each: Candidate) -> dict[str, float]:
-    """GiB that a rank holds by formula, by what they are for."""
+    """Memory of a rank in GiB by formula, by purpose."""
     plan = of_rank(each.job, each.ranks) if each.job and each.runs else None
     if plan is None:
         return {}
