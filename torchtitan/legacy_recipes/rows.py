@@ -21,7 +21,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Gone:
-    """A key without a counterpart: `asks_nothing` tells values that can be dropped."""
+    """A key without a counterpart; `asks_nothing` accepts values that can be dropped."""
 
     instead: str
     asks_nothing: Callable[[Any], bool]
@@ -38,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Converted:
-    """A key of a converter's own section, which stands in its `[[convert]]` section here."""
+    """A key of a converter's own section, which belongs to its `[[convert]]` section here."""
 
     to: str
     convert: Callable[[Any], Any] | None = None

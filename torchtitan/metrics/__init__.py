@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 EVENTS_FOLDER: Final = "events"
-"""Inside job.dump_folder."""
+"""Folder of event logs inside job.dump_folder."""
 
 SINKS: Final[dict[str, type[Sink]]] = {
     "jsonl": Jsonl,

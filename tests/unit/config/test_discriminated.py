@@ -84,7 +84,7 @@ def read(text: str = "", flags: str = "") -> Recipe[Root]:
     problems: list[str] = []
     notices: list[str] = []
     settings = merge(Root, read_recipe(Path("r.toml"), problems), notices)
-    above, wrong = read_flags(flags.split(), Root, settings)
+    above, wrong = read_flags(flags.split(), Root, settings, lambda path: path)
     settings = merge(Root, [settings, above], notices)
     gathered = Gathered(settings, "r.toml", notices, [*problems, *wrong])
     return load(Root, gathered, check=lambda config: [])

@@ -39,7 +39,7 @@ class FaultToleranceConfig(Config):
 
     @property
     def groups(self) -> int:
-        """Groups that the global batch is dealt to."""
+        """The number of groups that share the global batch."""
         return self.group_size if self.enable else 1
 
     @property

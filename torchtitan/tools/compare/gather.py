@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Its settings by dotted key, and the number of ranks."""
+        """The settings by dotted key, and the number of ranks."""
         if self.job is None:
             return {}
         settings = self.job.flat().items()
