@@ -21,7 +21,7 @@ from torchtitan.config import (
     local_path,
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
-from torchtitan.data import DATA, DataConfig, data_class
+from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -260,4 +260,5 @@ class JobConfig(Config):
 
     def flat(self) -> dict[str, Any]:
         """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""
-        return {".".join(path): value for path, value in flat(self).items()}
+        values = {".".join(path): value for path, value in flat(self).items()}
+        return without_idle_sections(values)
