@@ -181,7 +181,7 @@ def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, floa
     """Bytes by axis: as recorded; messages, which gloo does not record, by formula."""
     if not each.runs:
         return {}, ""
-    sent, note = each.runs[0].sent
+    sent, note = each.runs[0].sent, each.runs[0].left_out
     messages = [kind for kind in kinds if kind.operation == "send" and kind.count is None]
     if note or not messages:
         return sent, note
@@ -194,7 +194,7 @@ def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, floa
 
 def _collectives(each: Candidate) -> Iterator[Collectives]:
     """Collectives of a step, by axis and operation: recorded, and by formula."""
-    if not each.runs or each.runs[0].sent[1]:
+    if not each.runs or each.runs[0].left_out:
         return
     recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
     foreseen = (each.job and formulas(each.job, each.ranks)) or {}
