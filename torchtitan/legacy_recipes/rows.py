@@ -61,16 +61,16 @@ def just(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Together:
-    """A key that means something only with others: `unsaid` reads it."""
+    """A key that has a meaning only together with others, which `unsaid` reads."""
 
     about: str
 
 
 class Translation(NamedTuple):
-    """What a translation table made of the settings of one source."""
+    """The settings of one source, translated by a table."""
 
     settings: dict[KeyPath, Setting]
     notices: list[str]
     problems: list[str]
     moved: dict[KeyPath, KeyPath]
-    """Where the settings went that are not where they were."""
+    """New paths of the settings that were moved."""
