@@ -1,10 +1,10 @@
-"""Reads a recipe: TOML and `--section.key value` flags become one frozen tree of settings.
+"""Loading of recipes: TOML and `--section.key value` flags become one frozen tree of settings.
 
-The idea: every source (an extended recipe, the recipe, the flags) is a flat mapping from a path to
-a value and the place it was written. Later sources win, so precedence is one dictionary merge:
-defaults < extended recipe < recipe < flags. Each setting is then validated by itself, strictly, and
-what the settings mean together is checked last, with defaults in the place of those that are wrong:
-so every mistake is reported in one go, each with its place, what was got and what is allowed.
+Every source (an extended recipe, the recipe, the flags) is a flat mapping from a path to a value
+and its location. Later sources win, so precedence is one dictionary merge: defaults < extended
+recipe < recipe < flags. Each setting is then validated by itself, strictly, and settings are
+checked together last, with defaults in place of the invalid ones: so all mistakes are reported at
+once, each with its location, the value and the allowed values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ Settings = dict[KeyPath, Setting]
 
 @dataclass(frozen=True)
 class Recipe(Generic[ConfigT]):
-    """A loaded recipe: the settings, what deserves a word, and where each value came from."""
+    """A loaded recipe: the settings, their notes, and the source of each value."""
 
     config: ConfigT
     notices: list[str]
@@ -46,7 +46,7 @@ class Recipe(Generic[ConfigT]):
             raise CannotRun(lines, self.config, self.notices)
 
     def line(self, problem: Problem) -> str:
-        """A problem in words: where, which setting, what was got, what is wrong with it."""
+        """Describe a problem: the location, the setting, its value and the fault."""
         path = tuple(problem.path.split("."))
         value: Any = self.config
         for key in path:
@@ -55,7 +55,7 @@ class Recipe(Generic[ConfigT]):
             value = {}
         elif isinstance(value, tuple):
             value = [getattr(item, "name", item) for item in value]
-        # What an entry of a list does not say stands, as it were, under its header.
+        # An absent key of a list entry is reported at the entry's header.
         headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
         places = [self.origins[above] for above in (*headers, path) if above in self.origins]
         origin = places[-1] if places else self.place
@@ -74,24 +74,24 @@ def load(
     prepare: Callable[[Settings], Iterable[str]],
     check: Callable[[ConfigT], Iterable[Problem]],
 ) -> Recipe[ConfigT]:
-    """Merge defaults, the recipe (with what it extends), what goes over it, and flags.
+    """Merge defaults, the recipe (with what it extends), the settings that override it, and flags.
 
     Args:
         schema: the tree of settings.
         recipe: a TOML file.
         flags: words of the command line.
-        over: settings of other places, which win over the recipe, the later over the earlier.
-        translate: reads the settings of one source that has names of an older version; for flags
-            it is also given those of the recipe, as written.
-        new_name: the present path of an old key.
-        unsaid: what goes below all settings; given those of the recipe, what it extends first, and
-            those of flags, both as written, and all settings together.
+        over: settings of other sources, which win over the recipe, later ones over earlier ones.
+        translate: translates the settings of one source that have names of an older version; for
+            flags it also receives those of the recipe, as written.
+        new_name: returns the present path of an old key.
+        unsaid: returns settings with the lowest precedence, given those of the recipe, extended
+            recipes first, and those of flags, both as written, and all settings together.
         prepare: called with all settings before any is validated; returns problems.
-        check: what is wrong with settings that are each valid.
+        check: finds problems among settings that are each valid.
 
     Raises:
-        RecipeError: with all mistakes of all sources, one line each; CannotRun where each setting
-            is valid by itself.
+        RecipeError: with all mistakes of all sources, one line each; CannotRun if each setting is
+            valid by itself.
     """
     problems: list[str] = []
     notices: list[str] = []
@@ -105,8 +105,8 @@ def load(
     files = read_recipe(Path(recipe), problems) if recipe else []
     files += over
     sources = [translated(source, {}) for source in files]
-    # What is prepared may add names to choose from, and the type of a flag follows from a choice:
-    # so flags are read to learn what to prepare, and once more after it.
+    # `prepare` may register names, and a choice by name determines the type of a flag: so flags are
+    # read once to know what to prepare, and again afterwards.
     written = {path: setting for source in files for path, setting in source.items()}
     below = {path: setting for source in sources for path, setting in source.items()}
     early, _ = read_flags(flags, schema, below, new_name)
@@ -147,17 +147,17 @@ def load(
 
 
 def _rests_on(problem: Problem, path: KeyPath) -> bool:
-    """Whether a problem is about a setting, or about one in the same section where it says so."""
+    """Whether a problem depends on the setting at `path`, or on one within or around it."""
     dotted = ".".join((*path, ""))
     names = [f"{name}." for name in (problem.path, *problem.also)]
     return any(name.startswith(dotted) or dotted.startswith(name) for name in names)
 
 
 def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:
-    """The settings of two sources; where `above` chooses anew, what it does not have is left out.
+    """Merge the settings of two sources; a section chosen in `above` replaces the one below.
 
-    A recipe that changes the optimizer of what it extends need not undo the settings of that one. A
-    list of sections takes the place of the one below it: nobody could tell which correspond.
+    A recipe that changes the optimizer of the recipe it extends need not undo its settings. A list
+    of sections replaces the one below it, as their correspondence is unknown.
     """
     lists = {path for path, setting in above.items() if isinstance(setting.value, list)}
     below = {
