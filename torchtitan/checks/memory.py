@@ -1,4 +1,4 @@
-"""Whether what a run holds at the least fits in the memory of this machine, or of any."""
+"""Checks that a lower bound on the memory of a run fits in this machine, or in any."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torchtitan.parallel import memory
 from torchtitan.parallel.memory import Memory
 
 ANY_MACHINE = 64 * 1024
-"""GiB; more than one process has on any machine."""
+"""GiB; more than a process has on any machine."""
 SMALLER = (
     "a smaller batch or sequence, activation_checkpoint, more shards, training.dtype, "
     "optimizer.state_dtype or training.enable_cpu_offload make it less"
@@ -19,7 +19,7 @@ SMALLER = (
 
 
 def plan(job: JobConfig, model: Model, found: memory.Sizes, ranks: int) -> memory.Plan:
-    """What decides on the memory of a rank of this run."""
+    """Return the settings that determine the memory of a rank of this run."""
     degrees = job.degrees(ranks)
     return memory.Plan(
         model.spec,
@@ -34,7 +34,7 @@ def plan(job: JobConfig, model: Model, found: memory.Sizes, ranks: int) -> memor
 
 
 def of_rank(job: JobConfig, ranks: int) -> memory.Plan | None:
-    """The same, of the whole model; None where there is no such model or layout."""
+    """Return the plan for the whole model; None if there is no such model or layout."""
     model = model_of(job)
     if model is None or min(job.degrees(ranks)) < 1:
         return None
@@ -42,17 +42,17 @@ def of_rank(job: JobConfig, ranks: int) -> memory.Plan | None:
 
 
 def sizes(job: JobConfig, model: Model) -> memory.Sizes:
-    """Of the whole model, with the states of its optimizer."""
+    """Return the sizes of the whole model, and of its optimizer's states."""
     itemsize = job.layout().precision.parameters.itemsize
     return memory.sizes(model.spec, model.empty(), job.optimizer, itemsize)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is room for the ranks of this machine, whatever else it does."""
+    """Check that the ranks of this machine fit in its memory, even if it were all free."""
     ranks, model = world.ranks or job.parallelism.least_ranks, model_of(job)
     if model is None or min(job.degrees(ranks)) < 1:
         return
-    # Without making the network: it has as many blocks at the least.
+    # Lower bound without building the network: it has at least as many blocks.
     blocks = dict.fromkeys(map(str, range(model.args.n_layers)), 0)
     of_samples = plan(job, model, memory.Sizes(0, blocks, 0.0), ranks).least()
     if of_samples.total > ANY_MACHINE * GIB:
@@ -79,10 +79,10 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterator[Problem]:
-    """Notes where the ranks of this machine may not fit in the memory that is free.
+    """Note when the ranks of this machine may not fit in the free memory.
 
     Args:
-        device: that of this process, since to ask for its free memory takes some of it.
+        device: device of this process, since querying its free memory allocates some of it.
     """
     if needs := of_rank(job, ranks):
         estimated = needs.estimate()
@@ -96,16 +96,16 @@ def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterat
 
 
 class Place(NamedTuple):
-    """A memory of this machine, and the ranks that share it."""
+    """Memory pool of this machine, and the ranks that share it."""
 
     device: Device
     ranks: int
     holds: float
-    """GiB, of all of them."""
+    """GiB of all its ranks."""
 
     @property
     def whose(self) -> str:
-        """The subject of a sentence on `holds`."""
+        """Subject of a sentence on `holds`."""
         return f"{self.ranks} ranks hold" if self.ranks > 1 else "a rank holds"
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Place(NamedTuple):
 
 
 def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
-    """Each memory that is used by ranks on devices such as `device`."""
+    """Return each memory pool used by ranks on devices such as `device`."""
     if device.type == "cpu":
         return [Place(device, local, local * of_rank.total / GIB)]
     return [
@@ -123,6 +123,6 @@ def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
 
 
 def key(held: Memory) -> str:
-    """What of the recipe makes it most."""
+    """Return the setting that dominates the estimate."""
     of_samples = held.activations + held.logits
     return "training.local_batch_size" if 2 * of_samples > held.total else "model.flavor"
