@@ -128,10 +128,7 @@ def count_left_out(parts: Parts, metric: str, batch: StepBatch) -> None:
 
 
 def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
-    """Return a hook that measures, when due, how converted linears round before a step.
-
-    The gradients of the measurement are dropped.
-    """
+    """Return a hook that measures how converted linears round, when due, and drops gradients."""
     job = parts.job
     watch = PrecisionWatch(job.metrics.precision_freq, job.convert, parts.model, parts.world)
 

@@ -189,9 +189,7 @@ class JobConfig(Config):
     debug: DebugSection = DebugSection()
 
     def model_args(self) -> Any:
-        """Return the model's arguments: the flavor's with the recipe's sizes and auxiliary
-        losses.
-        """
+        """Return the flavor's arguments, with the recipe's sizes and auxiliary losses."""
         args = MODELS[self.model.name].args(self.model)
         for config in self.auxiliary_losses:
             args = config.over(args)

@@ -116,8 +116,7 @@ class WeightFormat(Generic[Args]):
     rows: Callable[[Args, str], Tensor | None] = lambda args, name: None
     """(arguments, our name) to the row there of each of our rows; None: the same."""
     repeated: Callable[[Args], Mapping[str, str]] = lambda args: {}
-    """Tensors there that may repeat another: their name there to our name of the parameter they
-    repeat."""
+    """Optional tensors there that repeat another: their name there to our name of the other."""
     must_repeat: bool = False
     """Whether the `repeated` tensors are required."""
     constants: Callable[[Args], Mapping[str, Tensor]] = lambda args: {}
@@ -154,8 +153,7 @@ class ModelSpec(Generic[Args]):
     auxiliary_blocks: Callable[[nn.Module], dict[str, nn.Module]] = lambda model: {}
     """Repeated blocks of the auxiliary module, in a network or a stage: in order, by name."""
     flops_per_unit: Callable[[Args, int], int]
-    """(arguments, sequence length) to floating-point operations, forward and backward, of one
-    unit of the task: a token, say."""
+    """(arguments, sequence length) to forward and backward FLOPs of one unit, such as a token."""
     flops_of: Callable[[Args, int, str], float] | None = None
     """(arguments, sequence length, name of a module) to its part in `flops_per_unit`; None: a
     parameter costs 6, and blocks share the rest equally."""
@@ -170,8 +168,7 @@ class ModelSpec(Generic[Args]):
     roles: Mapping[str, str] = field(default_factory=dict)
     """Overrides of the inferred optimizer role, by parameter name, with `*` as above."""
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
-    """(arguments, parameter name) to the dim of its attention heads, and their number; None: it
-    has none."""
+    """(arguments, parameter name) to the dim and number of its attention heads; None: no heads."""
     queries_and_keys: tuple[str, str] | None = None
     """Names of the query and key linears in the module of each `SelfAttention`, if logits grow
     with their weights; None: they do not, as with normalized queries and keys."""

@@ -1,6 +1,5 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
-arXiv:1711.05101), as torch implements them, or with states in fewer bits, by torchao.
-"""
+arXiv:1711.05101), as torch implements them, or with states in fewer bits, by torchao."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal

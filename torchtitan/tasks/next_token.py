@@ -193,8 +193,9 @@ class NextToken(Task):
 
     @classmethod
     def split_sums(cls, positions: int) -> Sequence[int]:
-        """Return the number of sums: the largest logit, the sum of exponentials, and the
-        target's logit of each token (arXiv:1909.08053, section 3).
+        """Return the sizes of three sums over ranks, with one number per token in each: the
+        largest logit, the sum of exponentials, and the target's logit (arXiv:1909.08053, section
+        3).
         """
         return [positions] * 3
 
