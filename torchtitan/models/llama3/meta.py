@@ -26,8 +26,8 @@ def ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
 def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
     """Return the content of params.json for a network.
 
-    Meta rounds a width up to a multiple of another number, so writing the width itself as that
-    number allows any width.
+    Meta rounds a width up to a multiple of `multiple_of`, which is the width itself here, so that
+    any width is possible.
     """
     return {
         "dim": args.dim,
