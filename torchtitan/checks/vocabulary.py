@@ -1,4 +1,4 @@
-"""The vocabulary of a model that follows its tokenizer."""
+"""Vocabulary size of a model that follows its tokenizer."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Recipes: frozen settings, read strictly, with errors that teach."""
+"""Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_recipe, read_text

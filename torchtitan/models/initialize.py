@@ -1,4 +1,4 @@
-"""Draws initial weights that do not depend on how they are laid out over ranks.
+"""Initial weights that do not depend on how they are sharded.
 
 Every weight is a function of (seed, parameter name, position in the whole parameter) alone: a
 parameter is cut into blocks of rows, and each block has a generator of its own, whose state is a
@@ -17,7 +17,7 @@ from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 from torchtitan.torch_private.generators import generator_of
 
 BLOCK = 2**20
-"""Elements of a block, about. Changing it changes the weights that a seed stands for.
+"""Approximate elements per block. Changing it changes the weights of every seed.
 
 Small blocks waste little where a rank owns part of one; large ones need few generators.
 """
@@ -29,7 +29,7 @@ def initialize(
 ) -> None:
     """Overwrite `parameters` (name, plain tensor or `DTensor`) in place.
 
-    Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
+    Names must be those of the plain model, without wrappers; `rule` returns how each one starts.
     """
     for name, parameter in parameters:
         initial = rule(name)

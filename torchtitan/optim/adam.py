@@ -1,5 +1,5 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
-arXiv:1711.05101), as torch implements them, or with states in fewer bits, as torchao does."""
+arXiv:1711.05101), as torch implements them, or with states in fewer bits, by torchao."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
@@ -16,10 +16,10 @@ from torchtitan.torch_private.optimizers import without_compiler
 
 
 class AdamRule(Implemented):
-    """What Adam and AdamW have in common."""
+    """Settings shared by Adam and AdamW."""
 
     decoupled: ClassVar[bool]
-    """Whether the weights decay by themselves, not by their gradients."""
+    """Whether weight decay is decoupled from the gradient."""
 
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")

@@ -23,7 +23,7 @@ class SGDGroup(GroupConfig):
 class SGD(OptimizerConfig):
     """Gradient descent with optional momentum."""
 
-    # torch's fused SGD does not take the sharded parameters of FSDP.
+    # torch's fused SGD does not accept FSDP's sharded parameters.
     implementation: Literal["foreach", "for-loop"] = Field(
         "foreach", description="Loop over lists of tensors, or over tensors."
     )

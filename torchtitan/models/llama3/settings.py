@@ -1,4 +1,4 @@
-"""The sizes of a Llama 3 that a recipe can set, and which of them fit each other."""
+"""Sizes of a Llama 3 that a recipe can set, and the checks that they fit each other."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_context": "original_context",
 }
-"""Keys to the fields of `RopeScaling`."""
+"""Fields of `RopeScaling` by key."""
 
 
 class Llama3Config(TextConfig):
@@ -54,10 +54,10 @@ class Llama3Config(TextConfig):
 
     @classmethod
     def checked(cls, args: Llama3Args) -> Llama3Args:
-        """Arguments that other software wrote, if a network can have them.
+        """Return the settings of arguments written by other software, if they are valid.
 
         Raises:
-            RecipeError: with what cannot be.
+            RecipeError: with all invalid arguments.
         """
         sizes = cls.sizes_of(args)
         try:
