@@ -5,7 +5,7 @@
 Trains the debug model in each layout for two steps on gloo ranks of this machine, and counts what
 the second one sends: collectives as torch's Flight Recorder remembers them, and messages where they
 are handed to a process group, since gloo's recorder does not know those. The formulas are in
-`torchtitan.parallel.traffic`; `tests/parallel/test_collectives.py` compares them with more layouts.
+`torchtitan.estimate.traffic`; `tests/parallel/test_collectives.py` compares them with more layouts.
 """
 
 import argparse
@@ -28,13 +28,12 @@ import torch.distributed as dist
 
 from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
+from torchtitan.estimate.traffic import of_step
 from torchtitan.flight_recorder import Collective, recorded
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import run_ranks
 from torchtitan.logging import logger
-from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
-from torchtitan.parallel.traffic import Traffic, of_step
+from torchtitan.parallel.work import Traffic
 from torchtitan.tools.verify.measure import training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,12 +193,8 @@ def message(collective: Collective) -> Message:
 
 
 def formulas(job: JobConfig, ranks: int, stage_rank: int = 0, rank: int = 0) -> list[Traffic]:
-    """What a step sends according to `torchtitan.parallel.traffic`."""
-    spec, layout, degrees = MODELS[job.model.name], job.layout(), job.degrees(ranks)
-    args = job.model_args()
-    model = build_empty(spec.build, args, layout.seq_len)
-    passes = job.accumulation(degrees)
-    return of_step(model, spec, args, layout, degrees, passes, job.optimizer, stage_rank, rank)
+    """What a step sends according to `torchtitan.estimate.traffic`."""
+    return of_step(job.layout(), job.work(ranks), job.optimizer, stage_rank, rank)
 
 
 def recipe(layout: dict[str, Any]) -> tuple[JobConfig, int]:

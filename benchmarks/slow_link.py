@@ -6,7 +6,7 @@ The process groups that are made inside are gloo's, but what ranks of different 
 other waits before it enters gloo, until the link would have carried it: b bytes occupy it for
 8 b / `bandwidth` seconds, one message after the other, and arrive `latency` later for each hop of a
 ring. So nothing is computed otherwise, and a message that overlaps with computation still does.
-Bytes and hops are those of rings, as in `torchtitan.parallel.traffic_formulas`. Every rank has a
+Bytes and hops are those of rings, as in `torchtitan.parallel.work.Traffic`. Every rank has a
 link of its own, as GPUs with a network card each have; within a node nothing waits.
 """
 

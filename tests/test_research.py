@@ -15,8 +15,6 @@ import pytest
 from torchtitan.research import ENTRIES
 
 ROOT = Path(__file__).parent.parent
-KEPT = ("vit_mae",)
-"""Folders that the main road still imports."""
 SYSTEMS = {
     "auxiliary_tasks": ["test_auxiliary_tasks.py"],
     "demo": ["test_demo.py"],
@@ -27,8 +25,14 @@ SYSTEMS = {
     "ranger21": ["test_ranger21.py", "test_ranger21_parallel.py"],
     "rtp": ["test_rtp.py"],
     "simple_fsdp": ["test_simple_fsdp.py"],
+    "vit_mae": ["test_vit_mae.py", "test_vit_mae_recipes.py", "test_vit_mae_settings.py"],
 }
 """The tests of each, in tests/research."""
+ALONE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_EditableFinder"]
+"""
+"""Run by every Python of a copy: an editable install would find what the copy does not have."""
 QUICK = {
     "auxiliary_tasks": "by_hand or takes_a_head or refused",
     "demo": "scipy or divisor or turn or mean_over",
@@ -39,6 +43,7 @@ QUICK = {
     "ranger21": "schedule or adamw",
     "rtp": "gradients or in_place_is_sent",
     "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
+    "vit_mae": "published or visible or mistake",
 }
 """Which of them are run by the gate, besides a few steps of its recipe."""
 MAIN_ROAD = [
@@ -56,9 +61,9 @@ def copy_with(systems: set[str], folder: Path) -> Path:
 
     def left_out(where: str, names: list[str]) -> set[str]:
         if Path(where) == ROOT / "torchtitan" and not systems:
-            return {"research"} if not KEPT else set()
+            return {"research"}
         if Path(where) == ROOT / "torchtitan/research":
-            kept = {*systems, *KEPT} | ({"common"} if systems else set())
+            kept = systems | {"common"}
             return {name for name in names if (ROOT / where / name).is_dir()} - kept
         cached = {"__pycache__"} & set(names)
         return cached | ({"research"} if Path(where) == ROOT / "tests" and not systems else set())
@@ -68,12 +73,22 @@ def copy_with(systems: set[str], folder: Path) -> Path:
             shutil.copytree(path, folder / path.name, ignore=left_out)
         elif not path.name.startswith(".") or path.name == ".ci":
             (folder / path.name).symlink_to(path)
+    (folder / "sitecustomize.py").write_text(ALONE)
     return folder
 
 
 def pytest_in(folder: Path, *words: str) -> None:
     """Run tests of the copy, with the copy's package."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", "import torchtitan.research as found; print(*found.__path__)"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    own = folder / "torchtitan/research"
+    assert found.stdout.split() == [str(own)] * own.exists(), "another package is seen"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -81,13 +96,13 @@ def pytest_in(folder: Path, *words: str) -> None:
 
 def test_every_folder_is_named() -> None:
     folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
-    assert folders == {*SYSTEMS, *KEPT, "common"}
+    assert folders == {*SYSTEMS, "common"}
 
 
 @pytest.mark.gate
 def test_the_main_road_without_systems(tmp_path: Path) -> None:
     folder = copy_with(set(), tmp_path)
-    assert not list((folder / "torchtitan").rglob("research/common"))
+    assert not (folder / "torchtitan/research").exists()
     pytest_in(folder, *MAIN_ROAD, "-k", LAYOUTS)
 
 
@@ -96,7 +111,7 @@ def test_the_main_road_without_systems(tmp_path: Path) -> None:
 def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
     folder = copy_with({system}, tmp_path)
     there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
-    assert there - {"__pycache__"} == {system, "common", *KEPT}
+    assert there - {"__pycache__"} == {system, "common"}
     files = [f"tests/research/{name}" for name in SYSTEMS[system]]
     # Those of another system, and inductor's, are in the default run or in the gate by themselves.
     pytest_in(

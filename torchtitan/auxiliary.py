@@ -109,8 +109,8 @@ class AuxiliaryLossConfig(Config):
             tensor: ranks with other parts of this one's part (tp), if there are any.
         """
 
-    def traffic(self, part: nn.Module, work: Any) -> Iterator[Any]:
-        """Return the communication for this in a step: `Traffic`, by the `Work` of a part."""
+    def messages(self, part: nn.Module, work: Any) -> Iterator[Any]:
+        """Yield the communication for this in a step: `Traffic`, by the `Work` of a part."""
         return iter(())
 
 

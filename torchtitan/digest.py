@@ -14,7 +14,7 @@ from torch import Tensor
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Word types by the size of an element; 8 bytes are two words, as if the last dimension were
 twice as long."""
-CHUNKS = {"cpu": 2**16}
+CHUNKS = {"cpu": 2**15}
 """Number of words multiplied at once: as many as fit a core's cache, or fill a device."""
 CHUNK = 2**23
 

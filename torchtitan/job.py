@@ -21,7 +21,7 @@ from torchtitan.config import (
     local_path,
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
-from torchtitan.data import DATA, DataConfig, data_class
+from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -48,6 +48,7 @@ from torchtitan.parallel import (
     Precision,
     ShardingConfig,
 )
+from torchtitan.parallel.work import Work
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replicas import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
@@ -235,6 +236,11 @@ class JobConfig(Config):
             communication=self.communication,
         )
 
+    def work(self, ranks: int) -> Work:
+        """Return the work of a step on `ranks` ranks, for estimates."""
+        degrees, spec = self.degrees(ranks), MODELS[self.model.name]
+        return self.layout().work(spec, self.model_args(), degrees, self.accumulation(degrees))
+
     def schedule_steps(self) -> int:
         """Return the length of the learning rate schedule."""
         return self.lr_scheduler.total_steps or self.training.steps
@@ -253,4 +259,5 @@ class JobConfig(Config):
 
     def flat(self) -> dict[str, Any]:
         """Return the values by dotted key, as in TOML; `convert.0.name` is in a list."""
-        return {".".join(path): value for path, value in flat(self).items()}
+        values = {".".join(path): value for path, value in flat(self).items()}
+        return without_idle_sections(values)

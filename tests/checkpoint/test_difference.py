@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from torchtitan.checkpoint.inspect import SHOWN, Difference
+from torchtitan.tools.checkpoint.inspection import SHOWN, Difference
 from torchtitan.tools.cli import main
 
 

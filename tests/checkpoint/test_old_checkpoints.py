@@ -10,10 +10,10 @@ import torch
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from tests.tiers import tiers
-from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.job import JobConfig
+from torchtitan.tools.checkpoint import inspection
 
 OLD = Path(__file__).parents[1] / "data/old_checkpoints"
 COMMITS = sorted(path.parents[1].name for path in OLD.glob("*/checkpoint/step-3"))
@@ -78,7 +78,7 @@ def test_the_numbers_show_what_is_not_loaded(commit: str, part: str, tmp_path: P
 @pytest.mark.parametrize("commit", COMMITS)
 def test_its_digests_are_verified(commit: str, tmp_path: Path) -> None:
     path = OLD / commit / "checkpoint/step-3"
-    assert inspect.verify(path) == (True, [f"{path}: what was saved, to the bit"])
+    assert inspection.verify(path) == (True, [f"{path}: what was saved, to the bit"])
     saved = SavedTensors(path)
     for name in saved.shapes():
         tensor = saved.read(name).clone()

@@ -1,6 +1,7 @@
 """Checkpoints on object stores: a store is no disk, and does what one does."""
 
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -470,3 +471,17 @@ def test_the_state_of_a_checkpoint_in_a_store_is_replaced_as_a_rollback_does(
     assert read_state(path, manifest) == state
     assert list(problems_of_files(path, manifest)) == []
     assert choose(on(store, tmp_path, steps=6)).path == path
+
+
+def test_weights_for_a_store_are_written_where_tmpdir_says(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "spool").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "spool"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    small_weights.run(small_weights.saved(tmp_path / "ours"), store / "copy")
+    told = [line for line in caplog.messages if "TMPDIR chooses the place" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"{store}/copy: written to {tmp_path}/spool/")
+    assert not list((tmp_path / "spool").iterdir())
+    assert (store / "copy/model.safetensors").is_file()

@@ -22,10 +22,10 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
-from torchtitan.checkpoint.inspect import damage
 from torchtitan.checkpoint.manifest import File, hash_file, read_manifest, write_manifest
 from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
 from torchtitan.job import JobConfig
+from torchtitan.tools.checkpoint.inspection import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 MIXED = LAYOUTS["FSDP 2 x TP 2"]

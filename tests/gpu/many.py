@@ -2,7 +2,7 @@
 
 Torch's fake group has one rank and says that there are the others; a gather returns at once, and
 what it returns means nothing. So a step takes the time that this rank computes, and its memory is
-that of the real layout; the formulas of `torchtitan.parallel.traffic` say what is to be sent.
+that of the real layout; the formulas of `torchtitan.estimate.traffic` say what is to be sent.
 """
 
 import os

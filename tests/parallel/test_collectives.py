@@ -26,17 +26,14 @@ from tests.layouts import (
     RESHARD,
     RING,
     SECOND,
+    ZBV,
     Case,
     case,
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
-from torchtitan.parallel.traffic_formulas import (
-    Traffic,
-    of_keys_and_values,
-    of_parameters,
-    of_stream,
-)
+from torchtitan.estimate.traffic_formulas import of_keys_and_values, of_stream
+from torchtitan.parallel.work import Traffic, of_parameters
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
@@ -87,6 +84,9 @@ CASES: dict[str, Case] = {
     "TP 2, all auxiliary losses, full recomputation": case(tp=2, recompute=FULL, **ALL_BESIDE),
     "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **ALL_BESIDE),
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
+    # Each second half of a backward recomputes a block once for each of its weights.
+    "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, tp=2, batch=4, recompute=FULL, **ZBV),
+    "CP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, cp=2, batch=4, recompute=FULL, **ZBV),
 }
 
 DAILY = (

@@ -40,11 +40,11 @@ def _reference(device: str, *recipes: str) -> list[Trace]:
 def bound(layout: Case) -> float:
     """How far off a weight may be.
 
-    AdamW moves a weight by 1e-3 g / (|g| + 1e-8), so an error of 1e-10 in a gradient near zero moves
-    it by 1e-5. Gradients of auxiliary losses are further terms, which pipelines and rotated weights
-    add in another order. A converted value between two codes may become the other, which changes
-    gradients by more than rounding; if the sign of one near zero changes, no bound holds, and the
-    fixed text has none of these.
+    AdamW moves a weight by 1e-3 g / (|g| + 1e-8), so an error of 1e-10 in a gradient near zero
+    moves it by 1e-5. Gradients of auxiliary losses are further terms, which pipelines and rotated
+    weights add in another order. A converted value between two codes may become the other, which
+    changes gradients by more than rounding; if the sign of one near zero changes, no bound holds,
+    and the fixed text has none of these.
     """
     return 5e-5 if layout.convert else 2e-5 if layout.auxiliary else 1e-5
 

@@ -12,14 +12,14 @@ import torch
 
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
+from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.parallel.traffic import of_step
+from torchtitan.models.spec import count_parameters
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-SYSTEMS = ("vit_mae",)
+SYSTEMS = ("vit_mae", "auxiliary_losses", "low_precision_attention")
 """Recipes of research/ whose tests are in tests/research/."""
 
 
@@ -35,7 +35,6 @@ LLAMAS = [path for path in RECIPES if path.stem.startswith("llama3")]
 every_llama = pytest.mark.parametrize("path", LLAMAS, ids=lambda path: path.stem)
 # Ranks that each is meant for.
 RANKS = {
-    "auxiliary_losses_debug": 1,
     "debug_model": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
@@ -43,7 +42,6 @@ RANKS = {
     "llama3_70b": 256,
     "llama3_8b": 8,
     "llama3_8b_long": 64,
-    "low_precision_attention_debug": 1,
 }
 FLAVORS = {name: name.removeprefix("llama3_").removesuffix("_long").upper() for name in RANKS}
 PUBLISHED_RATES = {"llama3_8b": 3e-4, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}
@@ -141,10 +139,7 @@ def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_step_has_as_many_collectives_as_debugging_says() -> None:
     words = ["--model.tokenizer_path", "none"]
     job = load_job(FOLDER / "llama3_8b.toml", words, RANKS["llama3_8b"], "cpu").config
-    degrees, spec, layout = job.degrees(RANKS["llama3_8b"]), MODELS[job.model.name], job.layout()
-    model = build_empty(spec.build, job.model_args(), layout.seq_len)
-    accumulation = job.accumulation(degrees)
-    asked = of_step(model, spec, job.model_args(), layout, degrees, accumulation, job.optimizer)
+    asked = of_step(job.layout(), job.work(RANKS["llama3_8b"]), job.optimizer)
     page = (FOLDER.parent / "docs/debugging.md").read_text(encoding="utf-8")
     collectives = sum(each.count for each in asked)
     assert f"a step of `llama3_8b.toml` has about {round(collectives, -3):,}." in page

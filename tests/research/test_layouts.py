@@ -15,6 +15,7 @@ from tests.layouts import (
     RING,
     ROWWISE,
     UNBALANCED,
+    ZBV,
     Case,
     case,
 )
@@ -86,6 +87,9 @@ SENDING: dict[str, Case] = installed(
         ),
         "TP 2, all losses, of latents too, full recomputation": case(
             tp=2, recompute=FULL, **LATENT_BESIDE
+        ),
+        "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
+            2, shard=2, batch=4, recompute=FULL, sharding=SIMPLE, **ZBV
         ),
         "CP 2 x TP 2, all losses, of latents too": case(cp=2, tp=2, **LATENT_BESIDE),
         "CP 2, unbalanced ring, losses of latents": case(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.config import ConfigError
 from torchtitan.tools.history import RunHistory, seconds_of
 
 
@@ -55,7 +56,7 @@ def test_rows_of_older_versions_have_the_names_of_today(tmp_path: Path) -> None:
     phases, pauses = seconds_of(history.report_steps())
     assert phases == pytest.approx({"forward": 0.6, "sync": 0.2})
     assert pauses == {"checkpoint": 1.5}
-    [rollback] = history.events("rollback")
+    [rollback] = [row for row in history.rows if row.get("event") == "rollback"]
     assert (rollback["skipped_samples"], rollback["from_step"]) == (32, 4)
     [steps] = history.rank_events[0]
     assert steps["wall"] == steps["busy"] == {"forward": 0.6, "sync": 0.2}
@@ -86,3 +87,9 @@ def test_a_run_that_left_nothing_else_is_unknown(tmp_path: Path) -> None:
     )
     assert not history.state().is_alive
     assert history.state().words.startswith("unknown")
+
+
+def test_a_damaged_recipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[training]\nsteps = \n")
+    with pytest.raises(ConfigError, match=r"recipe\.toml:2: "):
+        _ = RunHistory(tmp_path).recipe

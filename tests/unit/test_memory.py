@@ -1,6 +1,7 @@
 """What a run holds in memory: formulas against what is allocated, and what is refused by them."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,12 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory import of_rank, room
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB, Device
+from torchtitan.estimate.memory import Memory
+from torchtitan.job import JobConfig
 from torchtitan.launch import main as launch
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.spec import FLAVORS, kept_by_block
-from torchtitan.parallel.memory import Memory
+from torchtitan.parallel.schedules import SCHEDULES, timeline
 from torchtitan.tools.cli import main
 
 LLAMA3 = MODELS["llama3"]
@@ -82,6 +85,67 @@ def test_ranks_that_share_a_model_have_half_each_and_copies_all(words: str, rank
     assert held(words, ranks)[0].parameters == 2 * PARAMETERS
     copied = "--parallelism.data_parallel_replicate_degree 2 "
     assert held(copied + words, 2 * ranks)[0].parameters == 2 * PARAMETERS
+
+
+IN_FLIGHT = {
+    "GPipe": 16,
+    "1F1B": 4,
+    "Interleaved1F1B": 5.5,
+    "LoopedBFS": 16,
+    "InterleavedZeroBubble": 4,
+    "ZBVZeroBubble": 4,
+    "DualPipeV": 4.5,
+}
+"""Microbatches whose activations the fullest of 4 ranks keeps, of 16."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pipeline_keeps_what_its_schedule_has_in_flight(name: str) -> None:
+    """As many as in the simulated order, and as large as the stages of the fullest rank."""
+    layers, stages, pp = 16, 4 if SCHEDULES[name].stages == "one" else 8, 4
+    each = layers // stages
+    units = [[f"layers.{layer}" for layer in range(i, i + each)] for i in range(0, layers, each)]
+    units = [["tok_embeddings", *units[0]], *units[1:-1], [*units[-1], "norm", "output"]]
+    sections = {
+        "model": {"flavor": "debugmodel", "n_layers": layers},
+        "training": {"local_batch_size": 16, "seq_len": 64, "mixed_precision_param": "float32"},
+        "activation_checkpoint": {"mode": "none"},
+        "parallelism": {
+            "pipeline_parallel_degree": pp,
+            "pipeline_parallel_schedule": name,
+            "module_fqns_per_model_part": units,
+        },
+    }
+    plan = of_rank(JobConfig.model_validate(sections), pp)
+    assert plan is not None
+    stage = each * 64 * kept_by_block(FLAVORS["debugmodel"], 4, "layers.0")
+    slots, kept = timeline(plan.work.orders), []
+    for rank in range(pp):
+        kinds = [slot.action.kind for slot in slots if slot.rank == rank]
+        changes = ({"F": 1, "I": 0}.get(kind, -1) for kind in kinds)
+        kept.append(max(itertools.accumulate(changes)))
+        moments = [*plan.moments(rank)]
+        assert max(moment.activations for moment in moments) == kept[-1] * stage
+    assert max(kept) == IN_FLIGHT[name] * stages / pp
+    fullest = max((moment for rank in range(pp) for moment in plan.moments(rank)), key=total)
+    assert plan.estimate() == fullest
+
+
+def total(memory: Memory) -> float:
+    return memory.total
+
+
+def test_each_rank_of_a_pipeline_has_its_own_stages() -> None:
+    words = "--parallelism.pipeline_parallel_degree 2 --training.seq_len 64"
+    plan = of_rank(load_job(None, words.split(), 2, "cpu").config, 2)
+    assert plan is not None
+    first, last = ([*plan.moments(rank)] for rank in range(2))
+    assert [each[0].parameters for each in (first, last)] == [
+        4 * sum(part.sizes.total() for part in plan.work.parts(rank)) for rank in range(2)
+    ]
+    assert first[0].parameters + last[0].parameters == 4 * PARAMETERS
+    assert not any(moment.logits for moment in first)
+    assert all(moment.logits for moment in last[1:])
 
 
 def test_recomputation_small_batches_and_chunks_take_less() -> None:
@@ -167,5 +231,6 @@ def test_a_model_that_tells_nothing_of_its_blocks_still_has_a_least() -> None:
     plan = of_rank(load_job(None, [], 1, "cpu").config, 1)
     assert plan is not None
     silent = dataclasses.replace(LLAMA3, kept_by_block=lambda args, itemsize, name: 0.0)
-    assert dataclasses.replace(plan, spec=silent).estimate().total > plan.least().total
-    assert isinstance(plan.spec.build(plan.args, 16), nn.Module)
+    work = dataclasses.replace(plan.work, spec=silent)
+    assert dataclasses.replace(plan, work=work).estimate().total > plan.least().total
+    assert isinstance(work.spec.build(work.args, 16), nn.Module)

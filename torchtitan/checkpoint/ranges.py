@@ -5,6 +5,7 @@ fetched: long ones by several requests at once, short ones out of blocks that ar
 since tensors that are loaded one after the other lie one behind the other.
 """
 
+import math
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -51,6 +52,11 @@ class Files(Protocol):
         `strides` are of the array, in elements.
         """
         ...
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array without gaps, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def files_in(folder: Path) -> Files:

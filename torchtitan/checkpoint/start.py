@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.checkpoint.dcp.reader import saved_by_dcp
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
 from torchtitan.checkpoint.initial import ResumePoint, initial_point
-from torchtitan.checkpoint.inspect import saved_by_dcp
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
+from torchtitan.data import without_idle_sections
 from torchtitan.models import with_sizes
 from torchtitan.optim import OptimizerConfig
 
@@ -57,8 +58,69 @@ def choose_own(
     known_damaged: Mapping[Path, str],
 ) -> ResumePoint | None:
     """The checkpoint of this run to resume; None: there is none. See `ResumePolicy.start`."""
-    folder, damaged = config.path_in(dump_folder), dict(known_damaged)
+    folder = config.path_in(dump_folder)
     steps = saved_steps(folder) if config.enable else {}
+    _refuse_others(config, dump_folder, folder, steps)
+    if config.resume == "never":
+        return None
+    own = _sorted_out(steps, known_damaged)
+    path = _chosen(config, folder, own)
+    if path is None:
+        return None
+    if config.load_step >= 0:
+        last, newer = recipe["training.steps"], {}
+        for step in (n for n in steps if config.load_step < n <= last):
+            if config.saves_at(step, is_final=step == last):
+                raise taken(steps[step])
+    else:
+        newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
+    if newer and config.resume == "must":
+        raise ConfigError(
+            f'checkpoint.resume: got "must", but the newest checkpoint is damaged; write '
+            f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
+            f"{path.name}:\n{_lines(newer)}"
+        )
+    saved = with_sizes(without_idle_sections(read_state(path, read_manifest(path))["recipe"]))
+    changes = {
+        key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
+        for key in sorted(saved.keys() | recipe.keys())
+        if saved.get(key) != recipe.get(key)
+    }
+    if config.resume == "auto" and (foreign := [changes[k] for k in changes if k in same_run]):
+        raise ConfigError(
+            f"checkpoint.resume: {path} is of another run ({'; '.join(foreign)}); choose another "
+            'job.dump_folder, or write resume = "must" to go on from it all the same'
+        )
+    told, aside = tuple(changes.values()), tuple(newer.items())
+    return ResumePoint(path, is_resume=True, changes=told, damaged=aside)
+
+
+class _Own(NamedTuple):
+    """The checkpoints of a folder, by what they can be used for."""
+
+    full: Mapping[int, Path]
+    weights: Mapping[int, Path]
+    damaged: Mapping[Path, str]
+
+
+def _sorted_out(steps: Mapping[int, Path], known_damaged: Mapping[Path, str]) -> _Own:
+    full: dict[int, Path] = {}
+    weights: dict[int, Path] = {}
+    damaged = dict(known_damaged)
+    for step, path in steps.items():
+        try:
+            manifest = look_at(path)
+            if path not in damaged:
+                (weights if manifest.model_only else full)[step] = path
+        except Damaged as error:
+            damaged.setdefault(path, str(error))
+    return _Own(full, weights, damaged)
+
+
+def _refuse_others(
+    config: CheckpointConfig, dump_folder: Path, folder: Path, steps: Mapping[int, Path]
+) -> None:
+    """Refuse a folder that is another's, or, with "never", that has been used."""
     if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
         raise ConfigError(
             f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not by "
@@ -72,69 +134,37 @@ def choose_own(
                 f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
                 'choose another job.dump_folder, or resume = "auto" to go on with that run'
             )
-        return None
-    full: dict[int, Path] = {}
-    weights: dict[int, Path] = {}
-    for step, path in steps.items():
-        try:
-            manifest = look_at(path)
-            if path not in damaged:
-                (weights if manifest.model_only else full)[step] = path
-        except Damaged as error:
-            damaged.setdefault(path, str(error))
+
+
+def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
+    """The one to resume; None: there is none, which is what the recipe allows."""
     if config.load_step >= 0:
-        if config.load_step not in full:
-            asked = folder / f"step-{config.load_step}"
-            why = f"{damaged[asked]}; " if asked in damaged else ""
-            raise ConfigError(
-                f"checkpoint.load_step: there is no checkpoint of step {config.load_step} to "
-                f"resume in {folder}; {why}{_which(full)}"
-            )
-        path = full[config.load_step]
-    elif full:
-        path = full[max(full)]
-    elif damaged:
+        if config.load_step in own.full:
+            return own.full[config.load_step]
+        asked = folder / f"step-{config.load_step}"
+        why = f"{own.damaged[asked]}; " if asked in own.damaged else ""
+        raise ConfigError(
+            f"checkpoint.load_step: there is no checkpoint of step {config.load_step} to "
+            f"resume in {folder}; {why}{_which(own.full)}"
+        )
+    if own.full:
+        return own.full[max(own.full)]
+    if own.damaged:
         raise ConfigError(
             f"checkpoint.folder: no checkpoint in {folder} is what was saved; delete them to start "
-            f"afresh:\n{_lines(damaged)}"
+            f"afresh:\n{_lines(own.damaged)}"
         )
-    elif weights:
+    if own.weights:
         raise ConfigError(
-            f"checkpoint.folder: {folder} holds only weights ({_which(weights)}), which cannot be "
-            "resumed; choose another job.dump_folder and set checkpoint.initial_load_path"
+            f"checkpoint.folder: {folder} holds only weights ({_which(own.weights)}), which cannot "
+            "be resumed; choose another job.dump_folder and set checkpoint.initial_load_path"
         )
-    elif config.resume == "must":
+    if config.resume == "must":
         raise ConfigError(
             f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; '
             'write resume = "auto" to start afresh'
         )
-    else:
-        return None
-    if config.load_step >= 0:
-        last = recipe["training.steps"]
-        for step in (n for n in steps if config.load_step < n <= last):
-            if config.saves_at(step, is_final=step == last):
-                raise taken(steps[step])
-    newer = {p: why for p, why in damaged.items() if _step(p) > _step(path)}
-    if newer and config.load_step < 0 and config.resume == "must":
-        raise ConfigError(
-            f'checkpoint.resume: got "must", but the newest checkpoint is damaged; write '
-            f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
-            f"{path.name}:\n{_lines(newer)}"
-        )
-    saved = with_sizes(read_state(path, read_manifest(path))["recipe"])
-    changes = {
-        key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
-        for key in sorted(saved.keys() | recipe.keys())
-        if saved.get(key) != recipe.get(key)
-    }
-    if config.resume == "auto" and (foreign := [changes[k] for k in changes if k in same_run]):
-        raise ConfigError(
-            f"checkpoint.resume: {path} is of another run ({'; '.join(foreign)}); choose another "
-            'job.dump_folder, or write resume = "must" to go on from it all the same'
-        )
-    aside = tuple(newer.items()) if config.load_step < 0 else ()
-    return ResumePoint(path, is_resume=True, changes=tuple(changes.values()), damaged=aside)
+    return None
 
 
 def taken(path: Path) -> ConfigError:

@@ -16,7 +16,6 @@ order; such checkpoints are verified by it.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -39,7 +38,7 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.ranges import files_in
+from torchtitan.checkpoint.ranges import contiguous, files_in
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.store import store_of
 from torchtitan.digest import digest, unsigned
@@ -363,7 +362,6 @@ class SavedTensors:
         ]
 
         def part(block: Block[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
-            strides = [math.prod(block.sizes[dim + 1 :]) for dim in range(len(shape))]
-            return self._files.block(block.place, dtype, strides, at, shape)
+            return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
         return assemble(dtype, offsets, sizes, blocks, part)

@@ -38,7 +38,6 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Setting,
-    Translation,
     load,
     shorten,
     show,
@@ -127,26 +126,9 @@ def load_job(
             found = problems(job, replace(world, ranks=ranks))
         return (problem for problem in found if problem.path not in spared)
 
-    return load(
-        JobConfig,
-        recipe,
-        flags,
-        over=over,
-        translate=legacy_recipes.translate,
-        new_name=legacy_recipes.new_name,
-        unsaid=_unsaid,
-        prepare=_import_first,
-        check=check,
-    )
-
-
-def _unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
-    """Return TorchTitan's defaults for its recipes, and the vocabulary size of the tokenizer."""
-    theirs = legacy_recipes.unsaid(files, flags, settings)
-    vocabulary = follow_tokenizer(theirs.settings | settings)
-    theirs.settings.update(vocabulary.settings)
-    theirs.notices.extend(vocabulary.notices)
-    return theirs
+    gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
+    follow_tokenizer(gathered)
+    return load(JobConfig, gathered, check)
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtitan.checks.model import Model, model_of
+from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device, pick, smallest
+from torchtitan.estimate.memory import Memory, Plan
 from torchtitan.job import JobConfig
-from torchtitan.parallel import memory
-from torchtitan.parallel.memory import Memory
 
 ANY_MACHINE = 64 * 1024
 """GiB; more than a process has on any machine."""
@@ -18,43 +17,21 @@ SMALLER = (
 )
 
 
-def plan(job: JobConfig, model: Model, found: memory.Sizes, ranks: int) -> memory.Plan:
-    """Return the settings that determine the memory of a rank of this run."""
-    degrees = job.degrees(ranks)
-    return memory.Plan(
-        model.spec,
-        model.args,
-        found,
-        job.layout(),
-        degrees,
-        job.optimizer,
-        accumulates=job.accumulation(degrees) > 1,
-        has_states=job.training.steps > 1,
-    )
-
-
-def of_rank(job: JobConfig, ranks: int) -> memory.Plan | None:
-    """Return the plan for the whole model; None if there is no such model or layout."""
-    model = model_of(job)
-    if model is None or min(job.degrees(ranks)) < 1:
+def of_rank(job: JobConfig, ranks: int) -> Plan | None:
+    """Return the memory plan of a rank; None if there is no such model or layout."""
+    if model_of(job) is None or min(job.degrees(ranks)) < 1:
         return None
-    return plan(job, model, sizes(job, model), ranks)
-
-
-def sizes(job: JobConfig, model: Model) -> memory.Sizes:
-    """Return the sizes of the whole model, and of its optimizer's states."""
-    itemsize = job.layout().precision.parameters.itemsize
-    return memory.sizes(model.spec, model.empty(), job.optimizer, itemsize)
+    return Plan(job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the ranks of this machine fit in its memory, even if it were all free."""
-    ranks, model = world.ranks or job.parallelism.least_ranks, model_of(job)
-    if model is None or min(job.degrees(ranks)) < 1:
+    ranks = world.ranks or job.parallelism.least_ranks
+    needs = of_rank(job, ranks)
+    if needs is None:
         return
     # Lower bound without building the network: it has at least as many blocks.
-    blocks = dict.fromkeys(map(str, range(model.args.n_layers)), 0)
-    of_samples = plan(job, model, memory.Sizes(0, blocks, 0.0), ranks).least()
+    of_samples = needs.of_samples([*map(str, range(needs.work.args.n_layers))])
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
             "training.seq_len",
@@ -65,10 +42,7 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     if not world.local_ranks or world.device_type != pick().type:
         return
-    at_least, local = (
-        plan(job, model, sizes(job, model), ranks).least(),
-        min(world.local_ranks, ranks),
-    )
+    at_least, local = needs.least(), min(world.local_ranks, ranks)
     for place in places(smallest(local), local, at_least):
         if place.holds > (limit := place.device.memory_limit()):
             message = (

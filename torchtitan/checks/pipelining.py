@@ -85,7 +85,7 @@ class Planned:
     def problems(self) -> Iterator[Problem]:
         """Find all problems."""
         name = self.config.pipeline_parallel_schedule
-        if getattr(self.args, "tied", False):
+        if self.spec.tied(self.args):
             message = (
                 "the output multiplies with the embedding's weights, which would stand on another "
                 "stage; use 1, or a flavor with an output of its own"

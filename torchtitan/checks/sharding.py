@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
-from torchtitan.parallel import FSDP2, SHARDING
+from torchtitan.parallel import SHARDING
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
@@ -80,9 +80,9 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that freed parameters can stay sharded over a subset of neighboring ranks."""
-    if not isinstance(job.sharding, FSDP2) or not job.sharding.regather_size:
+    size, p, degrees = job.sharding.neighbors, job.parallelism, job.degrees(world.ranks)
+    if not size:
         return
-    size, p, degrees = job.sharding.regather_size, job.parallelism, job.degrees(world.ranks)
     key = "sharding.regather_size"
     is_known = degrees.fsdp > 0  # else it depends on the number of ranks
     if is_known and (not 1 < size < degrees.fsdp or degrees.fsdp % size):
@@ -110,7 +110,7 @@ def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that there is communication to defer to a step's last microbatch."""
     key, degrees = "sharding.accumulate_whole", job.degrees(world.ranks)
-    if not isinstance(job.sharding, FSDP2) or not job.sharding.accumulate_whole:
+    if not job.sharding.accumulates_whole:
         return
     if degrees.pp > 1:
         message = "a pipeline reduces gradients once for its microbatches already; use false"

@@ -2,33 +2,32 @@
 
 from collections.abc import Mapping
 
-from torchtitan.config import ConfigError, KeyPath, Setting, Translation
+from torchtitan.config import ConfigError, Gathered, KeyPath, Setting
 from torchtitan.data import load_tokenizer
 from torchtitan.models import MODELS
 
 SIZE: KeyPath = ("model", "vocab_size")
 
 
-def follow_tokenizer(settings: Mapping[KeyPath, Setting]) -> Translation:
-    """Return the vocabulary size, if the flavor leaves it open and the tokenizer has more."""
-    result = Translation({}, [], [], {})
+def follow_tokenizer(gathered: Gathered) -> None:
+    """Set the vocabulary size, if the flavor leaves it open and the tokenizer has more."""
+    settings = gathered.settings
     name, flavor = _said(settings, "name", "llama3"), _said(settings, "flavor", "debugmodel")
     spec, path = MODELS.get(name), settings.get(("model", "tokenizer_path"))
     if spec is None or flavor not in spec.open_vocabulary or SIZE in settings:
-        return result
+        return
     if path is None or not isinstance(path.value, str):
-        return result
+        return
     try:
         tokens = load_tokenizer(path.value).vocab_size
     except ConfigError:
-        return result  # reported by the task
+        return  # reported by the task
     if tokens > (size := spec.flavors[flavor].vocab_size):
-        result.settings[SIZE] = Setting(tokens, path.origin)
-        result.notices.append(
+        settings[SIZE] = Setting(tokens, path.origin)
+        gathered.notices.append(
             f"{path.origin}: model.vocab_size: is {tokens}, as the tokenizer has more than the "
             f"{size} of {flavor}"
         )
-    return result
 
 
 def _said(settings: Mapping[KeyPath, Setting], key: str, default: str) -> str:

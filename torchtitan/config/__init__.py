@@ -1,12 +1,13 @@
 """Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_file, read_text
+from torchtitan.config.files import read_file, read_recipe, read_text
+from torchtitan.config.flags import read_flags
 from torchtitan.config.help import help_text, json_schema, sections
-from torchtitan.config.load import Recipe, load
+from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.problems import PlannedWorld, Problem
 from torchtitan.config.registry import Registry
-from torchtitan.config.schema import flat
+from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
     CannotRun,
     Config,
@@ -17,7 +18,6 @@ from torchtitan.config.settings import (
     OneOf,
     RecipeError,
     Setting,
-    Translation,
 )
 from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
 
@@ -26,6 +26,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Discriminated",
+    "Gathered",
     "KeyPath",
     "ListOf",
     "OneOf",
@@ -35,15 +36,18 @@ __all__ = [
     "RecipeError",
     "Registry",
     "Setting",
-    "Translation",
     "allowed_names",
     "exists",
+    "find",
     "flat",
     "help_text",
     "json_schema",
     "load",
     "local_path",
+    "merge",
     "read_file",
+    "read_flags",
+    "read_recipe",
     "read_text",
     "sections",
     "shorten",

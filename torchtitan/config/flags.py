@@ -32,7 +32,7 @@ def read_flags(
     words: Sequence[str],
     schema: type[Config],
     below: Mapping[KeyPath, Setting],
-    new_name: Callable[[KeyPath], KeyPath],
+    new_name: Callable[[KeyPath], KeyPath] = lambda path: path,
 ) -> tuple[dict[KeyPath, Setting], list[str]]:
     """Return the settings that flags make, their sections included, and the errors in the flags.
 

@@ -7,14 +7,11 @@ checked together last, with defaults in place of the invalid ones: so all mistak
 once, each with its location, the value and the allowed values.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_recipe
-from torchtitan.config.flags import read_flags
 from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
 from torchtitan.config.settings import (
@@ -23,7 +20,6 @@ from torchtitan.config.settings import (
     KeyPath,
     RecipeError,
     Setting,
-    Translation,
 )
 from torchtitan.config.words import dotted, holds_sections, show
 
@@ -62,68 +58,32 @@ class Recipe(Generic[ConfigT]):
         return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
 
 
+@dataclass
+class Gathered:
+    """Merged settings of all sources, with the notices and problems from reading them."""
+
+    settings: Settings
+    place: str
+    """Location of values that no source sets: the recipe."""
+    notices: list[str]
+    problems: list[str]
+
+
 def load(
-    schema: type[ConfigT],
-    recipe: str | Path | None = None,
-    flags: Sequence[str] = (),
-    *,
-    over: Sequence[Settings] = (),
-    translate: Callable[[Settings, Settings], Translation],
-    new_name: Callable[[KeyPath], KeyPath],
-    unsaid: Callable[[Sequence[Settings], Settings, Settings], Translation],
-    prepare: Callable[[Settings], Iterable[str]],
-    check: Callable[[ConfigT], Iterable[Problem]],
+    schema: type[ConfigT], gathered: Gathered, check: Callable[[ConfigT], Iterable[Problem]]
 ) -> Recipe[ConfigT]:
-    """Merge defaults, the recipe (with what it extends), the settings that override it, and flags.
+    """Build the tree of settings, with defaults for unset values.
 
     Args:
         schema: the tree of settings.
-        recipe: a TOML file.
-        flags: words of the command line.
-        over: settings of other sources, which win over the recipe, later ones over earlier ones.
-        translate: translates the settings of one source that have names of an older version; for
-            flags it also receives those of the recipe, as written.
-        new_name: returns the present path of an old key.
-        unsaid: returns settings with the lowest precedence, given those of the recipe, extended
-            recipes first, and those of flags, both as written, and all settings together.
-        prepare: called with all settings before any is validated; returns problems.
+        gathered: the settings read; its problems are reported with those found here.
         check: finds problems among settings that are each valid.
 
     Raises:
         RecipeError: with all mistakes of all sources, one line each; CannotRun if each setting is
             valid by itself.
     """
-    problems: list[str] = []
-    notices: list[str] = []
-
-    def translated(source: Settings, below: Settings) -> Settings:
-        result = translate(source, below)
-        notices.extend(result.notices)
-        problems.extend(result.problems)
-        return result.settings
-
-    files = read_recipe(Path(recipe), problems) if recipe else []
-    files += over
-    sources = [translated(source, {}) for source in files]
-    # `prepare` may register names, and a choice by name determines the type of a flag: so flags are
-    # read once to know what to prepare, and again afterwards.
-    written = {path: setting for source in files for path, setting in source.items()}
-    below = {path: setting for source in sources for path, setting in source.items()}
-    early, _ = read_flags(flags, schema, below, new_name)
-    problems += prepare(below | translate(early, written).settings)
-
-    settings: Settings = {}
-    for source in sources:
-        settings = _merged(schema, settings, source, notices)
-    from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
-    problems += wrong_flags
-    settings = _merged(schema, settings, translated(from_flags, written), notices)
-    rest = unsaid(files if recipe else (), from_flags, settings)
-    notices += rest.notices
-    problems += rest.problems
-    lowest = {path: s for path, s in rest.settings.items() if find(schema, path, settings)}
-    settings = lowest | settings
-
+    settings, problems, notices = gathered.settings, gathered.problems, gathered.notices
     config, faults, sound = validate_all(schema, settings)
     for path, message in faults.items():
         problems.append(f"{settings[path].origin}: {dotted(path)}: {message}")
@@ -132,8 +92,7 @@ def load(
         for path, setting in sound.items()
         if path[-1].isdecimal() or not (setting.value == {} or holds_sections(setting.value))
     }
-    place = str(recipe) if recipe else "defaults"
-    loaded = Recipe(config, notices, place, origins)
+    loaded = Recipe(config, notices, gathered.place, origins)
     are_valid = not problems
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
@@ -151,6 +110,14 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
     dotted = ".".join((*path, ""))
     names = [f"{name}." for name in (problem.path, *problem.also)]
     return any(name.startswith(dotted) or dotted.startswith(name) for name in names)
+
+
+def merge(schema: type[Config], sources: Iterable[Settings], notices: list[str]) -> Settings:
+    """Merge the settings of all sources, where later ones win; dropped ones get notices."""
+    merged: Settings = {}
+    for source in sources:
+        merged = _merged(schema, merged, source, notices)
+    return merged
 
 
 def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:

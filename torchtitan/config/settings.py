@@ -193,13 +193,3 @@ class Setting(NamedTuple):
 
     value: Any
     origin: str
-
-
-class Translation(NamedTuple):
-    """Result of translating the settings of one source."""
-
-    settings: dict[KeyPath, Setting]
-    notices: list[str]
-    problems: list[str]
-    moved: dict[KeyPath, KeyPath]
-    """New path of each setting that moved."""

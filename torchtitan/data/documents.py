@@ -11,15 +11,15 @@ import json
 import mmap
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError
-from torchtitan.data.files import Kind, fingerprint_files
+from torchtitan.config import ConfigError, Registry
+from torchtitan.data.files import fingerprint_files
 
 
 class Documents(Protocol):
@@ -257,18 +257,26 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+OpenFiles = Callable[[Sequence[Path], Path, str, int], Documents]
+"""(files, their folder, `data.text_key`, `data.document_bytes`) to the documents."""
+
+FORMATS = Registry[OpenFiles](
+    "format",
+    {
+        "text": lambda files, root, key, size: TextDocuments(files, size, root),
+        "jsonl": lambda files, root, key, size: JsonlDocuments(files, key, root),
+        "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
+    },
+)
+"""Functions that open files, by kind: see `torchtitan.data.files.SUFFIXES`."""
+
+
 def open_documents(
-    path: Path, files: list[Path], kind: Kind, *, text_key: str, document_bytes: int
+    path: Path, files: Sequence[Path], kind: str, *, text_key: str, document_bytes: int
 ) -> Documents:
     """Open the documents in `files`, all of one kind, which `find_files` found at `path`."""
     root = path if path.is_dir() else path.parent
-    documents: Documents
-    if kind == "text":
-        documents = TextDocuments(files, document_bytes, root)
-    elif kind == "jsonl":
-        documents = JsonlDocuments(files, text_key, root)
-    else:
-        documents = ParquetDocuments(files, text_key, root)
+    documents = FORMATS[kind](files, root, text_key, document_bytes)
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents

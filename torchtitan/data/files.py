@@ -4,17 +4,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from torchtitan.config import ConfigError
 
-Kind = Literal["text", "jsonl", "parquet", "compressed"]
-SUFFIXES: dict[str, Kind] = {
+SUFFIXES: dict[str, str] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
+"""Kinds of files, keys of `torchtitan.data.documents.FORMATS`; other suffixes are text."""
 COMPRESSED = (".gz", ".zst")
 PACKED = (*COMPRESSED, ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
 """Suffixes of binary files whose bytes could pass for text, such as a tar archive's."""
@@ -23,7 +22,7 @@ ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHAN
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
 
 
-def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
+def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
     """Find the data files at `path`, sorted by name, and their kind (by suffix if not given)."""
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
@@ -40,8 +39,7 @@ def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
                 f"{path} holds files of several kinds: {found}; choose one by data.dataset = "
                 '"text", "jsonl" or "parquet", with this folder as data.dataset_path'
             )
-        found_kinds: list[Kind] = [*by_kind, "text"]
-        kind = found_kinds[0]
+        kind = next(iter(by_kind), "text")
     if kind == "jsonl" and all(_kind_of(file) != "jsonl" for file in files):
         kind = "compressed"
     if kind == "jsonl" and (packed := [f for f in files if _kind_of(f) == "compressed"]):
@@ -56,7 +54,7 @@ def find_files(path: Path, kind: Kind | None) -> tuple[list[Path], Kind]:
     return _unpacked(files, kind)
 
 
-def _unpacked(files: list[Path], kind: Kind) -> tuple[list[Path], Kind]:
+def _unpacked(files: list[Path], kind: str) -> tuple[list[Path], str]:
     """Return the same files, after checking that none of the text files is compressed."""
     if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
         raise ConfigError(
@@ -66,7 +64,7 @@ def _unpacked(files: list[Path], kind: Kind) -> tuple[list[Path], Kind]:
     return files, kind
 
 
-def _kind_of(file: Path) -> Kind:
+def _kind_of(file: Path) -> str:
     if file.suffix in COMPRESSED:
         return "compressed" if SUFFIXES.get(Path(file.stem).suffix) == "jsonl" else "text"
     return SUFFIXES.get(file.suffix, "text")

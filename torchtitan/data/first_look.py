@@ -11,8 +11,8 @@ from typing import Final
 
 from torchtitan.config import ConfigError
 from torchtitan.data.compressed import lines
-from torchtitan.data.documents import ParquetDocuments, not_text, text_of
-from torchtitan.data.files import Kind
+from torchtitan.data.documents import not_text, open_documents, text_of
+from torchtitan.data.settings import DataConfig
 
 MAX_FILES: Final = 1000
 MAX_BYTES: Final = 2**30
@@ -22,14 +22,16 @@ MAX_UNPACKED: Final = 2**27
 BLOCK: Final = 2**24
 
 
-def check_files(path: Path, files: Sequence[Path], kind: Kind, text_key: str) -> None:
+def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> None:
     """Reject files, of one kind, that cannot be read; they were found at `path`.
 
     Raises:
         ConfigError: with file and line.
     """
-    if kind == "parquet":
-        ParquetDocuments(files[:MAX_FILES], text_key, path if path.is_dir() else path.parent)
+    text_key = config.text_key
+    if kind not in ("text", "jsonl", "compressed"):
+        size = config.document_bytes
+        open_documents(path, files[:MAX_FILES], kind, text_key=text_key, document_bytes=size)
         return
     unpacked = MAX_UNPACKED
     for file in files[:MAX_FILES]:

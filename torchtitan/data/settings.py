@@ -180,3 +180,11 @@ def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
     dataset = DATASETS.get(name) if isinstance(name, str) else None
     kinds = (dataset.content, *said) if dataset else said
     return next((DATA[kind] for kind in kinds if kind in DATA), DataConfig)
+
+
+def without_idle_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop each `[data.NAME]` for another kind of content from a recipe (dotted keys)."""
+    dataset = DATASETS.get(recipe.get("data.dataset", ""))
+    content = dataset.content if dataset else "text"
+    idle = tuple(f"data.{name}." for name in DATA if name != content)
+    return {key: value for key, value in recipe.items() if not key.startswith(idle)}

@@ -9,8 +9,8 @@ import numpy as np
 
 from torchtitan.config import ConfigError, PlannedWorld, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
-from torchtitan.data.documents import Documents, open_documents, python_stdlib
-from torchtitan.data.files import Kind, find_files, fingerprint_files
+from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
+from torchtitan.data.files import find_files, fingerprint_files
 from torchtitan.data.first_look import check_files
 from torchtitan.data.hugging_face import (
     DownloadedDocuments,
@@ -20,9 +20,6 @@ from torchtitan.data.hugging_face import (
 from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.data.tokenizer import Tokenizer
-
-KINDS: dict[str, Kind] = {"text": "text", "jsonl": "jsonl", "parquet": "parquet"}
-"""Kinds of files by the data set name that implies them."""
 
 MOST_LEFT_OUT = 1000
 """Limit of consecutive skipped documents in a lane (or all documents); more are no accident."""
@@ -176,12 +173,17 @@ def check_local(config: DataConfig) -> None:
         path = config.dataset
     if path is None or (description and description.drawn):
         return
-    files, kind = find_files(local_path(path), KINDS.get(description.kind if description else ""))
-    check_files(local_path(path), files, kind, config.text_key)
+    files, kind = find_files(local_path(path), _format(description))
+    check_files(local_path(path), files, kind, config)
+
+
+def _format(description: Dataset | None) -> str | None:
+    """Return the kind of the files, if the data set determines it."""
+    return description.kind if description and description.kind in FORMATS else None
 
 
 def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
-    files, kind = find_files(path, KINDS.get(description.kind))
+    files, kind = find_files(path, _format(description))
     if kind == "compressed":
         fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
         return _streamed(

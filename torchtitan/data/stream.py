@@ -13,6 +13,7 @@ consumed samples only, however far the threads have run ahead.
 """
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -145,7 +146,9 @@ class DataStream:
             device: device of the batches, which are pinned for it by the thread that prepares them.
         """
         self._config, self._device = config, device
-        self._batches: BaseNode[Served | ConfigError] | None = None
+        self._batches: list[BaseNode[Served | ConfigError]] = []
+        # Torch ends the process if a thread still runs in it when the interpreter exits.
+        weakref.finalize(self, self._batches.clear)
         self._source = source
         self._packing = packing
         self._local_batch_size = local_batch_size
@@ -207,9 +210,9 @@ class DataStream:
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._start()
-        served: Served | ConfigError = next(self._batches)
+        if not self._batches:
+            self._batches.append(self._start())
+        served: Served | ConfigError = next(self._batches[0])
         if isinstance(served, ConfigError):
             self.close()
             raise served
@@ -342,7 +345,7 @@ class DataStream:
     def close(self) -> None:
         """Stop the threads. The stream stays usable, and rereads from the consumed position."""
         # The last reference to a prefetcher stops and joins its thread.
-        self._batches = None
+        self._batches.clear()
 
 
 def merge_states(states: Sequence[State]) -> State:

@@ -1,4 +1,4 @@
-"""What each rank was doing when a run failed: recorded, written to disk, and summarized."""
+"""A recorder of each rank's activity, written to disk and summarized when a run fails."""
 
 from torchtitan.flight_recorder.recorder import Recorder
 from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_kind

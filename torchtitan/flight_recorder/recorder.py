@@ -1,4 +1,4 @@
-"""Records what this process is doing, for the time when it, or another rank, has failed.
+"""Records the activity of this process, to explain a failure of it or of another rank.
 
 A process that is killed can write nothing, so it records beforehand: each step into one line of a
 file, which costs microseconds, and each collective into the ring buffer of the Flight Recorder of
@@ -9,7 +9,7 @@ A thread watches the main one, which may never return to Python. It writes the t
 makes no progress after SIGTERM, and ends one that waits too long in a send or receive of gloo, as
 torch cannot change the timeouts of gloo after the group is made.
 
-No other rank is asked for anything: after a failure nobody may be there.
+No other rank is asked for anything, since after a failure it may be gone.
 """
 
 import faulthandler
@@ -59,7 +59,7 @@ Frames = Iterable[tuple[FrameType, int]]
 
 
 class Recorder:
-    """Make it before the process group, enter it while the group exists, call `step` every step."""
+    """A recorder to make before the process group and to enter while the group exists."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Recorder:
         return self
 
     def step(self, step: int) -> None:
-        """From here on this rank is in `step`."""
+        """Note that this rank is in `step` from now on."""
         self._note("training", step)
 
     def __exit__(
@@ -168,7 +168,7 @@ class Recorder:
         return any(failure is not None and failure.error for failure in others)
 
     def _limit(self) -> int:
-        """Seconds; as for collectives, other ones until the end of the first step."""
+        """The timeout in seconds, which is a different one until the end of the first step."""
         return self.limit if self.notes > FIRST_STEP else self.first_limit
 
     def _note(self, state: State, step: int) -> None:
@@ -206,7 +206,7 @@ class Recorder:
         unfinished.replace(self.folder / name)
 
     def _forget(self, rank: int, but_step: bool = False) -> None:
-        """Remove what a rank left in an earlier run, or before it finished this one well."""
+        """Remove the files of a rank from an earlier run, or after it finished well."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in ("json", "stack", "gloo"))]
         for name in (*names, *([] if but_step else [f"{rank}.step"])):
             (self.folder / name).unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def end(number: int, frame: FrameType | None) -> None:
 
 
 def evidence(error: BaseException) -> tuple[str, Kind, Frames]:
-    """The message of an error, where it was raised, and its frames; of a chain, of the root."""
+    """The message, kind and frames of an error; for a chain of errors, of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
@@ -238,7 +238,7 @@ def evidence(error: BaseException) -> tuple[str, Kind, Frames]:
 
 
 def waits_in_p2p(frames: Frames) -> bool:
-    """Whether one of the innermost frames is of a function that waits for a send or receive."""
+    """Whether one of the innermost frames is a function that waits for a send or receive."""
     codes = [frame.f_code for frame, _ in itertools.islice(frames, 4)]
     return any(
         P2P.search(code.co_qualname) and code.co_filename.startswith(COMMUNICATION)

@@ -25,17 +25,8 @@ import torchtitan
 from torchtitan.config import ConfigError
 from torchtitan.torch_private.collectives import flight_records, group_members
 
-# Dtypes whose name in C++ is not the one in Python.
-DTYPES = {
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-}
+# Dtypes that Python calls by another name than C++; torch has `half`, `long` and so on too.
+DTYPES = {"Byte": "uint8", "Char": "int8"}
 OPERATIONS = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier", "broadcast"),
     *("reduce", "gather", "scatter", "send", "recv"),
@@ -52,7 +43,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -76,14 +67,14 @@ class Collective:
     """A collective, or a send or receive, as one rank recorded it."""
 
     number: int
-    """Counts all records of the process."""
+    """Index among all records of the process."""
     operation: str
-    """What the program called."""
+    """Function that the program called."""
     carried_out: str
-    """What the backend did for it."""
+    """Operation with which the backend implemented it."""
     group: Group
     sequence: int
-    """Counts the collectives of the group, or its sends and receives, alike on all its ranks."""
+    """Index among the collectives, or the sends and receives, of the group on all its ranks."""
     is_p2p: bool
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
@@ -91,16 +82,16 @@ class Collective:
     created: float
     """Unix seconds."""
     caller: str
-    """Where outside torch it was called, as `file:line (function)`; empty if unknown."""
+    """Innermost caller outside torch, as `file:line (function)`; empty if unknown."""
 
     @property
     def bytes_in(self) -> int:
-        """What this rank gave."""
+        """Bytes that this rank supplied."""
         return sum(shape.bytes for shape in self.inputs)
 
     @property
     def bytes_out(self) -> int:
-        """What this rank received, in place or not."""
+        """Bytes that this rank received, in place or not."""
         return sum(shape.bytes for shape in self.outputs)
 
     def __str__(self) -> str:
@@ -108,23 +99,22 @@ class Collective:
 
     @property
     def tensors(self) -> str:
-        """Its tensors in words; nothing for a barrier."""
+        """The tensors as text; empty for a barrier."""
         given, taken = (_several(shapes) for shapes in (self.inputs, self.outputs))
         return given if given == taken or not taken else f"{given} to {taken}"
 
 
 def recorded(device_type: str = "cpu") -> list[Collective]:
-    """The collectives of this process so far, as many as comm.trace_buf_size, oldest first."""
+    """The last collectives of this process, at most comm.trace_buf_size, oldest first."""
     dumps = [load(dump, "this process") for dump in flight_records(device_type)]
     members = group_members()
     return [collective for dump in dumps for collective in collectives(dump, members)]
 
 
 def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
-    """How many there are, and bytes that this rank sends for them around rings, by what the group
-    is for and the operation.
+    """Count collectives, and the bytes that this rank sends around rings, by purpose and operation.
 
-    The formulas are those of `parallel.traffic_formulas`. A message to one rank is sent as it is.
+    The formulas are those of `parallel.work.Traffic`. A message to one rank is sent as it is.
     """
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for one in collectives:
@@ -159,7 +149,7 @@ def load(dump: bytes, name: str) -> dict[str, Any]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes containers, strings and numbers, for which a pickle names no class or function."""
+    """An unpickler of containers, strings and numbers, for which a pickle names no class."""
 
     def __init__(self, dump: bytes, name: str) -> None:
         super().__init__(io.BytesIO(dump))
@@ -224,7 +214,7 @@ def _called(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _operation(name: str) -> str:
-    """Without what tells the variants of an operation: reduce_scatter of reduce_scatter_tensor."""
+    """Strip the suffix of a variant: reduce_scatter_tensor becomes reduce_scatter."""
     found = [known for known in OPERATIONS if name.lstrip("_").startswith(known)]
     return max(found, key=len, default=name)
 
@@ -244,7 +234,7 @@ def _several(shapes: Sequence[Shape]) -> str:
 
 
 def place(frames: Sequence[tuple[str, int, str]]) -> str:
-    """The innermost of frames (file, line, function), given innermost first, outside torch."""
+    """Find the innermost frame outside torch in frames given innermost first."""
     for file, line, function in frames:
         if not file.startswith("<") and (name := _outside_torch(file)):
             return f"{name}:{line} ({function})"
@@ -272,7 +262,7 @@ def _outside_torch(file: str) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: `rank 3`, `ranks 0, 1 and 5-7`."""
+    """Write ranks as text: `rank 3`, `ranks 0, 1 and 5-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -2,8 +2,8 @@
 
 All ranks of a group enter its collectives in the same order, so they number them alike. A rank that
 has not reached the number that others wait in is the one they wait for. A rank that is waited for,
-and waits for nobody, is where the failure began. Where all ranks of a group wait in it, they did
-what they should, and the network between them did not.
+and does not wait itself, is where the failure began. If all ranks of a group wait in the same
+collective, the network between them failed.
 """
 
 import re
@@ -38,7 +38,7 @@ CAUSES = {
 
 
 def report(traces: Sequence[RankTrace]) -> list[str]:
-    """What went wrong, then who waited for it, then the likely cause; a line each."""
+    """Describe the failure, the ranks that waited for it, and the likely cause, a line each."""
     run = _Run(traces)
     waiting = run.lines("waiting")
     disconnected = waiting if run.is_disconnected() else []
@@ -59,12 +59,12 @@ def report(traces: Sequence[RankTrace]) -> list[str]:
 
 
 def describe_rank(trace: RankTrace) -> str:
-    """What one rank knows about its own failure."""
+    """Describe the failure of one rank from its own trace."""
     return f"this rank {_Run([trace]).describe(trace)}"
 
 
 class _Run:
-    """The ranks of a run beside each other."""
+    """The traces of all ranks of a run."""
 
     def __init__(self, traces: Sequence[RankTrace]) -> None:
         self.traces = traces
@@ -87,7 +87,7 @@ class _Run:
         return [*lines[:MOST_LINES], *([f"{rest} other ranks: {fate}"] if rest else [])]
 
     def describe(self, trace: RankTrace) -> str:
-        """What became of a rank, without its number."""
+        """Describe the end of a rank, without its number."""
         when = f"at step {trace.step}" if trace.step else "before its first step"
         failure, waiting, last = trace.failure, trace.waiting, trace.last_finished
         error = failure.error if failure else ""
@@ -137,7 +137,7 @@ class _Run:
         return [other for other in members if other != rank and reached.get(other, 0) < c.sequence]
 
     def is_disconnected(self) -> bool:
-        """Whether all ranks of a group wait in it, or sender and receiver: nobody holds them up."""
+        """Whether all ranks of a group, or a sender and its receiver, wait for each other."""
         waiting: dict[tuple[Group, bool, tuple[int, ...]], int] = {}
         for c in (trace.waiting for trace in self.traces if trace.waiting):
             call = (c.group, c.is_p2p, self._parties(c))
@@ -153,7 +153,7 @@ class _Run:
         return tuple(c.group.ranks[at] for at in pair if at < len(c.group.ranks))
 
     def _loss(self) -> str:
-        """What happened to a rank that left no message, by the errors of the others."""
+        """Infer from the errors of the other ranks why a rank left no message."""
         if any(trace.fate == "raised" for trace in self.traces):
             return "was ended by the launcher, as all ranks are when one fails,"
         errors = " ".join(trace.failure.error for trace in self.traces if trace.failure)

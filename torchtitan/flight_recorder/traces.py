@@ -1,4 +1,4 @@
-"""The traces that the ranks of a run left on disk, and what each rank was doing according to them.
+"""Reads the traces that the ranks of a run left on disk, and derives the state of each rank.
 
 Of rank 3, in the folder comm.save_traces_folder:
 
@@ -27,27 +27,27 @@ State = Literal["starting", "training", "finished", "ended", "unknown"]
 """`ended`: by an error that all ranks raise together, such as a mistake in the recipe."""
 
 Kind = Literal["collective", "p2p", "other", "terminated"]
-"""Where an error was raised: in a collective, in a send or receive, elsewhere; `terminated`:
-nowhere, the process received SIGTERM."""
+"""Place where an error was raised: in a collective, in a send or receive, or elsewhere;
+`terminated`: nowhere, the process received SIGTERM."""
 
 Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "terminated"]
-"""`waiting` in a collective; `exchanging` in a send or receive that has no record; `lost` without a
-message; `stuck` outside communication; `terminated` by SIGTERM."""
+"""State in which a rank ended: `waiting` in a collective; `exchanging` in a send or receive without
+a record; `lost` without a message; `stuck` outside communication; `terminated` by SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank wrote when it failed, or when it made no progress after SIGTERM."""
+    """The record of a rank that failed, or that made no progress after SIGTERM."""
 
     time: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     error: str
-    """What was raised; empty if nothing was."""
+    """Message of the exception; empty if none was raised."""
     kind: Kind
     place: str
     """Innermost line outside torch."""
     groups: Mapping[str, tuple[str, list[int]]]
-    """Purpose and ranks of each process group by name."""
+    """Purpose and ranks of each process group, by name."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class RankTrace:
     step: int = 0
     world_size: int = 0
     time: float = 0.0
-    """When the step was noted, Unix seconds."""
+    """Time of the note of the step in Unix seconds."""
     pid: int = 0
     host: str = ""
     failure: Failure | None = None
     crash: str = ""
     has_ring: bool = False
-    """Whether there is a whole trace of the Flight Recorder."""
+    """Whether there is a complete trace of the Flight Recorder."""
     collectives: list[Collective] = field(default_factory=list)
 
     @property
     def fate(self) -> Fate:
-        """What became of this rank."""
+        """The state in which this rank ended."""
         failure = self.failure
         if self.state in ("finished", "ended"):
             return "done"
@@ -107,7 +107,7 @@ class RankTrace:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """What each rank left in `folder`, in rank order.
+    """Read the traces of all ranks in `folder`, in rank order.
 
     Raises:
         ConfigError: if there are no traces, or a file is not what its name says.
@@ -122,7 +122,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def read_rank(folder: Path, rank: int) -> RankTrace:
-    """What one rank left in `folder`."""
+    """Read the traces of one rank in `folder`."""
     step, stack = folder / f"{rank}.step", folder / f"{rank}.stack"
     failure = read_failure(folder / f"{rank}.json")
     rings = [
@@ -143,7 +143,7 @@ def read_rank(folder: Path, rank: int) -> RankTrace:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What a rank wrote when it failed, if it did."""
+    """Read the record of a failure, if there is one."""
     return Failure(**json.loads(path.read_text())) if path.exists() else None
 
 
@@ -155,7 +155,7 @@ def _read_ring(path: Path) -> dict[str, Any] | None:
 
 
 def read_crash(text: str) -> str:
-    """Python's last message as a line: what happened, and the innermost line outside torch."""
+    """Shorten Python's crash report to the error and the innermost line outside torch."""
     if not (what := re.search(r"Fatal Python error: (.+)", text)):
         return ""
     # The main thread comes last, unless the one that crashed is known.

@@ -16,7 +16,8 @@ import tomlkit
 from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.legacy_recipes import translate, unsaid
+from torchtitan.legacy_recipes.translating import translate
+from torchtitan.legacy_recipes.unsaid import unsaid
 
 Body = list[tuple[Any, Any]]
 
@@ -119,7 +120,7 @@ def _tables(
 
 
 def _find(document: Body, path: KeyPath) -> tuple[Body, int]:
-    """The body, and the index in it, at which a key stands."""
+    """The body of a key, and its index there."""
     return next(
         (body, index)
         for above, body, _ in _tables(document)
@@ -153,7 +154,7 @@ def _section(document: Body, section: KeyPath) -> Body:
 
 
 def _end_of_keys(body: Body) -> int:
-    """Where a further key belongs: after the last one, before blank lines and nested tables."""
+    """The position for another key: after the last one, before blank lines and nested tables."""
     keys = [i for i, (key, item) in enumerate(body) if key and not isinstance(item, Table | AoT)]
     return keys[-1] + 1 if keys else 0
 

@@ -1,8 +1,10 @@
-"""What can become of an old key: the rows of the tables."""
+"""The rows of the tables: every way to translate an old key."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torchtitan.config import KeyPath, Setting
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,12 @@ class Moved:
     chosen_by: tuple[str, Any] | None = None
     """An old key, and the value of it that what this key sets belongs to."""
     idle: Callable[[Any], bool] = lambda _: False
-    """Which values may stand beside another choice, where they are left out."""
+    """Predicate of the values that may be left out next to another choice."""
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A key without a counterpart: `asks_nothing` tells values that can be dropped."""
+    """A key without a counterpart; `asks_nothing` accepts values that can be dropped."""
 
     instead: str
     asks_nothing: Callable[[Any], bool]
@@ -36,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Converted:
-    """A key of a converter's own section, which stands in its `[[convert]]` section here."""
+    """A key of a converter's own section, which belongs to its `[[convert]]` section here."""
 
     to: str
     convert: Callable[[Any], Any] | None = None
@@ -59,6 +61,16 @@ def just(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Together:
-    """A key that means something only with others: `unsaid` reads it."""
+    """A key that has a meaning only together with others, which `unsaid` reads."""
 
     about: str
+
+
+class Translation(NamedTuple):
+    """The settings of one source, translated by a table."""
+
+    settings: dict[KeyPath, Setting]
+    notices: list[str]
+    problems: list[str]
+    moved: dict[KeyPath, KeyPath]
+    """New paths of the settings that were moved."""

@@ -1,4 +1,4 @@
-"""What a recipe of TorchTitan leaves unsaid: its defaults, where they are not ours.
+"""The defaults of TorchTitan that differ from ours, for recipes that leave them unset.
 
 A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that only this
 project has: v0.2.2 refuses unknown keys, so no recipe of TorchTitan has both. Of recipes that
@@ -9,8 +9,8 @@ all its keys.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.config import KeyPath, Setting, Translation, show
-from torchtitan.legacy_recipes.rows import Kept, Moved
+from torchtitan.config import KeyPath, Setting, show
+from torchtitan.legacy_recipes.rows import Kept, Moved, Translation
 from torchtitan.legacy_recipes.table import OURS, TABLE, UNTIL_V0_1, UNTIL_V0_2_0
 
 Settings = Mapping[KeyPath, Setting]
@@ -38,11 +38,11 @@ V0_2_0 = V0_1 | {
 }
 V0_2_2 = V0_2_0 | {"job.dump_folder": "./outputs", "data.num_workers": 0}
 DEFAULTS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
-"""By version, what is not our default."""
+"""Defaults that differ from ours, by version."""
 
 
 def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
-    """What goes below all settings, and what some of TorchTitan's keys mean only together.
+    """Collect the defaults below all settings, and translate keys that only work together.
 
     Args:
         files: as written: what all rest on, what extends that, and so on.
@@ -76,7 +76,7 @@ def _is_foreign(path: KeyPath) -> bool:
 
 
 def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
-    """Of whom a recipe with these keys is, and the key that tells."""
+    """The version that a recipe with these keys was written for, and the key that shows it."""
     names = [".".join(key) for key in keys]
     for version, until in ("v0.1", UNTIL_V0_1), ("v0.2.0", UNTIL_V0_2_0):
         if known := [name for name in names if name in until]:
@@ -85,7 +85,7 @@ def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
 
 
 def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Translation) -> None:
-    """The defaults of a recipe of TorchTitan, with a notice, and what they cannot make up for."""
+    """Add the defaults of a recipe of TorchTitan, with notices of them and of their limits."""
     wanted = {**DEFAULTS[version], **dict(_sizes(version, settings))}
     here = {key: v for key, v in wanted.items() if tuple(key.split(".")) not in settings}
     dataset = here.get("data.dataset", _value(settings, "data.dataset"))
@@ -126,7 +126,7 @@ def _sizes(version: str, settings: Settings) -> Iterator[tuple[str, Any]]:
 def _load_beside_tokenizer(
     sources: Sequence[Settings], settings: Settings, result: Translation
 ) -> None:
-    """Without a path, `initial_load_in_hf` means the weights in the folder of the tokenizer."""
+    """Translate `initial_load_in_hf` without a path: the weights in the tokenizer's folder."""
     asked = [s[key] for s in sources if (key := ("checkpoint", "initial_load_in_hf")) in s]
     if not asked:
         return

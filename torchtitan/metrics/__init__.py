@@ -1,4 +1,4 @@
-"""What a run reports about itself: a `Meter` collects values on the device, sinks write them.
+"""The reports of a run: a `Meter` collects values on the device, and sinks write them.
 
 `SINKS` maps a name to a class with the constructor and methods of `sinks.Sink`. The sink called
 `x` is used when `[metrics] enable_x` is true; a sink without such a key is always used.
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 EVENTS_FOLDER: Final = "events"
-"""Inside job.dump_folder."""
+"""Folder of event logs inside job.dump_folder."""
 
 SINKS: Final[dict[str, type[Sink]]] = {
     "jsonl": Jsonl,
@@ -41,7 +41,7 @@ SINKS: Final[dict[str, type[Sink]]] = {
 
 
 class MetricsConfig(Config):
-    """How often a run reports, and where to."""
+    """Frequency and destinations of the reports of a run."""
 
     log_freq: int = Field(10, ge=1, description="Steps between reports.")
     precision_freq: int = Field(

@@ -1,8 +1,8 @@
-"""The event log of one rank: what it did, and how long, as JSON Lines in a folder beside the run.
+"""The event log of one rank: its activities and their durations, as JSON Lines.
 
-Rank 0's metrics tell of the run; this tells of each rank by itself, for whoever looks for the one
-that is slow. Nothing is ever taken out: a restarted run appends to the file, and says
-so by an event of its own ("start"). "time" is Unix seconds.
+Rank 0's metrics describe the run; this log describes each rank by itself, to find the slow one.
+Nothing is ever removed: a restarted run appends to the file, with an event of its own ("start").
+"time" is Unix seconds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Where metrics go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
+"""Sinks of metrics: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
 went wrong while writing is raised, never passed over: a run whose curve is lost should say so. The
@@ -31,7 +31,7 @@ Metrics = Mapping[str, Value]
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink may know of the run it writes for."""
+    """Facts about the run that a sink writes for."""
 
     folder: Path
     """The run's dump folder."""
@@ -40,14 +40,14 @@ class SinkContext:
     tensorboard_folder: str = "tb"
     color: bool = True
     run_name: str | None = None
-    """None: the folder's."""
+    """Name of the run; None: that of its folder."""
     tags: Sequence[str] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The resolved recipe, shown by sinks that can."""
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the run."""
         return self.run_name or self.folder.resolve().name
 
 
@@ -81,7 +81,7 @@ class Console:
             context.recipe.get("validation.dataset")
         )
         self.held_out = held_out if isinstance(held_out, str) else ""
-        """What is validated on, if it is one data set; several have their names in a row."""
+        """Name of the validation data set if there is only one; rows name one of several."""
         self.bar: Any = None
 
     def open(self, start_step: int) -> None:
@@ -213,11 +213,11 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Every number as a scalar of its name; the recipe as a text.
+    """A sink with every number as a scalar of its name, and the recipe as a text.
 
-    A process that resumes writes a file of its own, which says from which step on (`purge_step`)
-    the points of earlier files are to be forgotten. So is a text, hence it stands at the first step
-    that is trained by its recipe.
+    A process that resumes writes a file of its own, whose `purge_step` invalidates the points of
+    earlier files from that step on, texts included. So the recipe is written at the first step that
+    it trains.
     """
 
     def __init__(self, context: SinkContext) -> None:
@@ -322,14 +322,14 @@ def rate_key(metrics: Metrics) -> str | None:
 
 
 def unit_of(rate: str) -> str:
-    """What a speed counts, which is a key too."""
+    """The key of the units that a speed counts."""
     return "tokens" if rate == "tps" else rate.removesuffix("_per_second")
 
 
 def row_line(step: int, total: int, metrics: Metrics) -> str:
-    """A row for people, of 100 columns with the clock before it; aligned, to be read downwards.
+    """Format a row for the console in aligned columns; 100 characters with the clock before it.
 
-    Where waiting for data takes a notable part of the time, that stands in the place of memory.
+    If waiting for data takes a notable part of the time, it is shown instead of memory.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     rate = rate_key(metrics)

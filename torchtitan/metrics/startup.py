@@ -1,5 +1,5 @@
-"""What a rank notes once, after its first two steps: how long it took to start, how many bytes its
-optimizer keeps, what it sends.
+"""Notes of a rank after its first two steps: the time to start, the bytes that its optimizer keeps,
+and the bytes that it sends.
 
 The first step of a process compiles, makes communicators and fills caches, so that its time is part
 of the start. The second is one like all that follow: its collectives, which torch's Flight Recorder
@@ -14,9 +14,11 @@ from typing import Any
 from torchtitan.flight_recorder import recorded, sent_by_kind
 from torchtitan.metrics import EventLog
 from torchtitan.parallel import World
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.timeline import Timeline, age_of_process
 from torchtitan.torch_private.compiler import compile_seconds
+
+NEIGHBORS = "neighbors"
+"""Name in reports of ranks that are a part of an axis."""
 
 
 class Startup:
@@ -29,7 +31,7 @@ class Startup:
         world: World,
         state_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`state_bytes` is asked how much this rank's optimizer keeps, once it has made a step."""
+        """`state_bytes` returns the bytes of this rank's optimizer states after its first step."""
         self.state_bytes = state_bytes
         self.events, self.timeline, self.world = events, timeline, world
         self.remembered = world.comm.trace_buf_size
@@ -37,14 +39,14 @@ class Startup:
         self.began, self.age = time.time(), age_of_process()
 
     def before_step(self) -> None:
-        """To be called before each step."""
+        """Note the time; called before each step."""
         if self.steps < 2:
             self.began = time.time()
         if self.steps == 0:
             self.age = age_of_process()
 
     def after_step(self, step: int) -> None:
-        """To be called after each step; the first two are reported."""
+        """Report the first two steps; called after each step."""
         self.steps += 1
         if self.steps == 1:
             self.events.write(step, "start", **self._start())

@@ -1,4 +1,4 @@
-"""What happens in each layer, every few steps: of activations, gradients and weights,
+"""Statistics of each layer every few steps, for activations, gradients and weights:
 
     rms         the root of the mean of squares
     absmax      the largest absolute value
@@ -9,10 +9,10 @@
 as `activation/<module>/<which>`, `gradient/<parameter>/<which>` and `weight/<parameter>/<which>` in
 a row of metrics.jsonl, and as scalars in the other sinks.
 
-They are over the whole of each tensor, on however many ranks it lies, and over the whole global
-batch, so that they do not depend on the layout. Gradients are those of the step itself, before they
-are clipped. Activations are what embedding, blocks, norm and output give, in a forward pass more,
-without a backward and outside of what is compiled: the run itself does not change.
+They cover the whole of each tensor, on all ranks that have a part of it, and the whole global
+batch, so that they do not depend on the layout. Gradients are those of the step itself, before
+clipping. Activations are the outputs of embedding, blocks, norm and output layer, in an additional
+forward pass without a backward and without compilation: the run itself does not change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +34,7 @@ from torchtitan.parallel import ParallelModel, World
 CHUNK = 2**22
 
 Sums = Tensor
-"""Of what was seen, in float64 (5,): elements, their sum, of squares, zeros, not finite."""
+"""Counters in float64 (5,): elements, their sum, their sum of squares, zeros, not finite."""
 
 
 class Statistics:
@@ -51,9 +51,9 @@ class Statistics:
     ) -> None:
         """
         Args:
-            every: so many steps; 0: never.
+            every: number of steps between measurements; 0: never.
             units: names of the modules whose output is measured.
-            copies: how many ranks have the same output of the module of this name.
+            copies: number of ranks with the same output of the module of a name.
         """
         self.every = every
         self.model, self.optimizers, self.world = model, optimizers, world
@@ -70,7 +70,7 @@ class Statistics:
         return self.every > 0 and step % self.every == 0
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Of the step's microbatches, its gradients, and the weights before it; on all ranks."""
+        """Measure the step's microbatches, its gradients, and the weights before it."""
         seen: dict[str, TensorSums] = {}
         with torch.compiler.set_stance("force_eager"), self._watching(seen):
             self.model.evaluate(batches)
@@ -131,7 +131,7 @@ class Statistics:
 
 
 class TensorSums:
-    """What this rank saw of a tensor, without copies of it."""
+    """Sums over this rank's part of a tensor, in pieces, so that no large copy is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums: Sums = torch.zeros(5, dtype=torch.float64, device=device)
@@ -153,7 +153,7 @@ class TensorSums:
 
 
 def values(sums: Sequence[float], largest: float, copies: float) -> dict[str, float]:
-    """What is reported of a tensor."""
+    """The reported statistics of a tensor."""
     elements, total, squares, zeros, lost = sums
     finite = max(elements - lost, 1)
     return {

@@ -169,6 +169,10 @@ class ModelSpec(Generic[Args]):
     """Overrides of the inferred optimizer role, by parameter name, with `*` as above."""
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
     """(arguments, parameter name) to the dim and number of its attention heads; None: no heads."""
+    head_dim: Callable[[Args], int] = lambda args: args.dim // args.n_heads  # type: ignore[attr-defined]
+    """Dimension of a head of its `SelfAttention`; by default dim / number of heads."""
+    tied: Callable[[Args], bool] = lambda args: False
+    """Whether the output uses the weights of the embedding."""
     queries_and_keys: tuple[str, str] | None = None
     """Names of the query and key linears in the module of each `SelfAttention`, if logits grow
     with their weights; None: they do not, as with normalized queries and keys."""

@@ -19,9 +19,10 @@ from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.pipeline import Shapes
 from torchtitan.parallel.replicas import Replicas, replicas
-from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
-from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPolicy
+from torchtitan.parallel.sharding import FSDP2, Sharding, ShardingConfig, Target
 from torchtitan.parallel.stages import Stages
+from torchtitan.parallel.work import Work
 from torchtitan.parallel.world import Degrees, World
 from torchtitan.tasks import TASKS
 from torchtitan.tasks.task import LossFunction
@@ -55,6 +56,24 @@ class Layout:
     def shards(self, degrees: Degrees) -> bool:
         """With one data rank there is nothing to gather or to reduce, but from host memory."""
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
+
+    def work(self, spec: ModelSpec[Args], args: Args, degrees: Degrees, passes: int) -> Work:
+        """The work of a step of so many `passes`, for estimates."""
+        return Work(
+            spec=spec,
+            args=args,
+            degrees=degrees,
+            passes=passes,
+            local_batch_size=self.local_batch_size,
+            seq_len=self.seq_len,
+            parallelism=self.parallelism,
+            precision=self.precision,
+            communication=self.communication,
+            recomputation=self.activation_checkpoint,
+            reshard=self.reshard,
+            shards=self.shards(degrees),
+            logits_in_chunks=bool(self.loss.vocabulary_chunk),
+        )
 
     def open_sharding(
         self, world: World, spec: ModelSpec[Args], args: Args, last_block: str

@@ -18,7 +18,7 @@ The ideas are the papers', the lists torch's. Here is what they ask for, and the
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
@@ -154,6 +154,27 @@ def bubble(slots: Sequence[Slot]) -> float:
     ranks = {slot.rank for slot in slots}
     busy = sum(slot.end - slot.start for slot in slots)
     return 1 - busy / (len(ranks) * max(slot.end for slot in slots))
+
+
+class InFlight(NamedTuple):
+    """Microbatches of a rank by stage, at a moment when one was added to either."""
+
+    action: Action
+    """The one that is done: a forward, or the first half of a backward."""
+    kept: Counter[int]
+    """Microbatches whose activations are kept: their backward is not complete."""
+    halved: Counter[int]
+    """Microbatches among those whose weights are yet to get their gradients."""
+
+
+def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
+    """The moments at which a rank that does these `actions` may hold the most."""
+    kept, halved = Counter[int](), Counter[int]()
+    for action in actions:
+        kept[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+        halved[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
+        if action.kind in "FI":
+            yield InFlight(action, kept.copy(), halved.copy())
 
 
 def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:

@@ -1,8 +1,10 @@
-"""The `[parallelism]` section of a recipe."""
+"""The `[parallelism]` section of a recipe, and the dtypes of a run."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
 from torchtitan.config import Config, PlannedWorld, Problem
@@ -11,6 +13,20 @@ from torchtitan.parallel.world import Degrees
 ReshardPolicy = Literal["default", "always", "never"]
 Rotation = Literal["allgather", "ring"]
 Balancing = Literal["headtail", "none"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a run: `parameters` are stored, `compute` and `reduce` are what they become."""
+
+    parameters: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are used in another dtype than they are stored in."""
+        return self.compute != self.parameters
 
 
 class ParallelismConfig(Config):

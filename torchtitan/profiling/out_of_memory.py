@@ -1,8 +1,8 @@
-"""What is written when memory runs out: what this rank held then, by module and kind, and what in
-the recipe makes it less.
+"""The report that is written when memory runs out: the memory of this rank by module and kind, and
+the settings that reduce it.
 
-The activations are not listed, as nobody keeps a list of them: they are what the peak has beyond
-the rest, which is why the step and the phase are reported.
+Activations are not listed, since there is no list of them: they are the difference between the peak
+and the rest, which is why the step and the phase are reported.
 """
 
 import json
@@ -40,7 +40,7 @@ KNOBS: Mapping[str, str] = {
     "optimizer.early_step_in_backward": "true frees each gradient as soon as it is used",
     "training.enable_cpu_offload": "true keeps parameters, gradients and states in host memory",
 }
-"""What of a recipe shrinks the memory of a run, the cheapest first."""
+"""Settings that reduce the memory of a run, the cheapest first."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,16 +61,16 @@ class LiveTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the memory of a run; each part may be unknown."""
+    """Facts about the memory of a run; each part may be unknown."""
 
     device: Device
     timeline: Timeline | None = None
     optimizers: Optimizers | None = None
     recipe: Mapping[str, Any] | None = None
-    """By dotted keys."""
+    """Settings by dotted key."""
 
     def write(self, dump_folder: Path, rank: int, step: int, error: BaseException) -> None:
-        """Write it beside the run; a disk that fails is reported, for the error has to go on."""
+        """Write it to the dump folder; an error of the disk is logged, not raised."""
         path = dump_folder / OUT_OF_MEMORY_FOLDER / f"rank{rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

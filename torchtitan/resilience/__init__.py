@@ -1,1 +1,1 @@
-"""What keeps a run alive: restarts, requests to stop, spikes, and replica groups."""
+"""Keeps a run alive: restarts, requests to stop, spikes, and replica groups."""

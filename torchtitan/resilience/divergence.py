@@ -1,4 +1,4 @@
-"""What follows too many skipped steps in a row: the run rolls back, or saves and ends."""
+"""The reaction to too many skipped steps in a row: the run rolls back, or saves and ends."""
 
 from torchtitan.checkpoint import Checkpointer, TrainState
 from torchtitan.logging import logger

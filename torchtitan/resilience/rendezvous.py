@@ -1,9 +1,9 @@
-"""Where the agents of all nodes meet, over a network that goes and comes.
+"""The rendezvous of the agents of all nodes, over a network that may be interrupted.
 
-Torch's rendezvous is a small state that all agents read and write: who takes part, who waits, who
-was heard of when. It lies in a store on one of the nodes, and torch gives up when that store does
-not answer. Here no call waits for longer than `CALL_TIMEOUT`, and the next one connects again: to
-the same store, or to one started anew by whichever process has the address.
+Torch's rendezvous is a small state that all agents read and write: the participants, those that
+wait, and the time at which each was last heard of. It is kept in a store on one of the nodes, and
+torch gives up when that store does not answer. Here no call waits for longer than `CALL_TIMEOUT`,
+and the next one connects again: to the same store, or to a new one at the same address.
 
 It extends what torch documents for that:
 https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
@@ -51,10 +51,10 @@ Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """Torch's, for which a store out of reach is no reason to end ranks that train."""
+    """Torch's rendezvous, but ranks continue to train while the store is unreachable."""
 
     def num_nodes_waiting(self) -> int:
-        """As far as this node knows."""
+        """The number of waiting nodes, as far as this node knows."""
         try:
             return super().num_nodes_waiting()
         except RendezvousConnectionError:
@@ -90,7 +90,7 @@ def open_rendezvous(params: RendezvousParameters) -> Rendezvous:
 
 
 class Backend(RendezvousBackend):
-    """The state of the rendezvous as one value of a store, which may be started anew, and empty."""
+    """The state of the rendezvous as one value of a store, which may be restarted empty."""
 
     name = "c10d"
 
@@ -247,7 +247,7 @@ def work(calls: "SimpleQueue[Call | None]") -> None:
 
 
 def is_ours(host: str) -> bool:
-    """Whether an address, or one that a name stands for, is of this machine: it can be bound."""
+    """Whether an address or the address of a name belongs to this machine: it can be bound."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True  # also where it resolves to an address outside, as behind a NAT
     try:

@@ -28,7 +28,7 @@ History = dict[str, list[float]]
 
 
 class SpikesConfig(Config):
-    """Which steps are skipped, and what happens after many of them in a row."""
+    """Conditions for skipping steps, and the reaction to many of them in a row."""
 
     sigma: float = Field(
         0.0,
@@ -53,26 +53,26 @@ class SpikesConfig(Config):
 
 
 class Usual(NamedTuple):
-    """What a value was lately."""
+    """Recent values of a quantity: their mean and deviation."""
 
     mean: float
     std: float
 
 
 class Skip(NamedTuple):
-    """Why a step is skipped."""
+    """The reason for skipping a step."""
 
     why: str
-    """In words."""
+    """Reason for the log."""
     row: dict[str, str | float]
-    """For metrics: which values it is for, and what they were lately, if the window is full."""
+    """Values for metrics that led to it, and recent ones if the window is full."""
 
 
 class Guard:
     """Decides which updates are applied: those of steps that are finite and no spike."""
 
     def __init__(self, config: SpikesConfig, state: TrainState, update_is: str = "skipped") -> None:
-        """`update_is` says what becomes of the update of a step that is not accepted."""
+        """`update_is` names, for the log, the treatment of an update that is not accepted."""
         self.config, self.state, self.update_is = config, state, update_is
 
     def accepts(self, status: StepStatus) -> bool:
@@ -110,7 +110,7 @@ def detect_spike(config: SpikesConfig, history: History, **values: float) -> Ski
 
 
 def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
-    """Why a value is a spike, if it is one."""
+    """The reason why a value is a spike, if it is one."""
     if not math.isfinite(value):
         return "is not finite"
     if usual and sigma and value > usual.mean + sigma * usual.std:

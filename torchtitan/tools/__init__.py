@@ -1,1 +1,1 @@
-"""What looks at runs and recipes: the verbs of the `torchtitan` command, a file or folder each."""
+"""Tools for runs and recipes: the verbs of the `torchtitan` command, a file or folder each."""

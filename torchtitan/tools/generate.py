@@ -73,7 +73,7 @@ def generate(
 
 
 def prompts(given: list[str], path: Path | None) -> Iterator[str]:
-    """Those of the command line, then those of the file; without any, the empty one."""
+    """The prompts of the command line, then of the file; without any, the empty one."""
     yield from given
     if path is None:
         if not given:

@@ -34,10 +34,10 @@ def migrate(
 
 
 def missing(recipe: Path) -> list[str]:
-    """What keeps a recipe that can be translated from being trained here.
+    """The reasons why a translated recipe cannot be trained here.
 
     Raises:
-        RecipeError: where a setting cannot be at all, a model that does not exist here, say.
+        RecipeError: if a setting is impossible, such as a model that does not exist here.
     """
     try:
         load_job(recipe, [], None, "cuda")

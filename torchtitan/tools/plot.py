@@ -21,7 +21,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 48, 620, 20, 316
 COLORS: Final = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
 REFERENCE, GRID, INK = "#57606a", "#d8dee4", "#24292f"
 LEVELS = 6
-"""Lines of the grid, about."""
+"""Approximate number of lines of the grid."""
 
 Point = tuple[int, float]
 app = verb()
@@ -57,10 +57,10 @@ class Curve:
 
     @classmethod
     def of(cls, history: RunHistory, folder: Path) -> "Curve":
-        """Of a run.
+        """Read the losses of a run.
 
         Raises:
-            ConfigError: where it has reported no loss yet.
+            ConfigError: if it has reported no loss yet.
         """
         training = list(_points(history.reports, "loss"))
         if not training:
@@ -69,7 +69,7 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
-    """The SVG: training loss as lines, validation loss as dots, the reference dashed."""
+    """Draw the SVG: training loss as lines, validation loss as dots, the reference dashed."""
     every = [point for curve in curves for point in (*curve.training, *curve.validation)]
     losses = [loss for _, loss in every] + ([] if reference is None else [reference])
     last, (low, high, apart) = max(step for step, _ in every), scale(losses)
@@ -113,7 +113,7 @@ def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
 
 
 def scale(losses: Sequence[float]) -> tuple[float, float, float]:
-    """Ends of the axis around all losses, and the distance of its lines: 1, 2 or 5 times 10^n."""
+    """The ends of an axis for all losses, and the distance of its lines: 1, 2 or 5 times 10^n."""
     low, high = min(losses), max(losses)
     rough = max(high - low, 1e-3 * abs(high), 1e-9) / LEVELS
     power = 10 ** math.floor(math.log10(rough))

@@ -16,7 +16,7 @@ from torchtitan.data.order import drawn_order
 
 
 def opened(path: Path, kind: str | None = None, document_bytes: int = 65536) -> Documents:
-    files, found = find_files(path, kind)  # type: ignore[arg-type]
+    files, found = find_files(path, kind)
     return open_documents(path, files, found, text_key="text", document_bytes=document_bytes)
 
 

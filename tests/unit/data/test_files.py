@@ -2,14 +2,24 @@
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow
 import pytest
 
-from torchtitan.config import ConfigError
-from torchtitan.data import DataConfig, check_local, first_look, load_tokenizer, open_source
+from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.data import (
+    DATASETS,
+    DataConfig,
+    Dataset,
+    check_local,
+    first_look,
+    load_tokenizer,
+    open_source,
+)
+from torchtitan.data.documents import FORMATS, Documents
+from torchtitan.data.files import SUFFIXES
 from torchtitan.data.hugging_face import StreamedDocuments
 from torchtitan.data.order import Source
 from torchtitan.tools.cli import main
@@ -221,3 +231,37 @@ def test_the_line_of_a_validation_names_its_data_set(tmp_path: Path) -> None:
         patch.setattr("torchtitan.metrics.sinks.logger.info", write)
         Console(context).write(5, {"validation_loss": 3.0})
     assert logged == ["step  5/10  validation loss 3.0000  on mine.txt"]
+
+
+def test_another_format_is_found_by_its_suffix_and_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents between blank lines, say."""
+
+    class Paragraphs(list[str]):
+        fingerprint = "paragraphs"
+
+        @property
+        def windows(self) -> list[int]:
+            return [0, len(self)]
+
+    def opened(files: Sequence[Path], root: Path, text_key: str, document_bytes: int) -> Documents:
+        if any(not path.stat().st_size for path in files):
+            raise ConfigError("no paragraphs")
+        return Paragraphs([each for path in files for each in path.read_text().split("\n\n")])
+
+    monkeypatch.setitem(SUFFIXES, ".par", "paragraphs")
+    monkeypatch.setitem(FORMATS, "paragraphs", opened)
+    monkeypatch.setitem(DATASETS, "mine", Dataset("paragraphs", "paragraphs", reads_path=True))
+    (tmp_path / "a.par").write_text("one\n\ntwo")
+    assert set(texts(source(tmp_path), 4)) == {"one", "two"}
+    assert set(texts(source(tmp_path, "mine"), 4)) == {"one", "two"}
+    (tmp_path / "b.txt").write_text("three")
+    with pytest.raises(ConfigError, match=r"several kinds: paragraphs \(a\.par\) and text"):
+        source(tmp_path)
+    assert set(texts(source(tmp_path, "mine"), 4)) == {"one", "two"}
+    (problem,) = DataConfig(dataset="mine").problems(None, PlannedWorld())
+    assert problem.path == "dataset_path"
+    (tmp_path / "c.par").touch()
+    with pytest.raises(ConfigError, match="no paragraphs"):
+        check_local(DataConfig(dataset="mine", dataset_path=str(tmp_path)))

@@ -67,7 +67,7 @@ def _weights(
 
 
 def _tied(network: Network) -> Iterator[str]:
-    if getattr(network.args, "tied", False):
+    if network.spec.tied(network.args):
         yield "model.tied: TorchTitan's Llama has an output matrix of its own"
 
 

@@ -25,6 +25,13 @@ def is_dcp(folder: Path) -> bool:
     return not (folder / MANIFEST).exists() and any(any(folder.glob(sign)) for sign in signs)
 
 
+def saved_by_dcp(path: Path) -> bool:
+    """Whether `dcp.save` wrote it, safetensors included."""
+    signs = ("shard-*.safetensors", "model-*-of-*.safetensors", "sharded/*.safetensors")
+    has_manifest = (path / MANIFEST).is_file()
+    return is_dcp(path) or (not has_manifest and any(any(path.glob(sign)) for sign in signs))
+
+
 class DcpCheckpoint:
     """What `dcp.save` wrote; names as they are there, with dots for nesting."""
 

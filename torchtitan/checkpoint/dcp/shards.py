@@ -1,26 +1,21 @@
 """Safetensors that DCP's `HuggingFaceStorageWriter` wrote: blocks of tensors, or whole ones.
 
-The header of such a file is JSON, with the first byte and the last of each tensor. Where a file has
-blocks, `DCP_SHARDING_INFO` says at which offset in the whole tensor each of them is.
+Where a file has blocks, `DCP_SHARDING_INFO` in its header says at which offset in the whole tensor
+each of them is.
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torchtitan.checkpoint.dcp.items import Layout
 from torchtitan.checkpoint.dcp.metadata import Chunk, Contents, Entry, problem_of_chunks
+from torchtitan.checkpoint.headers import read_header, sizes
 from torchtitan.checkpoint.manifest import Damaged
-from torchtitan.checkpoint.ranges import Files, files_in
-from torchtitan.checkpoint.storage import CODES, Sizes
+from torchtitan.checkpoint.ranges import Files, contiguous, files_in
 from torchtitan.config import ConfigError
 
 INFO, INDEX = "DCP_SHARDING_INFO", "model.safetensors.index.json"
-LONGEST = 100 * 10**6
-"""Bytes of a header, as the safetensors library has it."""
-DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def find_shards(checkpoint: Path) -> Path | None:
@@ -68,32 +63,12 @@ def _entry(folder: Path, name: str, chunks: list[Chunk]) -> Entry:
 
 
 def _chunks(path: Path, files: Files) -> Iterator[tuple[str, Chunk]]:
-    size = files.size(path.name)
-    length = int.from_bytes(files.read(path.name, 0, 8), "little") if size >= 8 else size
-    if length > min(size - 8, LONGEST):
-        raise Damaged(f"{path}: cut: it has {size:,} bytes, and its header alone {length:,}")
-    header = json.loads(bytes(files.read(path.name, 8, 8 + length)))
-    sharding = json.loads(header.pop("__metadata__", {}).get(INFO, "null"))
-    for name, about in header.items():
-        layout = _layout(path, name, about, 8 + length, size)
-        offsets = sharding[name]["saved_offsets"] if sharding else [0] * len(layout.shape)
-        yield name, Chunk(_sizes(offsets), layout.shape, layout)
-
-
-def _layout(path: Path, name: str, about: dict[str, Any], data: int, size: int) -> Layout:
-    shape, (begin, end) = _sizes(about["shape"]), _sizes(about["data_offsets"])
-    if about["dtype"] not in DTYPES:
-        raise ConfigError(f"{path}: {name}: dtype {about['dtype']} is not supported")
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    layout = Layout(path.name, DTYPES[about["dtype"]], shape, strides, data + begin)
-    if end - begin != layout.length:
-        raise ValueError(f"{name} has {end - begin:,} bytes")
-    if data + end > size:
-        raise Damaged(f"{path}: cut: it has {size:,} bytes, and {name} ends at {data + end:,}")
-    return layout
-
-
-def _sizes(value: Any) -> Sizes:
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"found {value!r:.80} in place of sizes")
-    return tuple(value)
+    header = read_header(path, files)
+    sharding = json.loads(header.metadata.get(INFO, "null"))
+    for name, stored in header.tensors.items():
+        if stored.dtype is None:
+            raise ConfigError(f"{path}: {name}: dtype {stored.code} is not supported")
+        strides = contiguous(stored.shape)
+        layout = Layout(path.name, stored.dtype, stored.shape, strides, stored.begin)
+        offsets = sharding[name]["saved_offsets"] if sharding else [0] * len(stored.shape)
+        yield name, Chunk(sizes(offsets), stored.shape, layout)

@@ -66,23 +66,8 @@ def convert(
     target = options.target_format or ("hf" if kind == "ours" else "ours")
     if destination.exists():
         raise ConfigError(f"{destination}: already exists; nothing was written")
-    if options.max_shard_size and target == "meta":
-        raise ConfigError(
-            "--max-shard-size: not supported with Meta's format, which is written as one file"
-        )
-    if options.with_optimizer and {kind, target} != {"ours", "dcp"}:
-        raise ConfigError(
-            f"--with-optimizer: not supported from {kind} to {target}; supported from ours to dcp, "
-            "and back"
-        )
-    if options.with_optimizer and options.dtype:
-        raise ConfigError(
-            "--with-optimizer: not supported with --dtype; in another dtype it is another run"
-        )
-    if options.recipe is not None and kind != "dcp":
-        raise ConfigError(f"--recipe: not supported from {kind}, where the sizes are said")
-    if options.recipe is not None and (options.model or options.flavor):
-        raise ConfigError("--recipe: it says the model; leave out --model and --flavor")
+    if problem := _misuse(options, kind, target):
+        raise ConfigError(problem)
     most = parse_size(options.max_shard_size or MAX_SHARD_SIZE)
     if options.recipe is None:
         opened = OPEN[kind](source, options.model, options.flavor)
@@ -106,6 +91,24 @@ def convert(
         logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
+
+
+def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
+    """Why options do not fit the two formats, or each other, if so."""
+    if options.max_shard_size and target == "meta":
+        return "--max-shard-size: not supported with Meta's format, which is written as one file"
+    if options.with_optimizer and {kind, target} != {"ours", "dcp"}:
+        return (
+            f"--with-optimizer: not supported from {kind} to {target}; supported from ours to dcp, "
+            "and back"
+        )
+    if options.with_optimizer and options.dtype:
+        return "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+    if options.recipe is not None and kind != "dcp":
+        return f"--recipe: not supported from {kind}, where the sizes are said"
+    if options.recipe is not None and (options.model or options.flavor):
+        return "--recipe: it says the model; leave out --model and --flavor"
+    return None
 
 
 def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
@@ -151,10 +154,15 @@ def write_ours(
 def complete_or_absent(destination: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name once everything in it is on disk.
 
-    For a store it is a temporary one, of which all files are uploaded then.
+    For a store it is a temporary one, of which all files are uploaded then: libraries write these
+    formats to a disk.
     """
     if isinstance(destination, RemotePath):
         with TemporaryDirectory() as spool:
+            logger.info(
+                "%s: written to %s first, which needs room for all of it; TMPDIR chooses the place",
+                *(destination, spool),
+            )
             yield Path(spool)
             upload(Path(spool), destination)
         return

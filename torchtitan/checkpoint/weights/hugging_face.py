@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.ranges import FetchedFiles, Files, files_in
-from torchtitan.checkpoint.storage import CODES, TensorSource
+from torchtitan.checkpoint.headers import Stored, read_header
+from torchtitan.checkpoint.ranges import contiguous, files_in
+from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
-from torchtitan.checkpoint.weights.fetched import FetchedSafetensors
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
 from torchtitan.config import ConfigError
@@ -47,13 +46,14 @@ class HuggingFaceWeights(ForeignWeights):
         """
         network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
         self.folder = folder
-        # Opening maps a file into memory; parts that are not read cost nothing.
-        files = files_in(folder)
-        self._files = {name: _open(folder / name, files) for name in _file_names(folder)}
-        self._places = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-        super().__init__(
-            folder, network, "hf", {name: _kind(name, at) for name, at in self._places.items()}
-        )
+        self._files = files_in(folder)
+        self._places = {
+            name: (file, stored)
+            for file in _file_names(folder)
+            for name, stored in read_header(folder / file, self._files).tensors.items()
+        }
+        kinds = {name: _kind(stored) for name, (_, stored) in self._places.items()}
+        super().__init__(folder, network, "hf", kinds)
 
     def extras(self) -> Extras:
         """What comes with the weights."""
@@ -67,9 +67,10 @@ class HuggingFaceWeights(ForeignWeights):
         )
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        spans = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
-        block: Tensor = self._places[theirs].get_slice(theirs)[spans]
-        return block
+        file, stored = self._places[theirs]
+        assert stored.dtype is not None, "refused when it was opened"
+        strides = contiguous(stored.shape)
+        return self._files.block((file, stored.begin), stored.dtype, strides, offsets, sizes)
 
 
 class HuggingFaceShards(ForeignWeights):
@@ -97,7 +98,10 @@ def _file_names(folder: Path) -> list[str]:
     weight_map = read_config(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_beside, weight_map.values())):
         raise ConfigError(f"{folder / INDEX}: it has no weight_map from tensors to files beside it")
-    return sorted(set(weight_map.values()))
+    names, there = sorted(set(weight_map.values())), {path.name for path in folder.iterdir()}
+    for path in (folder / name for name in names if name not in there):
+        raise ConfigError(f"{path}: no such file, but the index names it")
+    return names
 
 
 def _is_beside(name: object) -> bool:
@@ -105,24 +109,8 @@ def _is_beside(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
-def _open(path: Path, files: Files) -> Any:
-    if isinstance(files, FetchedFiles):
-        return FetchedSafetensors(path, files)
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file, but the index names it") from None
-    except SafetensorError as error:
-        raise ConfigError(f"{path}: not a complete safetensors file: {error}") from None
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{path}: the machine cannot map it into memory: {error}") from None
-
-
-def _kind(name: str, file: Any) -> Kind | str:
-    tensor = file.get_slice(name)
-    dtypes = {code: dtype for dtype, code in CODES.items()}
-    code = tensor.get_dtype()
-    return (dtypes[code], tuple(tensor.get_shape())) if code in dtypes else f"has dtype {code}"
+def _kind(stored: Stored) -> Kind | str:
+    return (stored.dtype, stored.shape) if stored.dtype else f"has dtype {stored.code}"
 
 
 def write_hugging_face(

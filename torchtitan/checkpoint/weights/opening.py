@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.optimizer import state_of
-from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translated
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
-from torchtitan.checkpoint.inspect import find, saved_by_dcp
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import MANIFEST, NAME
@@ -42,6 +41,25 @@ class Opened(NamedTuple):
     state: Callable[[], Mapping[str, Any]] | None = None
     """Reads what a full checkpoint says besides its tensors, as train_state.json does; None: it has
     only weights."""
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints at `path`: itself, a folder of them, or a run's dump folder; by step.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    is_step = path.name.startswith("step-") and path.is_dir()
+    if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
+        return [path]
+    folders = [path, *(sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else [])]
+    found = [step for folder in folders for step in saved_steps(folder).values()]
+    if not found:
+        raise ConfigError(
+            f"{path}: there is no checkpoint (step-N) in it; wanted one, a folder of them, "
+            "or the job.dump_folder of a run"
+        )
+    return found
 
 
 def newest(folder: Path) -> Path:

@@ -4,8 +4,9 @@ Adding one is a file here and a line below.
 """
 
 from torchtitan.config import Registry
+from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding.fsdp2 import FSDP2
-from torchtitan.parallel.sharding.settings import Precision, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 
 SHARDING = Registry[type[ShardingConfig]](
     "sharding",

@@ -11,6 +11,7 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 batch, so the sum over ranks is the gradient of the global mean.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +26,15 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Gather, PlainGather, Reduce, Unit, Way
 from torchtitan.config import PlannedWorld, Problem
+from torchtitan.optim import NamedParameter
+from torchtitan.optim.matrices import Area, Lying
 from torchtitan.optim.norm import local
-from torchtitan.parallel import stages
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
-from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.parallel.work import SPLIT_IN_ROWS, Part, Traffic
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
-
-    from torchtitan.parallel.traffic import Part
 
 
 class FSDP2(ShardingConfig):
@@ -81,7 +81,24 @@ class FSDP2(ShardingConfig):
     def open(self, target: Target) -> "FullyShard":
         return FullyShard(self, target)
 
-    def traffic(self, part: "Part") -> Iterator[Traffic]:
+    @property
+    def neighbors(self) -> int:
+        return self.regather_size
+
+    @property
+    def accumulates_whole(self) -> bool:
+        return self.accumulate_whole
+
+    def memory(self, parts: Sequence[Part]) -> float:
+        work, held = parts[0].work, super().memory(parts)
+        stage = sum(part.sizes.total() for part in parts)
+        if self.regather_size:
+            held += stage / self.regather_size * work.precision.compute.itemsize
+        if self.accumulate_whole and work.passes > 1:
+            held += stage / work.degrees.tp * work.precision.reduce.itemsize
+        return held
+
+    def messages(self, part: Part) -> Iterator[Traffic]:
         """Each block is a unit, and all that is in none."""
         work = part.work
         units: dict[str, dict[str, torch.Size]] = {}
@@ -105,6 +122,25 @@ class FSDP2(ShardingConfig):
 
     def reductions(self, passes: int, microbatches: int) -> int:
         return 1 if self.accumulate_whole else passes
+
+    def lie(self, part: Part, parameter: NamedParameter) -> Lying:
+        work, degrees = part.work, part.work.degrees
+        rows, columns = parameter.shape
+        role, tp = part.roles.get(parameter.name.rpartition(".")[0]), degrees.tp
+        by_rows, by_columns = role in SPLIT_IN_ROWS, role == "rowwise"
+        again = 1 if by_rows and rows % (tp * degrees.fsdp) else 0  # as in `Part.shape`
+        areas, copies = [], []
+        replicas = degrees.dp_replicate if work.communication.replicas.in_backward else 1
+        for copy, shard, place in itertools.product(
+            range(replicas), range(degrees.fsdp), range(tp)
+        ):
+            dims = [range(rows), range(columns)]
+            if by_rows or by_columns:
+                dims[by_columns] = _chunk(dims[by_columns], tp, place)
+            dims[again] = _chunk(dims[again], degrees.fsdp, shard)
+            areas.append(Area(*dims))
+            copies.append((copy,) if by_rows or by_columns else (copy, place))
+        return Lying(areas, copies)
 
 
 ON_CUDA = {
@@ -277,20 +313,24 @@ def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
     return Shard(1) if len(parameter) % (parameter.device_mesh.size() * parts) else None
 
 
-def _gathers(part: "Part") -> tuple[int, int]:
+def _gathers(part: Part) -> tuple[int, int]:
     """How often in a step a block is gathered, and how often the last block or what is in none is.
 
     Before each forward, and before the backward what was freed in between.
     """
-    work, chosen = part.work, part.work.layout.parallelism
-    policy, passes = chosen.fsdp_reshard_after_forward, work.passes
+    work, policy = part.work, part.work.parallelism.fsdp_reshard_after_forward
+    passes = work.passes
     if work.degrees.pp == 1:
         twice = 2 * passes
         return passes if policy == "never" else twice, twice if policy == "always" else passes
     if policy != "always":
         return passes, passes
     # A stage is freed after each forward, and after the last backward alone.
-    orders = stages.orders(chosen, work.layers, work.microbatches)
-    kinds = [a.kind for actions in orders.values() for a in actions if a.stage == part.stage]
+    kinds = [a.kind for actions in work.orders.values() for a in actions if a.stage == part.stage]
     gathers = passes * (1 + kinds[:-1].count("F"))
     return gathers, gathers
+
+
+def _chunk(whole: range, parts: int, number: int) -> range:
+    size = -(-len(whole) // parts)
+    return whole[number * size : (number + 1) * size]

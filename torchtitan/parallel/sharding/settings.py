@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,28 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
 from torchtitan.models.spec import TensorRole
+from torchtitan.optim import NamedParameter
+from torchtitan.optim.matrices import Lying
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.settings import ReshardPolicy
+from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.stages import Unit
 from torchtitan.parallel.technique import Technique
-from torchtitan.parallel.traffic_formulas import Traffic
-
-if TYPE_CHECKING:  # they know every way to shard
-    from torchtitan.parallel.traffic import Part
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a run: `parameters` are stored, `compute` and `reduce` are what they become."""
-
-    parameters: torch.dtype = torch.float32
-    compute: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-
-    @property
-    def casts(self) -> bool:
-        """Whether parameters are used in another dtype than they are stored in."""
-        return self.compute != self.parameters
+from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
 
 
 @dataclass(frozen=True)
@@ -107,9 +91,37 @@ class ShardingConfig(Config):
         """What shards the model."""
         raise NotImplementedError
 
-    def traffic(self, part: "Part") -> Iterator[Traffic]:
-        """What the parameters of a part of the model have its ranks send in a step."""
+    @property
+    def neighbors(self) -> int:
+        """Ranks over which freed parameters stay split, to be gathered again; 0: all."""
+        return 0
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether each rank adds up whole gradients of accumulated microbatches."""
+        return False
+
+    def memory(self, parts: Sequence[Part]) -> float:
+        """Bytes of parameters and gradients that are whole on a rank for the time of their use.
+
+        Args:
+            parts: the stages of the rank.
+        """
+        work = parts[0].work
+        # A block and the next are whole, or the embedding, which is in no block.
+        whole = max(2 * largest_block(parts), outside_blocks(parts))
+        if work.reshard == "never":
+            whole = sum(part.sizes.total() for part in parts)
+        each = work.precision.compute.itemsize + work.precision.reduce.itemsize
+        return whole / work.degrees.tp * each
+
+    def messages(self, part: Part) -> Iterator[Traffic]:
+        """Traffic of the parameters of a part of the model in a step."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+
+    def lie(self, part: Part, parameter: NamedParameter) -> Lying:
+        """How a matrix in `part` is placed on the ranks that share parameters."""
+        raise NotImplementedError(f"there are no formulas of how {self.name} splits matrices")
 
     def reductions(self, passes: int, microbatches: int) -> int:
         """How often in a step a gradient is brought to where its parameter is.

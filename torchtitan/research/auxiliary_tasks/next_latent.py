@@ -23,7 +23,7 @@ from torchtitan.losses import sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context
 from torchtitan.parallel.settings import Balancing
-from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.parallel.work import Traffic
 from torchtitan.torch_private.collectives import all_gather
 
 
@@ -110,15 +110,15 @@ class NextLatentLoss(ModelLossConfig):
         for module in _predictors(part):
             module.core = core
 
-    def traffic(self, part: nn.Module, work: Any) -> Iterator[Traffic]:
+    def messages(self, part: nn.Module, work: Any) -> Iterator[Traffic]:
         """Tensor ranks send all hidden states, context ranks the first of each of their chunks."""
-        ranks, parallelism = work.degrees.cp, work.layout.parallelism
+        ranks, parallelism = work.degrees.cp, work.parallelism
         for _ in _predictors(part):
             if work.splits_stream:
                 yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
             if ranks > 1:
                 chunks = ranks * (2 if parallelism.context_parallel_load_balancer != "none" else 1)
-                row = work.sequences * work.args.dim * work.layout.precision.compute.itemsize
+                row = work.sequences * work.args.dim * work.precision.compute.itemsize
                 yield Traffic("cp", "latents", "all_gather", chunks * row, work.times)
 
 

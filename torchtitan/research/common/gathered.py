@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding import casting
 from torchtitan.parallel.sharding.fsdp2 import placement
-from torchtitan.parallel.sharding.settings import Precision
 from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:

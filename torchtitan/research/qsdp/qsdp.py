@@ -4,7 +4,7 @@
 Weights are rounded to a lattice after a random shift that all ranks share and that changes with
 each step, so that the mean over shifts is the weight itself; gradients are rounded at random. Both
 in buckets between the smallest and the largest of each. The owner of a weight keeps it in full, but
-computes with the rounded one, as all ranks do. For few bits, levels are learned (`comm.levels`).
+computes with the rounded one, as all ranks do. For few bits, levels are learned (`levels`).
 """
 
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from torchtitan.losses import chunked_gradients, chunked_statistics
-from torchtitan.parallel.sharding.settings import Precision
+from torchtitan.parallel.settings import Precision
 
 
 class Transfer(NamedTuple):

@@ -31,14 +31,12 @@ from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
-from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, Visit, travel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from torchtitan.parallel.traffic import Part
 
 PIECE = 2**20
 """Bytes that are replaced at a time, where parts are replaced in place."""
@@ -83,7 +81,7 @@ class Rotated(ShardingConfig):
                 message = f'{other} {why}; use "fsdp2", or leave that out'
                 yield Problem(f"{key}.name", message, (other,))
         model = model_of(recipe)
-        if model and getattr(model.args, "tied", False) and not recipe.loss.vocabulary_chunk:
+        if model and model.spec.tied(model.args) and not recipe.loss.vocabulary_chunk:
             message = (
                 f"with {name} no rank has the whole table of a tied model, so its loss is made of "
                 "parts of it; use a number above 0, as 8192"
@@ -94,35 +92,41 @@ class Rotated(ShardingConfig):
         group = target.mesh.get_group(target.mesh.ndim - 1)
         return Ring(target, Neighbours(group, self.in_place, PIECE))
 
-    def traffic(self, part: "Part") -> Iterator[Traffic]:
+    def memory(self, parts: Sequence[Part]) -> float:
+        """A part is computed with, and another arrives."""
+        work = parts[0].work
+        each = work.precision.compute.itemsize + work.precision.reduce.itemsize
+        largest = max(largest_block(parts), outside_blocks(parts))
+        return 2 * largest / work.degrees.fsdp / work.degrees.tp * each
+
+    def messages(self, part: Part) -> Iterator[Traffic]:
         """A message for each part and hop; what is no matrix is gathered wherever it is read."""
-        work, precision = part.work, part.work.layout.precision
+        work, precision = part.work, part.work.precision
         hops, times = work.degrees.fsdp - 1, work.times
         for name, parameter in part.module.named_parameters():
             owner, _, kind = name.rpartition(".")
-            module, again = part.module.get_submodule(owner), part.is_again(name)
+            module, again = part.module.get_submodule(owner), part.recomputations(name)
             if not (_travels(module) and kind == "weight"):
-                reads = times * (2 if again else 1)
                 shapes = {name: part.shape(name, parameter.shape)}
-                yield from part.of_unit(shapes, gathers=reads, scatters=times, sums=times)
+                yield from part.of_unit(shapes, gathers=times + again, scatters=times, sums=times)
                 continue
             elements = _part(parameter.shape, _dim(part.plan.get(owner)), hops + 1).numel()
             is_end = isinstance(module, nn.Embedding) or part.plan.get(owner) == "logits"
             uses = [isinstance(module, nn.Linear)] * (work.heads if is_end else 1)
-            if isinstance(module, nn.Embedding) and getattr(work.args, "tied", False):
+            if isinstance(module, nn.Embedding) and work.spec.tied(work.args):
                 uses += [True] * work.heads
             for is_product in uses:
                 # A look-up needs no weights in its backward.
-                passes = 1 + again + is_product
+                passes = times * (1 + is_product) + again
                 for what, dtype, count in (
                     ("parameters", precision.compute, hops * passes),
-                    ("gradients", precision.reduce, hops),
+                    ("gradients", precision.reduce, hops * times),
                 ):
                     for size, pieces in self._pieces(elements * dtype.itemsize):
-                        yield Traffic("fsdp", what, "send", size, count * pieces * times)
+                        yield Traffic("fsdp", what, "send", size, count * pieces)
 
             copies = work.degrees.dp_replicate
-            if copies > 1 and work.layout.communication.replicas.in_backward:
+            if copies > 1 and work.communication.replicas.in_backward:
                 size = elements * precision.parameters.itemsize
                 yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
 

@@ -11,7 +11,7 @@ Gradients are summed, never averaged, as in `fsdp2`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -21,14 +21,10 @@ from torchtitan.config import PlannedWorld, Problem
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.stages import Unit
-from torchtitan.parallel.traffic_formulas import Traffic
+from torchtitan.parallel.work import Part, Traffic
 from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing
 from torchtitan.research.simple_fsdp.bucketing import Bucketing
-
-if TYPE_CHECKING:
-    from torchtitan.parallel.traffic import Part
-
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
@@ -112,16 +108,16 @@ class SimpleFSDP(ShardingConfig):
     def open(self, target: Target) -> "InGraph":
         return InGraph(self, target)
 
-    def traffic(self, part: "Part") -> Iterator[Traffic]:
+    def messages(self, part: Part) -> Iterator[Traffic]:
         """Each parameter is a unit, and nothing is put off to a later microbatch."""
-        work, is_tied = part.work, getattr(part.work.args, "tied", False)
+        work, is_tied = part.work, part.work.spec.tied(part.work.args)
         for name, parameter in part.module.named_parameters():
             owner = name.rpartition(".")[0]
             is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
             reads = work.times * ((work.heads + is_tied) if is_table else 1)
             yield from part.of_unit(
                 {name: part.shape(name, parameter.shape)},
-                gathers=reads * (2 if part.is_again(name) else 1),
+                gathers=reads + part.recomputations(name),
                 scatters=reads,
                 sums=reads,
             )

@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.inspect import find
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network
-from torchtitan.checkpoint.weights.opening import OPEN, find_format
+from torchtitan.checkpoint.weights.opening import OPEN, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
 from torchtitan.logging import logger

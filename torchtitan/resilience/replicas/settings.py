@@ -1,4 +1,4 @@
-"""What a recipe says of replica groups.
+"""The settings of replica groups.
 
 A replica group is a run of its own, with its own launcher and its own ranks, that trains the same
 model as the others, each on its share of every global batch. Nothing here needs torchft.
@@ -39,12 +39,12 @@ class FaultToleranceConfig(Config):
 
     @property
     def groups(self) -> int:
-        """Groups that the global batch is dealt to."""
+        """The number of groups that share the global batch."""
         return self.group_size if self.enable else 1
 
     @property
     def group(self) -> int:
-        """Which of them this is."""
+        """The index of this group."""
         return self.replica_id if self.enable else 0
 
     def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""How a group fetches the state of another: torchft's server, and a reader that runs no code.
+"""Transfers the state of a group to another: torchft's server, and a reader that runs no code.
 
-Torchft serves what `torch.save` would write, pickles among it, over plain HTTP to whoever asks, and
+Torchft serves the output of `torch.save`, including pickles, over plain HTTP to any client, and
 reads it with an unpickler that runs what the stream names. This reader takes tensors and plain
 values only; anything else is an error.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def transport(timeout: timedelta) -> "HTTPTransport[dict[str, Any]]":
-    """What a manager sends and receives states with; neither may take longer than `timeout`."""
+    """Make the transport of a manager; no transfer may take longer than `timeout`."""
     from torchft.checkpointing import HTTPTransport
 
     class Transport(HTTPTransport):  # type: ignore[misc]

@@ -1,11 +1,11 @@
 """`torchtitan compare`: recipes side by side, run under the same conditions.
 
-study      what is to be compared: a file, recipes, or one recipe varied
-prepare    each variant is checked, and becomes runs
-launch     the runs, one after the other
-measure    numbers of a run; parity: whether two train the same
-gather     all of it as a report
-contents   what a report says; render: that as a page, and as Markdown
+study      the variants to compare: a file, recipes, or one recipe varied
+prepare    checks each variant, and plans its runs
+launch     starts the runs, one after the other
+measure    numbers of a run; parity: whether two runs train the same
+gather     builds the report from all of them
+contents   the content of a report; render: the page and the Markdown
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,16 +36,16 @@ from torchtitan.tools.history import METRICS_FILE
 __all__ = ["FORMS", "compare", "compare_folders", "dry_run", "read", "summary"]
 
 FORMS = ("md", "html", "json")
-"""In which a report is written."""
+"""Formats in which a report is written."""
 
 
 def read(
     paths: Sequence[Path], variations: Sequence[str], flags: Sequence[str], **changes: Any
 ) -> Study:
-    """The study that the words of the command ask for.
+    """Make the study that the arguments of the command describe.
 
     Raises:
-        RecipeError: where they ask for none.
+        RecipeError: if they describe none.
     """
     studies = [path for path in paths if is_study(path)]
     if not studies:
@@ -57,7 +57,7 @@ def read(
 
 
 def dry_run(study: Study) -> Iterator[str]:
-    """What a comparison would do, a line each; nothing is started.
+    """Describe what a comparison would do, a line each; nothing is started.
 
     Raises:
         RecipeError: as `compare`.
@@ -75,7 +75,7 @@ def dry_run(study: Study) -> Iterator[str]:
 
 
 def foreseen(job: JobConfig, ranks: int) -> str:
-    """What a rank holds and sends, by formula."""
+    """Estimate the memory of a rank and the bytes that it sends, by formula."""
     held, sent = of_rank(job, ranks), formulas(job, ranks)
     memory = "" if held is None else f"about {held.estimate().total / GIB:.3g} GiB a rank"
     sends = "" if sent is None else words.byte_size(sum(size for _, size in sent.values()))
@@ -114,10 +114,10 @@ def compare(study: Study) -> Report:
 def compare_folders(
     folders: Sequence[Path], baseline: str | None, output: Path, warmup: int
 ) -> Report:
-    """Compare runs that exist; the same report, of what they left.
+    """Compare existing runs, and write the same report from their folders.
 
     Raises:
-        ConfigError: where a folder has no run.
+        ConfigError: if a folder has no run.
     """
     if len(folders) < 2:
         raise RecipeError([f"{folders[0]}: is one run; wanted two or more to compare"])
@@ -153,7 +153,7 @@ def summary(found: Report) -> Iterator[str]:
 
 
 def write(found: Report, folder: Path) -> None:
-    """Write the three forms of a report."""
+    """Write a report in all formats."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", found.to_json())
     write_whole(folder / "report.md", render.markdown(found))

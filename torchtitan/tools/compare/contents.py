@@ -1,11 +1,11 @@
-"""What a report says, section by section: the one thing that its page and its Markdown are made of.
+"""The content of a report, section by section, from which its page and its Markdown are made.
 
-Everything here is plain text and plain numbers; how they look is the templates' business (`page/`).
+Everything here is plain text and plain numbers; the templates in `page/` decide how they look.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.tools.compare import plots
@@ -23,7 +23,7 @@ from torchtitan.tools.compare.words import (
 )
 
 MOST_ROWS = 40
-"""Of a curve in a table; `report.json` has them all."""
+"""Rows of a curve in a table; `report.json` has them all."""
 
 MEMORY_PARTS = {
     "parameters": "parameters",
@@ -33,19 +33,19 @@ MEMORY_PARTS = {
     "activations": "activations",
     "logits": "logits",
 }
-"""Of `Variant.memory_formula`, and what they are called."""
+"""The keys of `Variant.memory_formula`, and their names in the table."""
 
 EXPOSED = "exposed communication, of a traced step"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Lines of a table's cell, and what stands below them in small letters."""
+    """Lines of a table's cell, and a note below them in small letters."""
 
     lines: tuple[str, ...]
     small: str = ""
     variant: str = ""
-    """The name of the variant whose line in the plots is drawn before it."""
+    """Name of the variant whose line style is drawn before the text."""
     code: bool = False
 
 
@@ -54,29 +54,29 @@ Words = str | Cell
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that begin with their heading."""
+    """Rows, each of which starts with its heading."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Words, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Words]]
     cards: bool = False
-    """On a narrow screen each row is a block of its own."""
+    """Whether each row becomes a separate block on a narrow screen."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot, and its numbers as a table for whoever cannot see it."""
+    """A plot, and its numbers as a table for readers who cannot see it."""
 
     name: str
     title: str
     table: Table
     figures: Mapping[str, Any]
-    """Of `plots`, by what they are drawn along: `steps`, and where it matters `units`."""
+    """Figures of `plots` by their horizontal axis: `steps`, and for curves `units` too."""
     caption: str
     drawn: str = ""
-    """What is what in the drawing."""
+    """Explanation of the marks, for the page only."""
     is_curve: bool = False
-    """It is about every step, too much for a page of text."""
+    """Whether it shows every step, too much for a page of text."""
 
 
 @dataclass(frozen=True)
@@ -86,42 +86,42 @@ class Section:
     name: str
     title: str
     text: str = ""
-    bullets: tuple[str, ...] = ()
-    plots: tuple[Plot, ...] = ()
-    tables: tuple[Table, ...] = ()
+    bullets: Sequence[str] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
 
 
 def sections(report: Report) -> list[Section]:
-    """The parts that have anything to say, in order."""
+    """The parts that have content, in order; plots and tables without numbers are left out."""
     first, *rest = verdict(report)
     curves = [*curve(report, "loss", "Loss"), *curve(report, "grad_norm", "Gradient norm")]
-    found = [
-        Section("verdict", "Verdict", first, tuple(rest)),
-        Section("variants", "Variants", tables=(variants(report),)),
-        Section(
-            "curves",
-            "Loss and gradient norm",
-            plots=tuple(curves),
-            tables=(parity(report),) if curves else (),
-        ),
-        Section("speed", "Speed", plots=(*speed(report), *time(report))),
-        Section("memory", "Memory", plots=tuple(memory(report)), tables=tuple(held(report))),
-        Section(
-            "traffic",
-            "Communication",
-            plots=tuple(sent(report)),
-            tables=tuple(collectives(report)),
-        ),
+    whole = [
+        Section("verdict", "Verdict", first, rest),
+        Section("variants", "Variants", tables=[variants(report)]),
+        Section("curves", "Loss and gradient norm", plots=curves, tables=[parity(report)]),
+        Section("speed", "Speed", plots=[speed(report), time(report)]),
+        Section("memory", "Memory", plots=[memory(report)], tables=[held(report)]),
+        Section("traffic", "Communication", plots=[sent(report)], tables=[collectives(report)]),
         settings(report),
-        Section("conditions", "Conditions and machine", tables=tuple(conditions(report))),
+        Section("conditions", "Conditions and machine", tables=conditions(report)),
         Section("notes", "Notes", bullets=report.notes),
-        Section("reasons", "What could not run", tables=tuple(reasons(report))),
+        Section("reasons", "What could not run", tables=[reasons(report)]),
+    ]
+    if not curves:
+        del whole[2]
+    found = [
+        replace(
+            each,
+            plots=[plot for plot in each.plots if plot.table.rows],
+            tables=[table for table in each.tables if table.rows],
+        )
+        for each in whole
     ]
     return [each for each in found if each.text or each.bullets or each.plots or each.tables]
 
 
 def written(value: object) -> str:
-    """A value of a recipe or a machine as it is to be read."""
+    """Show a value of a recipe or a machine as text."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)
@@ -130,22 +130,15 @@ def written(value: object) -> str:
 def variants(report: Report) -> Table:
     """Every variant with its numbers, a row each."""
     planned = any(variant.planned for variant in report.variants)
-    columns = (
-        *(
-            "variant",
-            "status",
-            "differs in",
-            f"{report.unit}/s per device",
-            "ratio to baseline",
-            "MFU",
-        ),
-        *("peak memory", "startup", "compile", "same run as baseline"),
+    columns = [
+        *("variant", "status", "differs in", f"{report.unit}/s per device", "ratio to baseline"),
+        *("MFU", "peak memory", "startup", "compile", "same run as baseline"),
         *(["planned"] if planned else []),
-    )
-    rows = tuple(
-        (*row(report, variant), *([plan(variant)] if planned else []))
+    ]
+    rows = [
+        [*row(report, variant), *([plan(variant)] if planned else [])]
         for variant in report.variants
-    )
+    ]
     return Table("Variants and what was measured of them", columns, rows, cards=True)
 
 
@@ -167,12 +160,12 @@ def row(report: Report, variant: Variant) -> tuple[Words, ...]:
 
 
 def unbroken(text: str) -> str:
-    """A number and its unit are not torn apart."""
+    """Keep a number and its unit on one line."""
     return text.replace(" ", "\u00a0")
 
 
 def heading(report: Report, variant: Variant) -> Cell:
-    """The name, and what the variant runs on."""
+    """The name of a variant, and its ranks, layout and batch."""
     about = f"{variant.ranks} rank{'s' * (variant.ranks > 1)}"
     if layout := ", ".join(f"{axis} {size}" for axis, size in variant.layout.items() if size > 1):
         about += f": {layout}"
@@ -184,7 +177,7 @@ def heading(report: Report, variant: Variant) -> Cell:
 
 
 def plan(variant: Variant) -> Words:
-    """What was foreseen, in the units of what was measured."""
+    """Planned figures, in the units of the measured ones."""
     shown: dict[str, tuple[str, Callable[[float | None], str]]] = {
         "tps": (f"{variant.unit}/s", count),
         "memory_gib": ("peak memory", lambda value: digits(value, "GiB")),
@@ -198,7 +191,7 @@ def plan(variant: Variant) -> Words:
     return Cell(tuple(lines)) if lines else MISSING
 
 
-def curve(report: Report, name: plots.Field, title: str) -> Iterable[Plot]:
+def curve(report: Report, name: plots.Field, title: str) -> Iterator[Plot]:
     """One value over the run, and its difference from the baseline's."""
     found = {each.name: given for each in report.ran if (given := getattr(each, name))}
     if not found:
@@ -215,18 +208,17 @@ def curve(report: Report, name: plots.Field, title: str) -> Iterable[Plot]:
     )
     if report.baseline not in found or len(found) == 1:
         return
-    apart = {each.name: getattr(each.parity, name) for each in report.ran}
     title = f"{title}: difference from the baseline"
+    rows = [
+        (each.name, *difference(getattr(each.parity, name)))
+        for each in report.ran
+        if each.name != report.baseline
+    ]
+    columns = ("variant", "difference", "at step", "allowed there")
     yield Plot(
         f"{name}-difference",
         title,
-        Table(
-            f"{title}, where it is farthest by what is allowed",
-            ("variant", "difference", "at step", "allowed there"),
-            tuple(
-                (key, *difference(given)) for key, given in apart.items() if key != report.baseline
-            ),
-        ),
+        Table(f"{title}, where it is farthest by what is allowed", columns, rows),
         {along: plots.differences(report, name, along) for along in plots.ALONG},
         "Relative to the baseline's value, without sign.",
         "The scale is logarithmic. A level bar is what is allowed, at the step where its variant "
@@ -242,12 +234,12 @@ def by_step(title: str, found: Mapping[str, Curve]) -> Table:
     if len(shown) < len(steps):
         title += f": {len(shown)} of {len(steps)} steps; report.json has them all"
     values = [dict(zip(curve.steps, curve.values, strict=True)) for curve in found.values()]
-    rows = ((str(step), *(digits(each.get(step)) for each in values)) for step in shown)
-    return Table(title, ("step", *found), tuple(rows))
+    rows = [(str(step), *(digits(each.get(step)) for each in values)) for step in shown]
+    return Table(title, ("step", *found), rows)
 
 
 def thinned(steps: Sequence[int]) -> Sequence[int]:
-    """Steps at even distances, the first and the last among them."""
+    """Steps at equal distances, the first and the last among them."""
     if len(steps) <= MOST_ROWS:
         return steps
     last = len(steps) - 1
@@ -262,35 +254,37 @@ def difference(found: CurveDifference | None) -> tuple[str, str, str]:
 
 def parity(report: Report) -> Table:
     """The verdict on each run, with its reason."""
-    rows = tuple((each.name, each.parity.verdict, each.parity.why) for each in report.ran)
+    rows = [(each.name, each.parity.verdict, each.parity.why) for each in report.ran]
     title = "Does it train the run that the baseline trains?"
     return Table(title, ("variant", "verdict", "why"), rows, cards=True)
 
 
-def speed(report: Report) -> Iterable[Plot]:
-    """Units a second: of each variant, and of each of its runs."""
+def speed(report: Report) -> Plot:
+    """Units per second of each variant and of each of its runs."""
     title = f"{report.unit.capitalize()} per second and device"
-    rows = []
-    for each in report.ran:
-        for run in each.runs if each.tps else ():
-            cells = median(run.tps), quartiles(run.tps) or MISSING
-            found = each.name, str(run.round), str(run.seed), *cells, run.folder
-            rows.append((*found, run.note or MISSING))
-    columns = ("variant", "round", "seed", "median", "middle half of its steps", "folder", "note")
-    if rows:
-        yield Plot(
-            "tps",
-            title,
-            Table(f"{title}, by run", columns, tuple(rows)),
-            {"steps": plots.speed(report)},
-            "Of the measured steps.",
-            "Bar: median of all rounds, with the middle half of the steps; dots: the median of "
-            "each run.",
+    rows = [
+        (
+            *(each.name, str(run.round), str(run.seed)),
+            *(median(run.tps), quartiles(run.tps) or MISSING, run.folder, run.note or MISSING),
         )
+        for each in report.ran
+        if each.tps
+        for run in each.runs
+    ]
+    columns = ("variant", "round", "seed", "median", "middle half of its steps", "folder", "note")
+    return Plot(
+        "tps",
+        title,
+        Table(f"{title}, by run", columns, rows),
+        {"steps": plots.speed(report)},
+        "Of the measured steps.",
+        "Bar: median of all rounds, with the middle half of the steps; dots: the median of "
+        "each run.",
+    )
 
 
-def time(report: Report) -> Iterable[Plot]:
-    """Phases of a step, and beside them what communication costs: it lies in several of them."""
+def time(report: Report) -> Plot:
+    """Phases of a step, and the exposed communication, which is contained in several of them."""
     found = {}
     for each in report.ran:
         if each.time_shares:
@@ -306,27 +300,23 @@ def time(report: Report) -> Iterable[Plot]:
     return stack("time", "Where the time goes", found, share, plots.time(report), caption, drawn)
 
 
-def memory(report: Report) -> Iterable[Plot]:
-    """Of each variant."""
-    peaks = {
-        each.name: digits(each.memory_gib, "GiB")
+def memory(report: Report) -> Plot:
+    """Peak memory of each variant."""
+    rows = [
+        (each.name, digits(each.memory_gib, "GiB"))
         for each in report.ran
         if each.memory_gib is not None
-    }
-    if peaks:
-        title = "Peak memory of the worst rank"
-        numbers = Table(title, ("variant", "peak"), tuple(peaks.items()))
-        figures = {"steps": plots.memory(report)}
-        yield Plot("memory", "Peak memory", numbers, figures, "Of the worst rank.")
+    ]
+    numbers = Table("Peak memory of the worst rank", ("variant", "peak"), rows)
+    figures = {"steps": plots.memory(report)}
+    return Plot("memory", "Peak memory", numbers, figures, "Of the worst rank.")
 
 
-def held(report: Report) -> Iterable[Table]:
-    """What a rank holds by formula, beside the measured peak."""
+def held(report: Report) -> Table:
+    """Memory of a rank by formula, next to the measured peak."""
     found = [each for each in report.ran if each.memory_formula]
     parts = [p for p in MEMORY_PARTS if any(each.memory_formula.get(p) for each in found)]
-    if not parts:
-        return
-    rows = tuple(
+    rows = [
         (
             each.name,
             *(digits(each.memory_formula.get(part)) for part in parts),
@@ -334,19 +324,19 @@ def held(report: Report) -> Iterable[Table]:
             digits(each.memory_gib),
             byte_size(each.state_bytes),
         )
-        for each in found
-    )
+        for each in (found if parts else ())
+    ]
     measured = ("measured peak", "measured states")
-    columns = ("variant", *(MEMORY_PARTS[part] for part in parts), "sum", *measured)
-    title = (
-        "Memory of a rank in GiB, by formula; on a CPU the measured peak is of the whole process"
+    return Table(
+        "Memory of a rank in GiB, by formula; on a CPU the measured peak is of the whole process",
+        ("variant", *(MEMORY_PARTS[part] for part in parts), "sum", *measured),
+        rows,
     )
-    yield Table(title, columns, rows)
 
 
-def collectives(report: Report) -> Iterable[Table]:
-    """What a step sends, as it was recorded and by formula."""
-    rows = tuple(
+def collectives(report: Report) -> Table:
+    """Collectives of a step, as recorded and by formula."""
+    rows = [
         (
             each.name,
             kind.axis,
@@ -358,19 +348,19 @@ def collectives(report: Report) -> Iterable[Table]:
         )
         for each in report.ran
         for kind in each.collectives
+    ]
+    return Table(
+        "Collectives of a step of rank 0; single numbers, as losses, are in no formula",
+        ("variant", "axis", "operation", "recorded", "formula", "sent", "by formula"),
+        rows,
     )
-    if rows:
-        yield Table(
-            "Collectives of a step of rank 0; single numbers, as losses, are in no formula",
-            *(("variant", "axis", "operation", "recorded", "formula", "sent", "by formula"), rows),
-        )
 
 
-def sent(report: Report) -> Iterable[Plot]:
-    """Bytes by axis."""
+def sent(report: Report) -> Plot:
+    """Bytes sent in a step, by axis."""
     notes = {each.name: each.sent_note for each in report.ran if each.sent_note}
     about = " ".join(f"{name}: {note}" for name, note in notes.items())
-    if len(notes) == len(report.ran) and len(set(notes.values())) == 1:
+    if notes and len(notes) == len(report.ran) and len(set(notes.values())) == 1:
         about = next(iter(notes.values()))
     found = {each.name: each.sent_bytes for each in report.ran if each.sent_bytes}
     caption = f"By rank 0, by axis of the mesh. {about}"
@@ -385,15 +375,13 @@ def stack(
     figure: Any,
     caption: str,
     drawn: str = "",
-) -> Iterable[Plot]:
+) -> Plot:
     """A plot of bars that are made of parts."""
     parts = tuple(dict.fromkeys(part for of in values.values() for part in of))
-    if parts:
-        rows = tuple(
-            (variant, *(show(of.get(part)) for part in parts)) for variant, of in values.items()
-        )
-        numbers = Table(title, ("variant", *parts), rows)
-        yield Plot(name, title, numbers, {"steps": figure}, caption, drawn)
+    rows = [(variant, *(show(of.get(part)) for part in parts)) for variant, of in values.items()]
+    return Plot(
+        name, title, Table(title, ("variant", *parts), rows), {"steps": figure}, caption, drawn
+    )
 
 
 def settings(report: Report) -> Section:
@@ -401,37 +389,38 @@ def settings(report: Report) -> Section:
     keys = dict.fromkeys(key for each in report.variants for key in each.differs)
     if not keys:
         return Section("differs", "What differs", "All variants have the same settings.")
-    rows: list[tuple[Words, ...]] = []
-    for key in keys:
-        values = (
-            written(each.differs[key]) if key in each.differs else MISSING
-            for each in report.variants
-        )
-        rows.append((Cell((key,), code=True), *values))
+    rows: list[list[Words]] = [
+        [
+            Cell((key,), code=True),
+            *(written(v.differs[key]) if key in v.differs else MISSING for v in report.variants),
+        ]
+        for key in keys
+    ]
     columns = ("setting", *(each.name for each in report.variants))
-    table = Table("Settings that are not the same in all variants", columns, tuple(rows))
-    return Section("differs", "What differs", tables=(table,))
+    table = Table("Settings that are not the same in all variants", columns, rows)
+    return Section("differs", "What differs", tables=[table])
 
 
-def conditions(report: Report) -> Iterable[Table]:
-    """How it was measured, and on what."""
+def conditions(report: Report) -> list[Table]:
+    """The conditions of the measurement, and the machine."""
     made = (("command", Cell((report.command,), code=True)), ("made", report.created))
     given = {name: value for name, value in report.conditions.items() if value not in (None, "")}
-    yield Table("Conditions", ("what", "value"), (*made, *facts(given)))
-    if report.machine:
-        yield Table("Machine of the runs", ("what", "value"), facts(report.machine))
+    columns = ("what", "value")
+    return [
+        Table("Conditions", columns, [*made, *facts(given)]),
+        Table("Machine of the runs", columns, facts(report.machine)),
+    ]
 
 
-def facts(named: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((name.replace("_", " "), written(value)) for name, value in named.items())
+def facts(named: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name.replace("_", " "), written(value)) for name, value in named.items()]
 
 
-def reasons(report: Report) -> Iterable[Table]:
-    """Why a variant has no numbers, in full."""
-    rows: tuple[tuple[Words, ...], ...] = tuple(
+def reasons(report: Report) -> Table:
+    """The reasons why variants have no numbers, in full."""
+    rows = [
         (each.name, each.status, Cell(each.reasons or ("no reason is known",)))
         for each in report.variants
         if each.status != "ran"
-    )
-    if rows:
-        yield Table("Variants without numbers", ("variant", "status", "why"), rows, cards=True)
+    ]
+    return Table("Variants without numbers", ("variant", "status", "why"), rows, cards=True)

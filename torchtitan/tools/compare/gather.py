@@ -1,11 +1,10 @@
-"""From finished runs to a report."""
+"""Builds a report from finished runs."""
 
 import math
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,29 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory import of_rank
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB
+from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
+from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
-from torchtitan.parallel.traffic import of_step
-from torchtitan.parallel.traffic_formulas import NEIGHBORS
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.measure import Measured, spread
 from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
-from torchtitan.tools.history import RunHistory
+from torchtitan.tools.history import RunHistory, median
 
 SHARING = {
     "sharing": ("dp_replicate", "fsdp", "tp"),
     "shards": ("fsdp", "tp"),
     "all": ("pp", "dp_replicate", "fsdp", "tp"),
 }
-"""The axes of ranks that formulas join, and no group of a run is called after."""
+"""Sets of ranks in formulas, by the axes that they join; no group of a run has their names."""
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
-"""Keys, by how they begin, that tell nothing about how a run trains."""
+"""Prefixes of keys that have no influence on the training of a run."""
 DATA = ("data.", "debug.seed", "training.seq_len")
 SMALL = 1e-3
-"""A pause that takes no more of the time is not listed by itself."""
+"""Share of the time below which a pause is not listed by itself."""
 MACHINE = ("device", "platform", "torchtitan", "git_commit", "torch", "python")
 
 
@@ -55,7 +53,7 @@ class Candidate:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Its settings by dotted key, and the number of ranks."""
+        """The settings by dotted key, and the number of ranks."""
         if self.job is None:
             return {}
         settings = self.job.flat().items()
@@ -65,7 +63,7 @@ class Candidate:
 
 
 def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
-    """A run that exists, whoever made it."""
+    """Read an existing run, from a study or not."""
     history = RunHistory.open(folder)
     ranks = int(history.environment.get("ranks", 1))
     job, reasons = None, tuple[str, ...]()
@@ -119,8 +117,7 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
-    collectives = tuple(_collectives(each))
-    sent, sent_note = _sent(each, collectives)
+    collectives, sent, sent_note = _traffic(each)
     finished = each.runs
     task = TASKS[MODELS[job.model.name].task] if job else None
     units = 0
@@ -140,29 +137,25 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         ratio=_ratio(each, base),
         step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
         memory_gib=max((run.memory_gib for run in finished if run.memory_gib), default=None),
-        mfu=_median([mfu for run in finished for mfu in run.mfu]),
+        mfu=median(mfu for run in finished for mfu in run.mfu),
         time_shares=_shares(finished),
-        exposed_communication=_median([e for run in finished if (e := run.exposed) is not None]),
+        exposed_communication=median(run.exposed for run in finished),
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
         memory_formula=_memory(each),
         state_bytes=first.state_bytes if first else None,
-        startup_s=_median([s for run in finished if (s := run.startup_s) is not None]),
-        compile_s=_median([s for run in finished if (s := run.compile_s) is not None]),
+        startup_s=median(run.startup_s for run in finished),
+        compile_s=median(run.compile_s for run in finished),
         parity=_parity(each, base),
         loss=first.curve("loss") if first else None,
         grad_norm=first.curve("grad_norm") if first else None,
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def _ratio(each: Candidate, base: Candidate) -> Spread | None:
-    theirs = {run.round: _median(run.tps) for run in base.runs}
-    pairs = [(_median(run.tps), theirs.get(run.round)) for run in each.runs]
+    theirs = {run.round: median(run.tps) for run in base.runs}
+    pairs = [(median(run.tps), theirs.get(run.round)) for run in each.runs]
     return spread([ours / other for ours, other in pairs if ours and other])
 
 
@@ -180,54 +173,44 @@ def _shares(runs: Sequence[Measured]) -> dict[str, float]:
 
 def sent_bytes(each: Candidate) -> dict[str, float]:
     """Bytes that rank 0 sends in a step, by axis."""
-    return _sent(each, list(_collectives(each)))[0]
+    return _traffic(each)[1]
 
 
-def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, float], str]:
-    """Bytes by axis: what was recorded, and by formula messages, which gloo does not record."""
+def _traffic(each: Candidate) -> tuple[tuple[Collectives, ...], dict[str, float], str]:
+    """Collectives of a step, recorded and by formula; their bytes by axis, and a note on these.
+
+    Messages, which gloo does not record, are counted by formula.
+    """
     if not each.runs:
-        return {}, ""
-    sent, note = each.runs[0].sent
-    messages = [kind for kind in kinds if kind.operation == "send" and kind.count is None]
-    if note or not messages:
-        return sent, note
-    by_axis = dict(sent)
-    for kind in messages:
-        by_axis[kind.axis] = by_axis.get(kind.axis, 0.0) + (kind.formula_bytes or 0.0)
-    axes = ", ".join(kind.axis for kind in messages)
-    return by_axis, f"messages of {axes}: by formula, as gloo records none"
-
-
-def _collectives(each: Candidate) -> Iterator[Collectives]:
-    """What a step sends, by axis and operation: recorded, and by formula."""
-    if not each.runs or each.runs[0].sent[1]:
-        return
-    recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
+        return (), {}, ""
+    run = each.runs[0]
+    if run.left_out:
+        return (), run.sent, run.left_out
+    recorded = {(kind["axis"], kind["operation"]): kind for kind in run.collectives}
     foreseen = (each.job and formulas(each.job, each.ranks)) or {}
+    kinds, by_axis, estimated = [], dict(run.sent), []
     for kind in sorted(recorded.keys() | foreseen.keys()):
-        found, said = recorded.get(kind), foreseen.get(kind)
-        is_hidden = kind[1] == "send" and not each.runs[0].has_messages
-        yield Collectives(
-            axis=kind[0],
-            operation=kind[1],
-            count=found["count"] if found else None if is_hidden else 0,
-            bytes=found["bytes"] if found else None if is_hidden else 0.0,
-            formula_count=said[0] if said else None,
-            formula_bytes=said[1] if said else None,
-        )
+        axis, operation = kind
+        found = recorded.get(kind, {"count": 0, "bytes": 0.0})
+        count, size = foreseen.get(kind, (None, None))
+        if operation == "send" and kind not in recorded and not run.has_messages:
+            found = {"count": None, "bytes": None}
+            by_axis[axis] = by_axis.get(axis, 0.0) + (size or 0.0)
+            estimated.append(axis)
+        kinds.append(Collectives(axis, operation, found["count"], found["bytes"], count, size))
+    axes = ", ".join(estimated)
+    note = f"messages of {axes}: by formula, as gloo records none" if estimated else ""
+    return tuple(kinds), by_axis, note
 
 
 def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, float]] | None:
-    """By axis and operation how many there are in a step, and the bytes that rank 0 sends.
+    """Count the collectives of a step and the bytes that rank 0 sends, by axis and operation.
 
-    None: there are no formulas of all that it sends.
+    Returns None if there are not formulas for everything that it sends.
     """
-    degrees, layout, spec = job.degrees(ranks), job.layout(), MODELS[job.model.name]
-    args = job.model_args()
-    model = build_empty(spec.build, args, layout.seq_len)
+    degrees = job.degrees(ranks)
     try:
-        passes = job.accumulation(degrees)
-        traffic = of_step(model, spec, args, layout, degrees, passes, job.optimizer)
+        traffic = of_step(job.layout(), job.work(ranks), job.optimizer)
     except NotImplementedError:
         return None
     found: dict[tuple[str, str], tuple[int, float]] = {}
@@ -249,7 +232,7 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
 
 
 def _memory(each: Candidate) -> dict[str, float]:
-    """GiB that a rank holds by formula, by what they are for."""
+    """Memory of a rank in GiB by formula, by purpose."""
     plan = of_rank(each.job, each.ranks) if each.job and each.runs else None
     if plan is None:
         return {}

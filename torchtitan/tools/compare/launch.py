@@ -1,7 +1,7 @@
-"""Runs the tasks of a comparison one after the other, through the launcher a user would take.
+"""Runs the tasks of a comparison one after the other, with the same launcher as a user would.
 
-Beside the folder of each run stands its outcome. A run that ended well is not made again while
-nothing changed that its numbers depend on; one that was interrupted begins afresh, as half a run
+The outcome of each run is stored next to its folder. A finished run is kept as long as nothing
+changed that its numbers depend on; an interrupted one is repeated from the start, since half a run
 says nothing about speed.
 """
 
@@ -24,12 +24,12 @@ TERMINATE_TIMEOUT = 10.0
 """Seconds in which a run that is asked to end should have ended."""
 
 LAST_LINES = 6
-"""Of its log, shown of a run that failed."""
+"""Lines of the log that are shown for a failed run."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     key: str
     status: int
@@ -41,7 +41,7 @@ class Outcome:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM is as Ctrl-C: the run under way is ended too."""
+    """Treat SIGTERM as Ctrl-C inside the block, so that the current run is ended too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -50,7 +50,7 @@ def terminable() -> Iterator[None]:
 
 
 def launch_all(tasks: Sequence[PlannedRun], launcher: str) -> None:
-    """Make every run that is not there yet; a variant that fails is not tried again here."""
+    """Start every missing run; a variant that fails is not tried again."""
     ours = [task for task in tasks if not is_done(task)]
     if len(ours) < len(tasks):
         logger.info("%d of %d runs are there already", len(tasks) - len(ours), len(tasks))
@@ -74,7 +74,7 @@ def launch_all(tasks: Sequence[PlannedRun], launcher: str) -> None:
 
 
 def launch(task: PlannedRun, launcher: str) -> Outcome:
-    """Make one run, from nothing, and write down how it ended."""
+    """Start one run from the beginning, and write its outcome."""
     set_aside(task.folder)
     outcome_file(task.folder).unlink(missing_ok=True)
     recipe = write_recipe(task)
@@ -95,7 +95,7 @@ def launch(task: PlannedRun, launcher: str) -> Outcome:
 
 
 def _run(command: Sequence[str], output: int) -> int:
-    """The status of a command, which ends with this process, however that ends."""
+    """Run a command, which ends with this process in any case, and return its status."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
@@ -112,13 +112,13 @@ def _run(command: Sequence[str], output: int) -> int:
 
 
 def is_done(task: PlannedRun) -> bool:
-    """Whether a run ended well, and nothing changed that its numbers depend on."""
+    """Whether a run finished, and nothing changed that its numbers depend on."""
     outcome = read_outcome(task.folder)
     return outcome is not None and outcome.status == 0 and outcome.key == task.key
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """How the run of a folder ended; None where it did not."""
+    """Read the outcome of the run of a folder; None if there is none."""
     path = outcome_file(folder)
     if not path.is_file():
         return None
@@ -127,17 +127,17 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def outcome_file(folder: Path) -> Path:
-    """Where it is written how the run of a folder ended."""
+    """The path of the outcome of the run of a folder."""
     return folder.with_name(f"{folder.name}.outcome.json")
 
 
 def log_of(task: PlannedRun) -> Path:
-    """What a run printed."""
+    """The path of the output of a run."""
     return task.folder.with_name(f"{task.folder.name}.log")
 
 
 def set_aside(folder: Path) -> None:
-    """Rename what stands in the way of a run; nothing is removed."""
+    """Rename the existing folder of a run; nothing is deleted."""
     if not folder.exists():
         return
     number = 1
@@ -148,7 +148,7 @@ def set_aside(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole, or not at all."""
+    """Write a file atomically: it exists completely or not at all."""
     unfinished = path.with_name(f"{path.name}.writing")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)

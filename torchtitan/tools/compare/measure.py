@@ -1,4 +1,4 @@
-"""Numbers of a run, read from what it left."""
+"""The numbers of a run, read from its folder."""
 
 import math
 import statistics
@@ -11,9 +11,11 @@ from torchtitan.tools.compare.report import Curve, FinishedRun, Spread
 from torchtitan.tools.explain.trace import read_trace
 from torchtitan.tools.history import RunHistory, seconds_of
 
+NOT_RECORDED = "the run did not record its collectives (comm.trace_buf_size, save_events)"
+
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Median, quartiles (by linear interpolation) and extremes; None of nothing."""
+    """Compute median, quartiles (by linear interpolation) and extremes; None without values."""
     if not values:
         return None
     several = values if len(values) > 1 else [*values, *values]
@@ -25,53 +27,38 @@ class Measured:
     """A finished run: its numbers in the steps that are measured."""
 
     def __init__(self, folder: Path, round: int, seed: int, warmup: int, last: int | None) -> None:
-        """Measured are the steps after `warmup`, up to `last` (None: to the end)."""
+        """The measured steps are those after `warmup`, up to `last` (None: to the end)."""
         self.folder, self.round, self.seed, self.warmup = folder, round, seed, warmup
         self.history = RunHistory.open(folder)
         self.last = math.inf if last is None else last
         self.all = [row for row in self.history.reports if row["step"] <= self.last]
         self.rows = [row for row in self.all if row["step"] > warmup]
-
-    @property
-    def tps(self) -> list[float]:
-        """Units a second and device, of each row."""
-        return [row["tps"] for row in self.rows if row["tps"]]
-
-    @property
-    def step_seconds(self) -> list[float]:
-        """Seconds a step, of each row."""
-        return [row["step_time"] for row in self.rows if row["step_time"]]
-
-    @property
-    def memory_gib(self) -> float | None:
-        """Peak of the worst rank, of the whole run."""
-        return max((row["memory_gib"] for row in self.all), default=None)
-
-    @property
-    def mfu(self) -> list[float]:
-        """Of each row where the device's peak is known."""
-        return [row["mfu"] for row in self.rows if row["mfu"] is not None]
-
-    def seconds_by_phase(self) -> dict[str, float]:
-        """Of all measured steps together, pauses too."""
-        phases, pauses = seconds_of(
-            (row, steps)
-            for row, steps in self.history.report_steps()
-            if self.warmup < row["step"] <= self.last
-        )
-        return phases | pauses if phases else {}
-
-    def curve(self, key: str) -> Curve:
-        """A value over the steps, those that are not measured too."""
-        return Curve(
-            tuple(row["step"] for row in self.all),
-            tuple(row["tokens"] for row in self.all),
-            tuple(_finite(row[key]) for row in self.all),
-        )
+        self.tps: list[float] = [row["tps"] for row in self.rows if row["tps"]]
+        """Units per second and device in each row."""
+        self.step_seconds: list[float] = [r["step_time"] for r in self.rows if r["step_time"]]
+        """Seconds per step in each row."""
+        self.mfu: list[float] = [row["mfu"] for row in self.rows if row["mfu"] is not None]
+        """MFU in each row, if the peak of the device is known."""
+        self.memory_gib: float | None = max((row["memory_gib"] for row in self.all), default=None)
+        """Peak memory of the worst rank over the whole run."""
+        start = self.history.last_event("start")
+        self.compile_s: float | None = start.get("compile_s") or None
+        """Seconds in the compiler until the end of the first step; None if nothing is compiled."""
+        self.state_bytes: int | None = start.get("state_bytes")
+        """Bytes of optimizer states of rank 0 after the first step; None if unknown."""
+        traffic = self.history.last_event("traffic")
+        self.has_messages = bool(traffic.get("messages"))
+        """Whether sends and receives were recorded, which gloo does not do."""
+        self.collectives: list[dict[str, Any]] = traffic.get("collectives", [])
+        """Collectives of a step of rank 0, by axis and operation, with the bytes that it sends."""
+        self.sent = self.history.sent
+        """Bytes that rank 0 sends in a step, by axis."""
+        self.left_out: str = traffic.get("left_out", "") if traffic else NOT_RECORDED
+        """The reason why `sent` is empty or incomplete, if it is."""
 
     @property
     def startup_s(self) -> float | None:
-        """To the end of the first step, from the launch or, if unknown, the process's start."""
+        """Seconds to the end of the first step, from the launch or else the process start."""
         outcome = read_outcome(self.folder)
         if outcome is not None and self.all:
             seconds: float = self.all[0]["time"] - outcome.launched
@@ -80,40 +67,26 @@ class Measured:
         parts = [start.get("before_first_step_s"), start.get("first_step_s")]
         return sum(parts) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
 
-    @property
-    def compile_s(self) -> float | None:
-        """Seconds in the compiler, until the first step was done; None where nothing compiles."""
-        seconds: float = self.history.last_event("start").get("compile_s", 0.0)
-        return seconds or None
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of all measured steps by phase, pauses included."""
+        phases, pauses = seconds_of(
+            (row, steps)
+            for row, steps in self.history.report_steps()
+            if self.warmup < row["step"] <= self.last
+        )
+        return phases | pauses if phases else {}
 
-    @property
-    def state_bytes(self) -> int | None:
-        """What the optimizer of rank 0 keeps after the first step; None: the run did not say."""
-        size: int | None = self.history.last_event("start").get("state_bytes")
-        return size
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether sends and receives were recorded; gloo does not."""
-        return bool(self.history.last_event("traffic").get("messages"))
-
-    @property
-    def collectives(self) -> list[dict[str, Any]]:
-        """Of a step of rank 0, by axis and operation: how many, and the bytes that it sends."""
-        found: list[dict[str, Any]] = self.history.last_event("traffic").get("collectives", [])
-        return found
-
-    @property
-    def sent(self) -> tuple[dict[str, float], str]:
-        """Bytes that rank 0 sends in a step, by axis; and why there are none."""
-        event = self.history.last_event("traffic")
-        if not event:
-            return {}, "the run did not record its collectives (comm.trace_buf_size, save_events)"
-        return self.history.sent, event.get("left_out", "")
+    def curve(self, key: str) -> Curve:
+        """A value over all steps, including those that are not measured."""
+        return Curve(
+            tuple(row["step"] for row in self.all),
+            tuple(row["tokens"] for row in self.all),
+            tuple(_finite(row[key]) for row in self.all),
+        )
 
     @property
     def exposed(self) -> float | None:
-        """Share of a traced step in which rank 0 communicated and computed nothing."""
+        """Share of a traced step in which rank 0 communicated without computing."""
         path = self.history.newest_trace().get(0)
         if path is None:
             return None
@@ -121,7 +94,7 @@ class Measured:
         return trace.exposed / trace.span if trace.span else None
 
     def summary(self, root: Path) -> FinishedRun:
-        """What the report tells of it; folders are relative to `root`."""
+        """The entry of this run in the report; folders are relative to `root`."""
         inside = self.folder.is_relative_to(root)
         folder = self.folder.relative_to(root) if inside else self.folder
         return FinishedRun(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)

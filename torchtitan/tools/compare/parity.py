@@ -1,8 +1,8 @@
 """Whether two recipes train the same run, by their curves.
 
 Recipes that differ only in layout or technique have the same loss in exact arithmetic, so what
-tells them apart is rounding. Each update carries a difference on, and training is chaotic: what is
-1e-7 in the first step may be 1e-2 after forty, of two runs of which neither is wrong. So the first
+tells them apart is rounding. Each update amplifies a difference, and training is chaotic: 1e-7 in
+the first step may be 1e-2 after forty, although neither of the two runs is wrong. So the first
 steps are compared, by the coarser dtype of computation,
 
     relative difference at step s <= GROWTH[dtype] s,   s = 1 ... JUDGED
@@ -24,7 +24,7 @@ GROWTH = {"float32": 2.0**-20, "bfloat16": 2.0**-12}
 NORM = 30.0
 JUDGED = 10
 LAST = 3
-"""The mean over the last such part of the steps is compared with other seeds."""
+"""One over the share of the last steps whose mean loss is compared with other seeds."""
 
 
 def compare_curves(
@@ -36,14 +36,14 @@ def compare_curves(
     others: Sequence[Curve],
     our_others: Sequence[Curve] = (),
 ) -> Parity:
-    """The verdict on a variant.
+    """Decide whether a variant trains the same run as the baseline.
 
     Args:
         ours, our_norms: loss and gradient norm of the variant.
-        theirs, their_norms: of the baseline.
+        theirs, their_norms: those of the baseline.
         jobs: both recipes.
-        others: the loss of the baseline with other seeds.
-        our_others: of the variant with the same seeds, if it was run with them too.
+        others: loss of the baseline with other seeds.
+        our_others: loss of the variant with these seeds, if it was run with them.
     """
     dtype = coarsest(jobs)
     if dtype is None:
@@ -69,17 +69,17 @@ def compare_curves(
 
 
 def coarsest(jobs: Sequence[JobConfig]) -> str | None:
-    """The dtype of computation with the fewest bits; None where some linears have fewer still."""
+    """The computation dtype with the fewest bits; None if converted linears have even fewer."""
     if any(job.convert for job in jobs):
         return None
     return max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
 
 
 def difference(ours: Curve, theirs: Curve, growth: float) -> CurveDifference | None:
-    """Where two curves are farthest apart, by what is allowed there; None: nothing in common.
+    """Find the largest difference relative to its tolerance; None without common steps.
 
-    Allowed is `growth` times the step, in the steps that are judged; if it is 0, nothing is judged
-    and all steps are looked at.
+    The tolerance is `growth` times the step, in the steps that are judged; if `growth` is 0,
+    nothing is judged and all steps are compared.
     """
     baseline = dict(zip(theirs.steps, theirs.values, strict=True))
     found: list[tuple[float, CurveDifference]] = []
@@ -97,7 +97,7 @@ def _by_seeds(
     theirs: Sequence[Curve],
     differences: tuple[CurveDifference | None, CurveDifference | None],
 ) -> Parity:
-    """Both with the seed of the study first; the variant's others are the baseline's, or none."""
+    """Judge by the spread over seeds; both lists start with the seed of the study."""
     if 1 < len(ours) < len(theirs):
         return Parity("not judged", "it was not run with every seed of the baseline", *differences)
     ends = [end for end in map(loss_at_end, (*ours, *theirs)) if end is not None]
@@ -115,7 +115,7 @@ def _by_seeds(
 
 
 def loss_at_end(curve: Curve) -> float | None:
-    """The mean of the last third of the steps; None where one of them is not finite."""
+    """The mean over the last third of the steps; None if one of them is not finite."""
     last = curve.values[-max(len(curve.values) // LAST, 1) :]
     finite = [value for value in last if value is not None]
     return statistics.fmean(finite) if len(finite) == len(last) and last else None

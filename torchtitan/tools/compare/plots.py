@@ -6,6 +6,7 @@ computed here. Colours are names of the page's style sheet, which has them for l
 """
 
 import html
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,7 @@ EXPOSED = "exposed communication"
 
 # Neither colour alone nor form alone tells variants or parts apart.
 DASHES = ("solid", "5,3", "2,2", "9,3,2,3", "12,4", "9,3,2,3,2,3")
-MARKERS = (
-    *("circle", "square", "diamond", "triangle-up"),
-    *("x", "triangle-down", "star", "pentagon"),
-)
+MARKERS = ["circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "pentagon"]
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 COLORS = 8
 ROW = 62
@@ -35,7 +33,7 @@ INK, PAPER, GRID, LINE = (f"var(--{name})" for name in ("ink", "paper", "grid", 
 
 @dataclass(frozen=True)
 class Style:
-    """How the line of a variant looks: that of the baseline has the colour of text."""
+    """Look of the line of a variant; the line of the baseline has the colour of text."""
 
     color: str
     dash: str
@@ -48,13 +46,12 @@ def series(i: int) -> str:
 
 
 def styles(report: Report) -> dict[str, Style]:
-    """By name, of the variants that ran."""
+    """Styles of the variants that ran, by name."""
     others = [each.name for each in report.ran if each.name != report.baseline]
     found = {}
     for i, name in enumerate([report.baseline, *others]):
         color = series(0 if i == 0 else 1 + (i - 1) % (COLORS - 1))
-        style = Style(color, DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)], i == 0)
-        found[name] = style
+        found[name] = Style(color, DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)], i == 0)
     return {each.name: found[each.name] for each in report.ran}
 
 
@@ -97,9 +94,10 @@ def differences(report: Report, field: Field, along: str) -> Any:
         if found and found.tolerance:
             place = places[curve.steps.index(found.step)]
             data.append(tolerance(report, each.name, place, found.tolerance))
+    unit = report.unit if along == "units" else along
     note = (
         listed("Equal to the last bit throughout", equal),
-        listed(f"Never at the same number of {called(report, along)} as the baseline", apart),
+        listed(f"Never at the same number of {unit} as the baseline", apart),
     )
     axis = {"type": "log", "tickformat": "~e"} | decades([y for each in data for y in each["y"]])
     return over(report, along, data, axis, note=" ".join(filter(None, note)))
@@ -118,59 +116,51 @@ def decades(values: Sequence[float | None]) -> dict[str, Any]:
     return {"range": [low, high], "dtick": math.ceil((high - low) / 7)}
 
 
+def points(
+    name: str,
+    meta: Mapping[str, str],
+    x: Sequence[float | None],
+    y: Sequence[float | None],
+    marker: Mapping[str, Any],
+    **more: Any,
+) -> Trace:
+    """Marks at some places."""
+    where = {"meta": dict(meta), "x": list(x), "y": list(y), "marker": marker}
+    return {"type": "scatter", "mode": "markers", "name": name, **where, **more}
+
+
 def line(report: Report, name: str, x: Sequence[int], y: Sequence[float | None]) -> Trace:
     style = styles(report)[name]
     wide = style.is_baseline
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": escaped(name),
-        "meta": {"variant": name},
-        "x": list(x),
-        "y": list(y),
-        "connectgaps": False,
-        "opacity": 0.6 if wide else 1,
-        "line": {"color": style.color, "width": 4 if wide else 2, "dash": style.dash},
-        "marker": {
-            "color": style.color,
-            "symbol": style.symbol,
-            "size": 9 if wide else 7,
-            "maxdisplayed": 9,
-        },
-        "hoverlabel": {"namelength": 28},
-    }
+    marker = {"color": style.color, "symbol": style.symbol, "size": 9 if wide else 7}
+    return points(
+        *(escaped(name), {"variant": name}, x, y, marker | {"maxdisplayed": 9}),
+        mode="lines+markers",
+        connectgaps=False,
+        opacity=0.6 if wide else 1,
+        line={"color": style.color, "width": 4 if wide else 2, "dash": style.dash},
+        hoverlabel={"namelength": 28},
+    )
 
 
 def tolerance(report: Report, name: str, x: int, y: float) -> Trace:
-    color = styles(report)[name].color
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"allowed: {escaped(name)}",
-        "meta": {"tolerance": name},
-        "x": [x],
-        "y": [y],
-        "marker": {"symbol": "line-ew", "size": 26, "line": {"color": color, "width": 3}},
-    }
+    bar = {"color": styles(report)[name].color, "width": 3}
+    marker = {"symbol": "line-ew", "size": 26, "line": bar}
+    return points(f"allowed: {escaped(name)}", {"tolerance": name}, [x], [y], marker)
 
 
 def escaped(text: str) -> str:
-    """A name in which Plotly finds no tags and no templates."""
+    """Escape a name, so that Plotly finds no tags and no templates in it."""
     return html.escape(text, quote=False).replace("%{", "%&#123;")
-
-
-def called(report: Report, along: str) -> str:
-    """What a person calls it: units are tokens, say."""
-    return report.unit if along == "units" else along
 
 
 def over(
     report: Report, along: str, data: Sequence[Trace], yaxis: Mapping[str, Any], note: str = ""
 ) -> Any:
-    """A figure over the run."""
-    xaxis = {"title": {"text": "step" if along == "steps" else called(report, along)}}
-    if along == "units":
-        xaxis["tickformat"] = "~s"  # type: ignore[assignment]
+    """A figure with steps or units on the horizontal axis."""
+    is_step = along == "steps"
+    xaxis: dict[str, Any] = {"title": {"text": "step" if is_step else report.unit}}
+    xaxis |= {} if is_step else {"tickformat": "~s"}
     more = {"height": 320, "uirevision": along, "meta": {"note": note}}
     return figure(data, more, xaxis, yaxis)
 
@@ -208,15 +198,12 @@ def bars(
     xaxis: Mapping[str, Any],
     value: Callable[[Variant], str] = lambda variant: "",
 ) -> Any:
-    """Bars in rows, a variant each; its name and a value stand above it."""
+    """Bars in rows, one for each variant; its name and a value are above the row."""
+    place = {"showarrow": False, "x": 0, "xref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    # The name is set apart, so that one written from right to left does not turn the number round;
+    # the page cuts it where there is no room for it.
     labels = [
-        {
-            # Set apart, so that a name written from right to left does not turn the number round;
-            # the page cuts the name where there is no room for it.
-            "text": f"\u2068{each.name}\u2069{value(each)}",
-            "showarrow": False,
-        }
-        | {"x": 0, "xref": "paper", "xanchor": "left", "y": i - 0.2, "yanchor": "bottom"}
+        {"text": f"\u2068{each.name}\u2069{value(each)}", "y": i - 0.2, **place}
         for i, each in enumerate(variants)
     ]
     layout = {
@@ -246,16 +233,8 @@ def bar(name: str, x: Sequence[float | None], color: str, pattern: str = "") -> 
 
 def dots(name: str, x: Sequence[float | None], y: Sequence[float], color: str, form: str) -> Trace:
     """Marks below bars."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "meta": {"part": name},
-        "hoverinfo": "x+name",
-        "x": list(x),
-        "y": list(y),
-        "marker": {"color": color, "size": 8, "symbol": form, "line": {"color": PAPER, "width": 1}},
-    }
+    marker = {"color": color, "size": 8, "symbol": form, "line": {"color": PAPER, "width": 1}}
+    return points(name, {"part": name}, x, y, marker, hoverinfo="x+name")
 
 
 def errors(more: Sequence[float], less: Sequence[float | None], **style: Any) -> dict[str, Any]:
@@ -277,37 +256,23 @@ def speed(report: Report) -> Any:
         if run.tps
     ]
     marks = dots("median of a run", [x for x, _ in runs], [y for _, y in runs], series(2), "circle")
-    axis = {
-        "tickformat": "~s",
-        "hoverformat": ",.5~r",
-        "title": {"text": f"{report.unit}/s per device"},
-    }
+    title = {"title": {"text": f"{report.unit}/s per device"}}
+    axis = {"tickformat": "~s", "hoverformat": ",.5~r"} | title
     variants = [each for each, _ in shown]
-    return bars(
-        variants,
-        [whole, marks],
-        axis,
-        lambda each: f" · {median(each.tps)} {each.unit}/s",
-    )
+    return bars(variants, [whole, marks], axis, lambda v: f" · {median(v.tps)} {v.unit}/s")
 
 
-def stacked(variants: Sequence[Variant], field: str) -> list[Trace]:
-    parts = dict.fromkeys(part for each in variants for part in getattr(each, field))
-    return [
-        bar(
-            part,
-            [getattr(each, field).get(part) for each in variants],
-            series(i + 1),
-            PATTERNS[i % len(PATTERNS)],
-        )
-        for i, part in enumerate(parts)
-    ]
+def stacked(values: Sequence[Mapping[str, float]]) -> list[Trace]:
+    """A bar for each part, stacked on the others in the row of its variant."""
+    parts = dict.fromkeys(part for each in values for part in each)
+    forms = zip(parts, itertools.count(1), itertools.cycle(PATTERNS), strict=False)
+    return [bar(p, [v.get(p) for v in values], series(i), pattern) for p, i, pattern in forms]
 
 
 def time(report: Report) -> Any:
     """Shares of phases; the line below a bar is exposed communication."""
     shown = [each for each in report.ran if each.time_shares]
-    data = stacked(shown, "time_shares")
+    data = stacked([each.time_shares for each in shown])
     exposed = [each.exposed_communication for each in shown]
     if any(value is not None for value in exposed):
         rows = [i + 0.32 for i in range(len(shown))]
@@ -324,7 +289,7 @@ def time(report: Report) -> Any:
 
 
 def memory(report: Report) -> Any:
-    """Peaks."""
+    """Peak memory."""
     shown = [each for each in report.ran if each.memory_gib is not None]
     peak = bar("peak", [each.memory_gib for each in shown], series(1))
     axis = {"hoverformat": ".4~r", "title": {"text": "GiB"}}
@@ -332,8 +297,8 @@ def memory(report: Report) -> Any:
 
 
 def sent(report: Report) -> Any:
-    """Bytes by axis."""
+    """Bytes sent, by axis."""
     shown = [each for each in report.ran if each.sent_bytes]
     axis = {"tickformat": "~s", "hoverformat": ".4~s", "ticksuffix": "B"}
     title = {"title": {"text": "bytes a step"}}
-    return bars(shown, stacked(shown, "sent_bytes"), axis | title)
+    return bars(shown, stacked([each.sent_bytes for each in shown]), axis | title)

@@ -1,4 +1,4 @@
-"""From a study to runs that can be launched: each variant is checked first.
+"""Turns a study into runs that can be launched, after checking each variant.
 
 A setting that does not exist refuses the whole study. A variant whose settings cannot work
 together, or not on this machine, is reported, and the others run.
@@ -31,10 +31,10 @@ from torchtitan.tools.compare.study import (
 from torchtitan.train import problems_of_task
 
 TRACED = 2
-"""Steps at the end of a run for a trace: one while the profiler warms up, one that is kept."""
+"""Steps for a trace at the end of a run: one to warm up the profiler, and one that is kept."""
 
 OFF = {"checkpoint.enable": False, "validation.enable": False}
-"""Unless a variant, or `[common]`, says otherwise: a study is not to fill a disk."""
+"""Defaults of a study, which should not fill a disk; a variant or `[common]` may override them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ready:
     plan: VariantPlan
     job: JobConfig
     problems: tuple[str, ...]
-    """Why it cannot run."""
+    """Reasons why it cannot run."""
 
     @property
     def name(self) -> str:
@@ -61,14 +61,14 @@ class PlannedRun:
     round: int
     seed: int
     key: str
-    """Changes with anything that its numbers may depend on."""
+    """Digest of everything that its numbers may depend on."""
 
 
 def prepare(study: Study) -> list[Ready]:
     """Check every variant.
 
     Raises:
-        RecipeError: with all mistakes of all variants that are no matter of what works together.
+        RecipeError: with the mistakes of all variants, except settings that do not work together.
     """
     launcher(study)
     decided = decisions(study)
@@ -86,10 +86,10 @@ def prepare(study: Study) -> list[Ready]:
 
 
 def launcher(study: Study) -> str:
-    """The command that starts a run, with what the environment has for its variables.
+    """The command that starts a run, with environment variables substituted.
 
     Raises:
-        RecipeError: where one of them is not set.
+        RecipeError: if one of them is not set.
     """
     command = os.path.expandvars(study.conditions.launcher)
     if missing := re.findall(r"\$\{?\w+\}?", command):
@@ -102,7 +102,7 @@ def launcher(study: Study) -> str:
 
 
 def decisions(study: Study) -> dict[str, Any]:
-    """The settings that the comparison makes for all variants, by dotted key."""
+    """The settings that the comparison fixes for all variants, by dotted key."""
     conditions = study.conditions
     steps = conditions.warmup_steps + conditions.steps
     decided: dict[str, Any] = {
@@ -146,7 +146,7 @@ def _check(study: Study, plan: VariantPlan, decided: dict[str, Any]) -> Ready:
 
 
 def _too_many(plan: VariantPlan) -> Iterator[Problem]:
-    """Ranks for which this machine has no devices."""
+    """Refuse more ranks than this machine has devices."""
     ranks = plan.ranks
     if pick().type == "cuda" and ranks > torch.cuda.device_count():
         message = f"{ranks} ranks need as many devices, and this machine has "
@@ -157,10 +157,10 @@ def _too_many(plan: VariantPlan) -> Iterator[Problem]:
 
 
 def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
-    """All runs, in the order in which they are launched: rounds that alternate in direction.
+    """All runs in the order in which they are launched.
 
-    The first and the last of a round change places in the next, so that a machine that warms up or
-    slows down favours none.
+    Every other round is in reverse order, so that a machine that warms up or slows down favors no
+    variant.
     """
     runnable = [ready for ready in variants if not ready.problems]
     found = []
@@ -199,7 +199,7 @@ def _key(study: Study, ready: Ready, job: JobConfig) -> str:
 
 
 def write_recipe(task: PlannedRun) -> Path:
-    """The recipe of a run as a file beside its folder."""
+    """Write the recipe of a run next to its folder."""
     path = task.folder.with_name(f"{task.folder.name}.toml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_toml(task.job), encoding="utf-8")

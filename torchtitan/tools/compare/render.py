@@ -1,7 +1,7 @@
-"""A report for people: one HTML file that needs nothing else, and Markdown.
+"""Renders a report as a self-contained HTML file and as Markdown.
 
-Both are templates over the same contents. The page has `report.json` and Plotly inside, and a rule
-in its head forbids the browser to load anything.
+Both are templates over the same contents. The page embeds `report.json` and Plotly, and its content
+security policy forbids the browser to load anything.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from torchtitan.tools.compare.report import Report
 
 
 def html(report: Report) -> str:
-    """The page, whole."""
+    """Render the page."""
     from plotly.offline import get_plotlyjs
 
     plotly = get_plotlyjs().replace("</script", "<\\/script")
@@ -21,7 +21,7 @@ def html(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The same as text that reads well by itself."""
+    """Render the same contents as text."""
     return re.sub(r"\n{3,}", "\n\n", _render("report.md", report)).strip() + "\n"
 
 

@@ -1,6 +1,6 @@
-"""What a comparison found, as plain values: `report.json`; the other forms only show it.
+"""The results of a comparison as plain values: `report.json`, which the other formats only show.
 
-Every number is of one place: a form that shows it rounds it, and computes nothing.
+The other formats round numbers, and compute none.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ Status = Literal["ran", "cannot run", "failed", "not run"]
 
 @dataclass(frozen=True)
 class Spread:
-    """Values of one quantity."""
+    """Statistics of the values of one quantity."""
 
     median: float
     quartile_1: float
@@ -29,17 +29,17 @@ class Curve:
 
     steps: tuple[int, ...]
     units: tuple[int, ...]
-    """Trained on until then, over all ranks."""
+    """Units trained on until each step, over all ranks."""
     values: tuple[float | None, ...]
-    """None: not finite."""
+    """Values; None where not finite."""
 
 
 @dataclass(frozen=True)
 class CurveDifference:
-    """How far a curve is from the baseline's, where it is farthest by what is allowed there."""
+    """The largest difference of a curve from the baseline's, relative to the tolerance."""
 
     largest: float
-    """Relative to the baseline's value."""
+    """Difference relative to the baseline's value."""
     step: int
     tolerance: float
 
@@ -50,7 +50,7 @@ class Parity:
 
     verdict: Literal["baseline", "same", "within seeds", "differs", "not judged"]
     why: str
-    """A sentence, with the rule and what the tolerance was derived from."""
+    """Sentence with the rule and the basis of the tolerance."""
     loss: CurveDifference | None = None
     grad_norm: CurveDifference | None = None
 
@@ -60,78 +60,78 @@ class FinishedRun:
     """One run of a variant."""
 
     folder: str
-    """Relative to the report."""
+    """Path relative to the report."""
     round: int
     seed: int
     tps: Spread | None
-    """Units a second and device, of the steps that are measured."""
+    """Units per second and device in the measured steps."""
     startup_s: float | None
-    """From the launch to the end of the first step, its compiling included."""
+    """Seconds from the launch to the end of the first step, compilation included."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of a step alike in axis and operation: recorded, and by formula."""
+    """The collectives of a step with the same axis and operation: recorded, and by formula."""
 
     axis: str
     operation: str
     count: int | None
-    """As recorded, of rank 0; None: this backend records none."""
+    """Number recorded on rank 0; None: this backend records none."""
     bytes: float | None
-    """That rank 0 sends for all of them."""
+    """Bytes that rank 0 sends for all of them."""
     formula_count: int | None
-    """None: there is no formula."""
+    """Number by formula; None if there is none."""
     formula_bytes: float | None
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe of the comparison, and what its runs came to."""
+    """A recipe of the comparison, and the results of its runs."""
 
     name: str
     status: Status
     reasons: tuple[str, ...]
-    """Why it cannot run, or what it failed of, a line each."""
+    """Reasons why it cannot run or failed, a line each."""
     differs: dict[str, Any]
     """Settings that are not the same in all variants, by dotted key."""
     ranks: int
     layout: dict[str, int]
     """Degree by axis of the mesh."""
     unit: str
-    """What is counted: tokens, or what its task counts."""
+    """Unit that is counted: tokens, or what its task counts."""
     units_per_step: int
     runs: tuple[FinishedRun, ...]
     tps: Spread | None
-    """Units a second and device, of all measured steps of all rounds."""
+    """Units per second and device over all measured steps of all rounds."""
     ratio: Spread | None
-    """Of a round's median of tps to the baseline's of the same round."""
+    """Ratio of the median `tps` of a round to the baseline's in the same round."""
     step_s: Spread | None
-    """Seconds a step, as `tps`."""
+    """Seconds per step, over the same steps as `tps`."""
     memory_gib: float | None
-    """Peak of the worst rank."""
+    """Peak memory of the worst rank."""
     mfu: float | None
     time_shares: dict[str, float]
-    """Share of the time of measured steps by phase, pauses included; they add up to 1."""
+    """Shares of the time of measured steps by phase, pauses included; their sum is 1."""
     exposed_communication: float | None
-    """Share of a traced step in which ranks communicated and computed nothing (rank 0)."""
+    """Share of a traced step in which rank 0 communicated without computing."""
     sent_bytes: dict[str, float]
-    """What rank 0 sends in a step, by axis."""
+    """Bytes that rank 0 sends in a step, by axis."""
     sent_note: str
-    """Where a number there is from a formula, or why there is none."""
+    """Note on numbers in `sent_bytes` from a formula, or the reason why there are none."""
     startup_s: float | None
     compile_s: float | None
     parity: Parity
     loss: Curve | None
-    """Of the first finished run with the seed of the study."""
+    """Loss of the first finished run with the seed of the study."""
     grad_norm: Curve | None
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
-    """GiB that a rank holds by what they are for, by `parallel.memory`."""
+    """Estimated memory of a rank in GiB, by purpose."""
     state_bytes: int | None = None
-    """What the optimizer of rank 0 keeps, as its run counted it."""
+    """Bytes of optimizer states of rank 0, as its run counted them."""
     planned: dict[str, float] | None = None
-    """What `torchtitan plan` foresaw, by the names used here; None: it was not asked."""
+    """Planned figures by the names of the fields here; None without a plan."""
 
 
 @dataclass(frozen=True)
@@ -141,24 +141,24 @@ class Report:
     title: str
     description: str
     created: str
-    """ISO 8601."""
+    """Time in ISO 8601."""
     command: str
     machine: dict[str, Any]
-    """Device, platform, versions: of the runs, not of who wrote the report."""
+    """Device, platform and versions of the runs, not of the process that wrote the report."""
     conditions: dict[str, Any]
     """Rounds, steps, steps left out as warm-up, seeds, recipe."""
     baseline: str
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]
-    """What a reader has to know before comparing: unequal batches, unequal data, ..."""
+    """Notes that a reader needs before comparing: unequal batches, unequal data, ..."""
 
     def to_json(self) -> str:
-        """The whole as JSON; numbers that are not finite are null already."""
+        """Serialize to JSON; values that are not finite are null already."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n"
 
     @property
     def unit(self) -> str:
-        """What all variants count, if that is the same."""
+        """The unit of all variants, or "units" if they differ."""
         found = {variant.unit for variant in self.variants}
         return found.pop() if len(found) == 1 else "units"
 

@@ -1,4 +1,4 @@
-"""What is to be compared: a study in a file, recipes one by one, or one recipe varied.
+"""The variants to compare: a study in a file, recipes one by one, or one recipe varied.
 
 A study is TOML. Its own keys say how to compare; `[common]` holds settings of all its recipes, and
 each `[[variants]]` a name and the settings in which it differs, written as in a recipe:
@@ -19,7 +19,7 @@ Each setting keeps its line, so that mistakes in a variant are reported as of an
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ Settings = dict[KeyPath, Setting]
 
 
 class Conditions(Config):
-    """The keys of a study: how its variants are compared."""
+    """The keys of a study, which set the conditions of the comparison."""
 
     title: str = Field("", description="Heading of the report; absent: the name of the file.")
     description: str = Field("", description="What the study is to find out.")
@@ -84,39 +84,39 @@ class VariantKeys(Config):
 
 @dataclass(frozen=True)
 class VariantPlan:
-    """A variant as it is asked for: a recipe, and what goes over it."""
+    """A variant as requested: a recipe, and the settings that override it."""
 
     name: str
     recipe: Path | None
     ranks: int
-    """0: as few as the recipe allows."""
+    """Number of ranks; 0: as few as the recipe allows."""
     over: tuple[Settings, ...] = ()
     flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Study:
-    """What to compare, and how."""
+    """The variants to compare, and the conditions."""
 
     title: str
     conditions: Conditions
     plans: tuple[VariantPlan, ...]
     output: Path
     place: str = ""
-    """Where it is written down."""
-    baseline: str = field(default="")
+    """Path of the study's file, if there is one."""
+    baseline: str = ""
 
 
 def is_study(path: Path) -> bool:
-    """Whether a file is a study and not a recipe: it has variants."""
+    """Whether a file is a study, which has variants, and not a recipe."""
     return path.is_file() and ("variants",) in read_file(path, [])
 
 
 def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
-    """A study from its file; `changes` are conditions that win, `flags` go over all variants.
+    """Read a study; `changes` override its conditions, `flags` the settings of all variants.
 
     Raises:
-        RecipeError: with all that is wrong with its own keys.
+        RecipeError: with all mistakes in its own keys.
     """
     problems: list[str] = []
     settings = read_file(path, problems)
@@ -175,12 +175,12 @@ def _plans(
 def of_recipes(
     paths: Sequence[Path], variations: Sequence[str], flags: Sequence[str], **changes: Any
 ) -> Study:
-    """Recipes as they are, or varied: `parallelism.tensor_parallel_degree=1,2`.
+    """Make a study of recipes as they are, or varied: `parallelism.tensor_parallel_degree=1,2`.
 
     Several variations are combined in all ways.
 
     Raises:
-        RecipeError: where there is nothing to compare, or a variation is not of that form.
+        RecipeError: if there is nothing to compare, or a variation does not have that form.
     """
     if not paths and not variations:
         wanted = "a study, recipes, a recipe and --vary, or folders of runs"
@@ -207,7 +207,7 @@ def of_recipes(
 
 
 def _choices(variation: str) -> Iterator[tuple[str, str]]:
-    """Each value of `section.key=a,b`: its name, and the flag that sets it."""
+    """Split `section.key=a,b` into the name of each value and the flag that sets it."""
     key, equals, values = variation.partition("=")
     if not equals or "." not in key or not all(values.split(",")):
         raise RecipeError([f"--vary: got {variation}; wanted section.key=value,value"])
@@ -223,7 +223,7 @@ def _changed(conditions: Conditions, changes: Mapping[str, Any]) -> Conditions:
 def _study(
     stem: str, conditions: Conditions, plans: list[VariantPlan], place: str, baseline_at: str
 ) -> Study:
-    """A study whose variants have names of their own, and folders."""
+    """Make a study, whose variants must have different names and folders."""
     names = [plan.name for plan in plans]
     where = place or "compare"
     problems = []
@@ -259,7 +259,7 @@ def _study(
 
 
 def slug(name: str) -> str:
-    """A name as a folder may be called."""
+    """Turn a name into that of a folder."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -274,7 +274,7 @@ def _below(settings: Settings, section: KeyPath) -> Settings:
 
 
 def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
-    """Settings by dotted key, all of one place."""
+    """Make settings from dotted keys, all with the same origin."""
     settings: Settings = {}
     for key, value in words.items():
         path = tuple(key.split("."))
@@ -285,7 +285,7 @@ def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
 
 
 def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None:
-    """Raise where a variant sets what the comparison decides for all.
+    """Raise if a variant sets a key that the comparison sets for all.
 
     Raises:
         RecipeError: with a line for each.

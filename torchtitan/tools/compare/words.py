@@ -1,7 +1,7 @@
-"""A comparison in words: the verdict as sentences, and how numbers are written.
+"""A comparison in words: the verdict as sentences, and the notation of numbers.
 
-Plain text, for any form of a report; nothing is computed but which of the ratios is the greatest. A
-number that was not measured is `MISSING`, never zero.
+The text is plain, for any form of a report; the only thing computed is which ratio is the greatest.
+A number that was not measured is `MISSING`, never zero.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,27 @@ SAME = ("baseline", "same", "within seeds")
 
 
 def verdict(report: Report) -> tuple[str, ...]:
-    """What came out, a sentence each, the most important first."""
-    return (*speed(report), *parity(report), *absent(report))
+    """The results, a sentence each, the most important first."""
+    base = quoted(report.baseline)
+    trained = {
+        "same": f"Train the same run as {base}",
+        "within seeds": f"As near to {base} as its own seeds are to each other",
+        "differs": "Do not train the same run",
+        "not judged": "Not judged whether they train the same run",
+    }
+    absent = {"cannot run": "Cannot run", "failed": "Failed", "not run": "Not run"}
+    found = speed(report)
+    for kind, title in trained.items():
+        if names := [v.name for v in report.ran if v.parity.verdict == kind]:
+            found.append(f"{title}: {listed(names)}.")
+    for status, title in absent.items():
+        if names := [v.name for v in report.variants if v.status == status]:
+            found.append(f"{title}: {listed(names)}.")
+    return tuple(found)
 
 
 def speed(report: Report) -> list[str]:
-    """Which variant is the fastest, and by how much."""
+    """The fastest variant, and its lead, in sentences."""
     rivals = [v for v in report.ran if v.ratio is not None and v.name != report.baseline]
     if not rivals:
         return ["No variant could be compared with the baseline in speed."]
@@ -41,12 +56,12 @@ def speed(report: Report) -> list[str]:
 
 
 def fastest(variants: Iterable[Variant]) -> Variant:
-    """By the ratio to the baseline of the same round, which leaves the machine's moods out."""
+    """The variant with the highest ratio to the baseline of the same round."""
     return max(variants, key=lambda v: v.ratio.median if v.ratio else 0.0)
 
 
 def lead(variant: Variant, report: Report) -> str:
-    """How fast a variant is beside the baseline: the end of a sentence that its name begins."""
+    """The speed of a variant relative to the baseline, to follow its name in a sentence."""
     ratio = variant.ratio
     assert ratio is not None
     faster = "is the fastest:" if ratio.median > 1 else "comes nearest to the baseline, with"
@@ -60,34 +75,6 @@ def lead(variant: Variant, report: Report) -> str:
     return words
 
 
-def parity(report: Report) -> list[str]:
-    """Which variants train the baseline's run."""
-    base = quoted(report.baseline)
-    titles = {
-        "same": f"Train the same run as {base}",
-        "within seeds": f"As near to {base} as its own seeds are to each other",
-        "differs": "Do not train the same run",
-        "not judged": "Not judged whether they train the same run",
-    }
-    found = []
-    for kind, title in titles.items():
-        names = [v.name for v in report.ran if v.parity.verdict == kind]
-        if names:
-            found.append(f"{title}: {listed(names)}.")
-    return found
-
-
-def absent(report: Report) -> list[str]:
-    """Which variants have no numbers."""
-    titles = {"cannot run": "Cannot run", "failed": "Failed", "not run": "Not run"}
-    found = []
-    for status, title in titles.items():
-        names = [v.name for v in report.variants if v.status == status]
-        if names:
-            found.append(f"{title}: {listed(names)}.")
-    return found
-
-
 def quoted(name: str) -> str:
     return f"“{name}”"
 
@@ -97,14 +84,14 @@ def listed(names: Iterable[str]) -> str:
 
 
 def count(value: float | None) -> str:
-    """Units, or units per second: 12,345; small ones with three digits."""
+    """Format units, or units per second: 12,345; small numbers with three digits."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def digits(value: float | None, unit: str = "") -> str:
-    """Four digits that count."""
+    """Format a number with four significant digits."""
     return MISSING if value is None else f"{value:.4g}{unit and ' ' + unit}"
 
 
@@ -113,7 +100,7 @@ def share(value: float | None) -> str:
 
 
 def byte_size(value: float | None) -> str:
-    """In powers of 1000, as the axes of plots have it."""
+    """Format bytes in powers of 1000, as on the axes of plots."""
     if value is None:
         return MISSING
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -128,14 +115,14 @@ def median(spread: Spread | None) -> str:
 
 
 def quartiles(spread: Spread | None) -> str:
-    """Between which values the middle half lies, if there are several."""
+    """The range of the middle half of the values, if there are several."""
     if spread is None or spread.count == 1:
         return ""
     return f"{count(spread.quartile_1)} to {count(spread.quartile_3)}"
 
 
 def span(spread: Spread | None) -> str:
-    """The least and the greatest of ratios, if they are not all the same."""
+    """The minimum and maximum of ratios, if they are not all the same."""
     if spread is None or spread.least == spread.most:
         return ""
     return f"{spread.least:.3f} to {spread.most:.3f}"

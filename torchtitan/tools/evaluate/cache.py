@@ -1,11 +1,11 @@
-"""Keys and values of tokens that were read already, so that the next one costs one position.
+"""A cache of the keys and values of earlier tokens, so that the next token costs one position.
 
-A token's keys and values depend on what stands before it alone. So they are kept by position, and
-a new token is computed by itself: it puts its own at its position and attends to all up to it.
+A token's keys and values depend only on the tokens before it. So they are kept by position, and a
+new token is computed by itself: it stores its own at its position and attends to all up to it.
 
-Rows of a batch may be of different lengths. They are filled up at their ends, where no token of the
-row sees the filling; what the filling left in the cache, the row's next tokens overwrite before
-they come to see it. So no row knows what it is in a batch with.
+Rows of a batch may have different lengths. They are padded at their ends, where no token of the row
+sees the padding; the row's next tokens overwrite the padding in the cache before they attend to it.
+So no row depends on the other rows of its batch.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,23 @@ from torchtitan.models.attention import SelfAttention
 
 
 class Cache:
-    """Of each attention of a model, the keys and values of a batch; each rank has its heads'."""
+    """Keys and values of a batch for each attention of a model; a rank has those of its heads."""
 
     def __init__(self, length: int) -> None:
-        """`length` is that of the longest sequence."""
+        """`length` is the maximum sequence length."""
         self.length = length
         self.kept: dict[SelfAttention, tuple[Tensor, Tensor]] = {}
         self.positions = torch.empty(0)
         self.end = 0
 
     def move_to(self, positions: Tensor, end: int) -> None:
-        """Tell where the tokens that are read next stand: (B, S), all before `end`."""
+        """Set the positions (B, S) of the tokens that are read next, all before `end`."""
         self.positions, self.end = positions, end
 
     def attend(
         self, module: SelfAttention, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """As `causal_attention`, of the tokens at `positions` to all up to them."""
+        """Like `causal_attention`, from the tokens at `positions` to all up to them."""
         if module not in self.kept:
             shape = (*k.shape[:2], self.length, k.shape[3])
             self.kept[module] = k.new_zeros(shape), v.new_zeros(shape)
@@ -51,7 +51,7 @@ class Cache:
 
 @contextmanager
 def cached(network: nn.Module, length: int) -> Iterator[Cache]:
-    """Have the attention of `network` remember, until the end of the block."""
+    """Let the attention of `network` use a cache inside the block."""
     cache = Cache(length)
     attentions = [module for module in network.modules() if isinstance(module, SelfAttention)]
     cores = [module.core for module in attentions]

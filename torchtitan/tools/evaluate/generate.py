@@ -12,7 +12,7 @@ from torchtitan.tools.evaluate.layout import Model, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose
 
 PREFILL_CHUNK = 512
-"""Tokens of a prompt that are read together: as many have logits in memory at once."""
+"""Tokens of a prompt that are read together, which bounds the memory of their logits."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Row:
     random: torch.Generator
     tokens: list[int] = field(default_factory=list)
     ended: Literal["end of text", "stopped", "length"] | None = None
-    """Why it is not continued."""
+    """The reason why it is not continued."""
 
 
 def generate(
@@ -38,9 +38,9 @@ def generate(
     """Continue all `rows` until each has ended; a token that ends a text is left out.
 
     Args:
-        most: new tokens of a row.
-        is_enough: asked after each new token whether the row stops there.
-        after_step: called when all rows have a token more, or have ended.
+        most: maximum number of new tokens in a row.
+        is_enough: called after each new token; whether the row stops there.
+        after_step: called when every row has one more token or has ended.
     """
     lengths = torch.tensor([len(row.prompt) for row in rows], device=model.device)
     longest = max(len(row.prompt) for row in rows)
@@ -61,7 +61,7 @@ def generate(
 
 
 def read(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits of what may follow each prompt, (B, V); the cache then has the prompts."""
+    """Read prompts into the cache; the logits of the token after each of them, (B, V)."""
     tokens = padded(prompts, model.device)
     rows, longest = tokens.shape
     last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)

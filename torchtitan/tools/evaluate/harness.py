@@ -1,8 +1,9 @@
 """Tasks of the lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-It brings thousands of tasks, and asks a model three things: how likely a text is after another, how
-likely a whole text is, and how the model continues a text. It runs on rank 0 alone, which tells the
-other ranks what to compute along. It is an optional dependency, so it is imported where it is used.
+It brings thousands of tasks, and asks a model for three things: the likelihood of a text after
+another, the likelihood of a whole text, and the continuation of a text. It runs on rank 0 alone,
+which sends the calls to the other ranks. It is an optional dependency, so it is imported in the
+functions that use it.
 """
 
 import importlib.util
@@ -30,26 +31,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_NEW = 256
-"""New tokens where a task does not say how many; as the harness has it for other models."""
+"""New tokens if a task does not set a number; the default of the harness for other models."""
 CHOICES = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-"""What a task may say of how a text is continued."""
+"""Keys with which a task may control the continuation of a text."""
 
 
 class Request(NamedTuple):
-    """A text, and how to continue it."""
+    """A text to continue, and the rules for it."""
 
     prompt: list[int]
     until: tuple[str, ...]
-    """It ends before the first of these."""
+    """Texts before the first of which the continuation ends."""
     most: int
     how: Sampling
 
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
-    """The tasks of the harness and of a folder, those named among them.
+    """The tasks of the harness and of a folder.
 
     Raises:
-        ConfigError: where one is not, or there is no harness.
+        ConfigError: if a name is not among them, or the harness is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm-evaluation-harness is not installed: pip install lm_eval")
@@ -68,12 +69,12 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
 def run_tasks(
     place: Place, dtype: torch.dtype, length: int, rows: int, settings: dict[str, Any]
 ) -> dict[str, Any] | ConfigError | None:
-    """What the harness finds, on rank 0, or what of a task cannot be; on the others None.
+    """Run tasks; the results, or the error of a task, on rank 0, and None on the other ranks.
 
     Args:
-        length: of the longest sequence the model is given.
-        rows: texts that are computed together.
-        settings: of `lm_eval.simple_evaluate`: which tasks, and how much of them.
+        length: maximum sequence length.
+        rows: number of texts that are computed together.
+        settings: arguments of `lm_eval.simple_evaluate`, such as the tasks.
     """
     with open_model(open_subject(place), length, dtype) as model:
         together = CollectiveModel(model, rows)
@@ -91,7 +92,7 @@ def run_tasks(
 
 
 def as_table(found: dict[str, Any]) -> str:
-    """Results for people: task, metric, value and standard error, a line each."""
+    """Format results as a table: task, metric, value and standard error, a line each."""
     rows = []
     for task, values in found["results"].items():
         for key, value in values.items():
@@ -110,29 +111,29 @@ def as_table(found: dict[str, Any]) -> str:
 
 
 class CollectiveModel:
-    """Has all ranks compute what rank 0 is asked."""
+    """A model whose calls on rank 0 are computed by all ranks."""
 
     def __init__(self, model: Model, rows: int) -> None:
         self.model, self.rows = model, rows
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """At the end of the block the other ranks learn that there is no more."""
+        """Tell the other ranks at the end of the block that there are no more calls."""
         yield
         self.model.world.share(None)
 
     def follow(self) -> None:
-        """Compute along with rank 0, until there is no more."""
+        """Compute the calls of rank 0 until there are no more."""
         while (call := self.model.world.share(None)) is not None:
             function, *arguments = call
             function(self.model, *arguments)
 
     def score(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-        """How likely each text is after its context."""
+        """Score each text after its context."""
         return self._call(_score, texts, self.rows)
 
     def generate(self, requests: Sequence[Request], first: int) -> list[str]:
-        """The continuations of texts; all are sampled alike, and `first` has that number."""
+        """Continue texts with the same settings, numbered from `first`."""
         return self._call(_generate, requests, first)
 
     def _call(self, function: Callable[..., list[T]], *arguments: Any) -> list[T]:
@@ -160,7 +161,7 @@ def _generate(model: Model, requests: Sequence[Request], first: int) -> list[str
 
 @contextmanager
 def progress(what: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar: the function in the block is called with each step and their number."""
+    """Show a progress bar; the block calls the function with finished and total steps."""
     from tqdm import tqdm
 
     with tqdm(desc=what, disable=not is_shown) as bar:
@@ -173,16 +174,16 @@ def progress(what: str, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """What stands before the first of `stops`."""
+    """The part of a text before the first of `stops`."""
     found = (text.find(stop) for stop in stops)
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def read_request(model: Model, context: list[int], said: dict[str, Any]) -> Request:
-    """What a task wants, of a context that is cut to what fits before it.
+    """Read the request of a task, and cut its context to the length that is left.
 
     Raises:
-        ConfigError: where that is not known here, or too much.
+        ConfigError: if it has an unknown key, or wants too many tokens.
     """
     if unknown := said.keys() - CHOICES:
         raise ConfigError(f"a task wants {', '.join(sorted(unknown))}, which is not known here")
@@ -202,14 +203,14 @@ def read_request(model: Model, context: list[int], said: dict[str, Any]) -> Requ
 
 
 def adapter(together: CollectiveModel) -> "LM":
-    """A model as the harness asks it."""
+    """Adapt a model to the interface of the harness."""
     from lm_eval.api.model import TemplateLM
 
     model = together.model
     subject, tokenizer = model.subject, model.subject.tokenizer
 
     class Adapter(TemplateLM):  # type: ignore[misc]
-        """`TemplateLM` cuts texts into contexts and what is scored."""
+        """Language model of the harness; `TemplateLM` splits texts into context and target."""
 
         eot_token_id = tokenizer.eos
         prefix_token_id = subject.begin[-1] if subject.begin else tokenizer.eos

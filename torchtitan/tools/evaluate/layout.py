@@ -1,8 +1,8 @@
-"""A model with its weights in memory, on one rank or split over several, ready to be asked.
+"""A model with its weights in memory, on one rank or split over several, ready for inference.
 
-It is laid out by `parallelize`, as in training, but for two things. Tokens come one at a time, so
-their sequence is not split (no sequence parallelism). And whoever looks at logits needs all of the
-vocabulary, so every rank has them whole.
+It is laid out by `parallelize`, as in training, with two differences. Tokens come one at a time, so
+their sequence is not split (no sequence parallelism). And sampling and scoring need the whole
+vocabulary, so every rank has all logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ from torchtitan.tools.evaluate.opening import Subject
 
 
 class Model:
-    """The network of a subject on this rank; its methods are called by all ranks together."""
+    """The network of a subject on this rank; all ranks call its methods together."""
 
     def __init__(self, subject: Subject, length: int, dtype: torch.dtype, world: World) -> None:
-        """`length` is that of the longest sequence it is given."""
+        """`length` is the maximum sequence length."""
         self.subject, self.length, self.world = subject, length, world
         self.device = world.device.torch_device
         spec, args = subject.network.spec, subject.network.args
@@ -57,26 +57,26 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Of every token what may follow it: (B, S) int64 to (B, S, V), whole on every rank."""
+        """Compute the logits after every token: (B, S) int64 to (B, S, V), all on every rank."""
         found: Tensor = self.network(tokens, positions)
         return found
 
     def agreed(self, values: Tensor) -> Tensor:
-        """Those of rank 0, on every rank: however alike, no two ranks may choose differently."""
+        """Broadcast the values of rank 0, since no two ranks may choose differently."""
         dist.broadcast(values, src=0)
         return values
 
 
 @contextmanager
 def open_model(subject: Subject, length: int, dtype: torch.dtype) -> Iterator[Model]:
-    """Load a model over all ranks that there are, by tensor parallelism."""
+    """Load a model with tensor parallelism over all ranks."""
     launch = Launch.read()
     with open_world(Degrees(tp=launch.size), CommConfig(), pick(launch.local_rank)) as world:
         yield Model(subject, length, dtype, world)
 
 
 def layout_of(tensor_ranks: int, length: int, dtype: torch.dtype) -> Layout:
-    """All in one dtype, and nothing that is for training."""
+    """Make a layout in one dtype, without the features for training."""
     return Layout(
         parallelism=ParallelismConfig(
             data_parallel_shard_degree=1,
@@ -98,7 +98,7 @@ def check_ranks(subject: Subject, ranks: int) -> None:
     """Refuse a number of ranks that the matrices cannot be split over.
 
     Raises:
-        ConfigError: with the numbers that they can.
+        ConfigError: with the possible numbers.
     """
     args = subject.network.args
     fits = [
@@ -114,6 +114,6 @@ def check_ranks(subject: Subject, ranks: int) -> None:
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of tokens, filled up at their ends to the longest: (B, S) int64."""
+    """Pad rows of tokens at their ends to the longest: (B, S) int64."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -1,7 +1,7 @@
-"""Finds out what there is to evaluate: weights, which network they are of, and the tokenizer.
+"""Opens a model to evaluate: its weights, its network, and its tokenizer.
 
-A checkpoint of ours says all of it, since it holds the recipe of its run. Beside weights from
-elsewhere lie a config file and the tokenizer's own. What neither says, a flag has to.
+A checkpoint of ours contains all of it, since it holds the recipe of its run. Weights from other
+projects have a config file and the tokenizer's files next to them. Flags supply the rest.
 """
 
 from dataclasses import dataclass
@@ -10,58 +10,57 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
-from torchtitan.checkpoint.weights.opening import OPEN, Verified, find_format
+from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan.tools.options import import_modules
 
 BYTES = "bytes"
-"""The tokenizer that is in no file."""
+"""Name of the byte tokenizer, which needs no file."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is, and what is said of it beside."""
+    """The location of a model, and the options that describe it."""
 
     path: Path
-    """A run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights."""
+    """Folder of a run, of a checkpoint, or of weights of Hugging Face or Meta."""
     model: str | None = None
     flavor: str | None = None
     tokenizer: str | None = None
-    """A file or folder, or BYTES; None: as the place says."""
+    """File, folder or BYTES; None: the one of the model."""
     format: str | None = None
-    """A key of OPEN; None: by the files."""
+    """Key of OPEN; None: detected from the files."""
     imports: tuple[str, ...] = ()
     """Modules that add to MODELS."""
 
 
 class Subject(NamedTuple):
-    """What is evaluated; its weights are still on disk."""
+    """A model to evaluate, whose weights are still on disk."""
 
     source: TensorSource
     network: Network
     tokenizer: Tokenizer
     begin: tuple[int, ...]
-    """What stands before every text: BOS, where it did in training."""
+    """Tokens before every text: BOS, if training used it."""
     ends: frozenset[int]
     """Tokens that end a text."""
     seq_len: int | None
-    """How long sequences were in training, where that is known."""
+    """Sequence length in training, if known."""
     dtype: torch.dtype
-    """What it was computed in, or else what its weights are in."""
+    """Dtype of computation in training, or else of the weights."""
 
 
 def open_subject(place: Place) -> Subject:
-    """Find out what is at a place.
+    """Open the model at a place.
 
     Raises:
-        ConfigError: where there is no such model, or something has to be said that is not.
+        ConfigError: if there is no such model, or an option that it needs is missing.
     """
     import_modules(place.imports, "--imports")
     kind = place.format or find_format(place.path)
@@ -72,7 +71,7 @@ def open_subject(place: Place) -> Subject:
 
 
 def _open_ours(place: Place) -> Subject:
-    path = inspect.find(place.path)[-1]
+    path = find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"

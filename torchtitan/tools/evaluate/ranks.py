@@ -15,11 +15,11 @@ from torchtitan.tools.evaluate.layout import check_ranks
 from torchtitan.tools.evaluate.opening import Subject, check_weights
 
 RANK_TIMEOUT = timedelta(minutes=30)
-"""Of ranks for each other: one may load or print for long."""
+"""Timeout between ranks, one of which may load or print for long."""
 
 
 def on_ranks(ranks: int, subject: Subject, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` on as many ranks as are wanted, once everything is known to be right."""
+    """Check everything, and run `function(*args)` on the requested number of ranks."""
     if Launch.read().by_launcher:
         raise ConfigError("it starts its ranks itself, --tensor-parallel of them; use no launcher")
     check_ranks(subject, ranks)
@@ -44,6 +44,6 @@ def warn_if_longer(subject: Subject, length: int) -> None:
 
 
 def chosen_dtype(name: str | None, subject: Subject) -> torch.dtype:
-    """What is computed in: what is asked for, or else as the subject has it."""
+    """The requested dtype of computation, or else that of the subject."""
     chosen: torch.dtype = getattr(torch, name) if name else subject.dtype
     return chosen

@@ -1,4 +1,4 @@
-"""Samples from a model, as text or as JSON: what `torchtitan generate` does on each rank."""
+"""Samples from a model, as text or as JSON: the part of `torchtitan generate` on each rank."""
 
 import json
 import sys
@@ -22,28 +22,28 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Samples:
-    """What is asked for."""
+    """A request for samples."""
 
     place: Place
     prompts: tuple[str, ...]
     dtype: torch.dtype
     samples: int = 1
-    """Of each prompt."""
+    """Number of samples for each prompt."""
     tokens: int = 64
-    """New ones, at most."""
+    """Maximum number of new tokens."""
     how: Sampling = field(default_factory=Sampling)
     seed: int = 0
     rows: int = 8
-    """Texts that are continued together."""
+    """Number of texts that are continued together."""
     as_json: bool = False
 
     def longest(self, subject: Subject) -> int:
-        """Tokens of the longest text, at most."""
+        """The maximum number of tokens in a text."""
         return max(len(encoded(subject, prompt)) for prompt in self.prompts) + self.tokens
 
 
 def encoded(subject: Subject, prompt: str) -> list[int]:
-    """The tokens of a prompt, as it would begin a document of the training data."""
+    """Encode a prompt like the start of a document of the training data."""
     tokens = [*subject.begin, *subject.tokenizer.encode(prompt)]
     if not tokens:
         raise ConfigError("--prompt: it is empty, and the tokenizer has no token to begin with")
@@ -52,16 +52,16 @@ def encoded(subject: Subject, prompt: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One text of those asked for."""
+    """One of the requested texts."""
 
     prompt: str
     number: int
-    """Of the prompt; both count from 1."""
+    """Number of the prompt; like `sample`, it counts from 1."""
     sample: int
     row: Row
 
     def text(self, subject: Subject) -> str:
-        """What was added to the prompt; a character that is not whole is a replacement for it."""
+        """The continuation of the prompt; replacement characters stand for incomplete ones."""
         before = subject.tokenizer.decode(self.row.prompt)
         after = subject.tokenizer.decode([*self.row.prompt, *self.row.tokens])
         return after.removeprefix(before)
@@ -78,7 +78,7 @@ class Sample:
 
 
 def generate(wanted: Samples) -> list[Result]:
-    """Sample, and print on rank 0; all ranks have the results."""
+    """Sample, and print on rank 0; all ranks return the results."""
     subject = open_subject(wanted.place)
     asked = [
         Sample(
@@ -114,7 +114,7 @@ def generate(wanted: Samples) -> list[Result]:
 
 
 class Printer:
-    """Prints a batch: a text that is alone as it grows, several when all have ended."""
+    """Printer of a batch: a single text is streamed, several are printed when all have ended."""
 
     def __init__(self, subject: Subject, batch: Sequence[Sample], wanted: Samples) -> None:
         self.subject, self.batch, self.wanted = subject, batch, wanted
@@ -135,7 +135,7 @@ class Printer:
             print(progress, end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Print what is left."""
+        """Print the rest."""
         if on_terminal() and not self.streams:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         for sample in self.batch:

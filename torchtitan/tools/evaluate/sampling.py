@@ -16,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """Settings for choosing tokens."""
 
     temperature: float = 1.0
-    """0: always the likeliest."""
+    """Temperature; 0: always the likeliest token."""
     top_k: int = 0
-    """0: all."""
+    """Number of likeliest tokens to choose from; 0: all."""
     top_p: float = 1.0
 
 
 def choose(logits: Tensor, numbers: Tensor, how: Sampling) -> Tensor:
-    """A token for each row.
+    """Choose a token for each row.
 
     Args:
         logits: (B, V).
@@ -51,7 +51,7 @@ def choose(logits: Tensor, numbers: Tensor, how: Sampling) -> Tensor:
 
 
 def generator_of(seed: int, *names: int) -> torch.Generator:
-    """Random numbers that are those of a seed and a sample's place, and of nothing else."""
+    """Make a generator that depends only on a seed and the place of a sample."""
     text = ".".join(map(str, (seed, *names)))
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     return torch.Generator().manual_seed(number)

@@ -1,8 +1,8 @@
-"""How likely texts are to a model.
+"""Computes the likelihood of texts under a model.
 
-What is scored are targets, each given all tokens before it, or as many of them as a sequence has
-room for. A text that is longer than a sequence is scored in windows: each takes on where the one
-before it ended, so that every token is counted once, and looks back as far as it can.
+Each target is scored given all tokens before it, or as many as fit into a sequence. A text that is
+longer than a sequence is scored in windows: each starts where the previous one ended, so that every
+token is counted once, with as much context as possible.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,26 +15,26 @@ from torchtitan.tools.evaluate.layout import Model, padded
 
 
 class Window(NamedTuple):
-    """Tokens to read, and what is scored: what came after the last of them."""
+    """Tokens to read, and targets to score: the tokens after the last of them."""
 
     tokens: list[int]
     targets: list[int]
 
 
 class Score(NamedTuple):
-    """Of a text, or a part of it."""
+    """The score of a text, or of a part of it."""
 
     log_probability: float
-    """In nats."""
+    """Log-probability in nats."""
     is_likeliest: bool
     """Whether each token is the likeliest at its place."""
 
 
 def windows(context: Sequence[int], text: Sequence[int], length: int) -> Iterator[Window]:
-    """What is read to score `text` after `context`, which has a token at least.
+    """Split `text` after `context`, which has at least one token, into windows.
 
     Args:
-        length: how many tokens the model reads at most; of the context the last are kept.
+        length: maximum number of tokens that the model reads; the context is cut at its start.
     """
     whole, first = [*context, *text], len(context)
     assert first, "the first token of a text has to come after something"
@@ -51,11 +51,11 @@ def score_texts(
     rows: int,
     after_batch: Callable[[int, int], None] = lambda some, of: None,
 ) -> list[Score]:
-    """Of each text, (context, what is scored), however many windows it takes.
+    """Score texts, given as pairs of context and target, in as many windows as needed.
 
     Args:
-        rows: windows that are read together.
-        after_batch: called with how many windows were read, of how many.
+        rows: number of windows that are read together.
+        after_batch: called with the number of windows in a batch and in total.
     """
     cut = [
         (number, window)
@@ -78,13 +78,13 @@ def score_texts(
 
 
 def score_windows(model: Model, batch: Sequence[Window]) -> list[Score]:
-    """The scores of windows that are read together."""
+    """Score windows that are read together."""
     logits = model.logits(padded([window.tokens for window in batch], model.device))
     return [_score(row, window) for row, window in zip(logits, batch, strict=True)]
 
 
 def _score(logits: Tensor, window: Window) -> Score:
-    """Of one window, from the logits (S, V) of what is read, which may be filled up at its end."""
+    """Score one window from its logits (S, V), which may be padded at the end."""
     end = len(window.tokens)
     mine = logits[end - len(window.targets) : end].float()
     targets = torch.tensor(window.targets, device=logits.device)

@@ -1,7 +1,7 @@
-"""What to try: rules, each of which speaks only where its numbers hold, and shows them.
+"""Advice on a run: rules, each of which applies only if its numbers hold, and shows them.
 
-A rule names the keys of the recipe that would change what it found. What follows from a trace needs
-one, so `torchtitan profile` comes first.
+A rule names the keys of the recipe that would change the numbers. Some rules need a trace, which
+`torchtitan profile` requests.
 """
 
 import re
@@ -26,20 +26,20 @@ MEASURING: Final = {
     "precision": "metrics.precision_freq",
     "profiling": "profiling.profile_freq",
 }
-"""Pauses, and what says how often they come."""
+"""Pauses, and the keys that set their frequency."""
 
 
 class Advice(NamedTuple):
     """A thing to try."""
 
     because: str
-    """The numbers."""
+    """The numbers that lead to it."""
     attempt: str
-    """Settings to change, by their keys."""
+    """The settings to change, by their keys."""
 
     @property
     def keys(self) -> list[str]:
-        """The settings that it is about."""
+        """The keys of the settings to change."""
         return list(dict.fromkeys(KEY.findall(self.attempt)))
 
 
@@ -47,7 +47,7 @@ Rule = Callable[[Facts], Iterator[Advice]]
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """All that the numbers speak for, the largest losses first where that is known."""
+    """All advice that follows from the numbers, in the order of the rules."""
     return [advice for rule in RULES for advice in rule(facts)]
 
 

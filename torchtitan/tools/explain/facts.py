@@ -1,9 +1,8 @@
-"""What is known of a run, as numbers, from whatever it left in its folder."""
+"""The facts about a run, as numbers, from the files in its folder."""
 
 import itertools
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torchtitan.device import peak_flops
 from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
 from torchtitan.tools.explain.trace import read_trace
-from torchtitan.tools.history import Row, RunHistory, RunState, seconds_of, traces_in
+from torchtitan.tools.history import Row, RunHistory, RunState, median, seconds_of, traces_in
 
 # A trace may be of hundreds of megabytes.
 MOST_TRACES = 8
@@ -19,26 +18,26 @@ MOST_TRACES = 8
 
 @dataclass(frozen=True)
 class Traces:
-    """What the newest traces of a run say, of the ranks that were read."""
+    """A summary of the newest traces of a run, for the ranks that were read."""
 
     folder: str
     steps: int
     compute_s: dict[int, float]
-    """Seconds a step, by rank."""
+    """Seconds of computation in a step, by rank."""
     exposed: dict[int, float]
-    """Share of the traced time, by rank."""
+    """Share of the traced time with exposed communication, by rank."""
     idle: dict[int, float]
     left_out: int
-    """Ranks whose trace was not read."""
+    """Number of ranks whose trace was not read."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it; None, 0 or empty where the run left nothing about it."""
+    """The facts about a run; None, 0 or empty where its folder has nothing about it."""
 
     folder: Path
     recipe: Mapping[str, Any]
-    """By dotted keys."""
+    """Settings by dotted key."""
     ranks: int | None
     device: str | None
     on_cuda: bool
@@ -46,54 +45,54 @@ class Facts:
     step: int
     state: RunState
     unit: str
-    """What is counted: tokens, or what its task counts."""
+    """Unit that is counted: tokens, or what its task counts."""
     units: int
     units_a_step: int | None
     rate: float | None
-    """Units a second and device: the median, as of all speeds."""
+    """Median units per second and device; all speeds are medians."""
     mfu: float | None
     step_s: float | None
     phases: dict[str, float]
-    """Seconds a step."""
+    """Seconds of a step, by phase."""
     pauses: dict[str, float]
-    """Seconds in all."""
+    """Seconds in total, by pause."""
     validations: int
     reported_s: float
-    """What the phases and pauses are of, in all."""
+    """Seconds of all phases and pauses together."""
     first_step_s: float | None
     before_first_step_s: float | None
     compile_s: float | None
     sent: dict[str, float]
-    """Bytes of rank 0 in a step, by axis."""
+    """Bytes that rank 0 sends in a step, by axis."""
     slowest: list[Slowest]
     memory_gib: float | None
     memory_pct: float | None
     skipped: int
     events: dict[str, int]
-    """How often each kind of event happened."""
+    """Number of events of each kind."""
     traces: Traces | None
 
     @property
     def startup_s(self) -> float | None:
-        """From the start of the process to the end of its first step."""
+        """Seconds from the start of the process to the end of its first step."""
         if self.before_first_step_s is None or self.first_step_s is None:
             return self.first_step_s
         return self.before_first_step_s + self.first_step_s
 
     def share(self, phase: str) -> float:
-        """Of the time of a step."""
+        """The share of a phase in the time of a step."""
         return self.phases.get(phase, 0.0) / (sum(self.phases.values()) or 1.0)
 
     def share_of_pause(self, name: str) -> float:
-        """Of all the time that was reported."""
+        """The share of a pause in all reported time."""
         return self.pauses.get(name, 0.0) / self.reported_s if self.reported_s else 0.0
 
 
 def read_facts(folder: Path) -> Facts:
-    """What a run left in its dump folder.
+    """Read the facts about a run from its dump folder.
 
     Raises:
-        ConfigError: where no run has written metrics.
+        ConfigError: if no run has written metrics there.
     """
     history = RunHistory.open(folder)
     recipe, device, logs = history.recipe, history.environment.get("device"), history.rank_events
@@ -123,9 +122,9 @@ def read_facts(folder: Path) -> Facts:
         unit=history.unit,
         units=last.get("tokens", 0),
         units_a_step=_units_a_step(all_reports),
-        rate=_median(row["tps"] for row in reports),
-        mfu=_median(row.get("mfu") for row in reports),
-        step_s=_median(row.get("step_time") for row in reports),
+        rate=median(row["tps"] for row in reports),
+        mfu=median(row.get("mfu") for row in reports),
+        step_s=median(row.get("step_time") for row in reports),
         phases={name: total / steps for name, total in seconds.items()},
         pauses=pauses,
         validations=len(history.validations),
@@ -144,16 +143,15 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _units_a_step(reports: Sequence[Row]) -> int | None:
-    found = [
+    found = median(
         (after["tokens"] - before["tokens"]) / (after["step"] - before["step"])
         for before, after in itertools.pairwise(reports)
         if after["step"] > before["step"]
-    ]
-    return round(statistics.median(found)) if found else None
+    )
+    return None if found is None else round(found)
 
 
 def _traces(history: RunHistory) -> Traces | None:
-    """Of the trace that was taken last."""
     paths = history.newest_trace()
     if not paths:
         return None
@@ -162,7 +160,7 @@ def _traces(history: RunHistory) -> Traces | None:
 
 
 def read_rank_traces(folder: Path) -> Traces:
-    """Of the traces of all ranks in a folder."""
+    """Summarize the traces of the ranks in a folder."""
     paths = traces_in(folder)
     found = {rank: read_trace(paths[rank]) for rank in list(paths)[:MOST_TRACES]}
     return Traces(
@@ -173,11 +171,6 @@ def read_rank_traces(folder: Path) -> Traces:
         idle={rank: trace.idle / (trace.span or 1) for rank, trace in found.items()},
         left_out=len(paths) - len(found),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 def _largest(rows: Sequence[Row], key: str) -> float | None:

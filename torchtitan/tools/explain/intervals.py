@@ -1,10 +1,10 @@
-"""Sets of moments, as intervals in order that do not touch: what was busy, and when."""
+"""Sets of moments, represented as sorted intervals that do not touch."""
 
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
 Intervals = list[Interval]
-"""Sorted, apart from each other; each ends after it begins."""
+"""Sorted and separate intervals, each of which ends after it begins."""
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
@@ -39,10 +39,10 @@ def without(these: Intervals, others: Intervals) -> Intervals:
 
 
 def within(these: Intervals, others: Intervals) -> Intervals:
-    """The moments that are in both."""
+    """The moments that are in both sets."""
     return without(these, without(these, others))
 
 
 def length(intervals: Intervals) -> float:
-    """How long they are together."""
+    """The total length of intervals."""
     return sum(end - begin for begin, end in intervals)

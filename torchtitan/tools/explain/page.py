@@ -3,11 +3,12 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Final
 
 from torchtitan.tools.explain.advice import Advice
 from torchtitan.tools.explain.facts import Facts, Traces
 from torchtitan.tools.explain.stragglers import Slowest
+from torchtitan.tools.history import show
 
 WIDTH: Final = 100
 BAR = 30
@@ -26,11 +27,11 @@ IN_WORDS: Final = {
     "optimizer": "the update",
     "other": "what is left",
 }
-"""What the phases of a step are, see `torchtitan.timeline`."""
+"""Descriptions of the phases of a step, see `torchtitan.timeline`."""
 
 
 def page(facts: Facts, advice: Sequence[Advice]) -> str:
-    """The whole page."""
+    """Write the whole page."""
     lines = [*_about(facts), "", *_phases(facts), "", *_between_ranks(facts)]
     return "\n".join([*lines, "", *_advice(advice, facts)])
 
@@ -54,7 +55,7 @@ def _about(facts: Facts) -> Iterator[str]:
         yield _line("loss", " + ".join(["that of the task", *weighted]))
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
-        f"{_show(facts.rate, ',.0f')} {facts.unit}/s/device, {_show(facts.step_s, '.3g')} s a step"
+        f"{show(facts.rate, ',.0f')} {facts.unit}/s/device, {show(facts.step_s, '.3g')} s a step"
         f"{mfu} (medians of the reports after the first)"
     )
     yield _line("speed", speed if facts.rate else "unknown: there is no report after the first")
@@ -117,7 +118,7 @@ def _between_ranks(facts: Facts) -> Iterator[str]:
 
 
 def describe_traces(traces: Traces) -> Iterator[str]:
-    """What the traces of all ranks say."""
+    """Describe the traces of all ranks."""
     steps = f"{traces.steps} step{'s' * (traces.steps != 1)}"
     yield f"The newest trace, of {steps} ({traces.folder}):"
     for rank, compute in traces.compute_s.items():
@@ -170,7 +171,3 @@ def _bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
-
-
-def _show(value: Any, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)

@@ -1,6 +1,6 @@
-"""Which rank is the slowest in each phase, from the event logs of all ranks.
+"""Finds the slowest rank in each phase from the event logs of all ranks.
 
-What counts as work, and what a slow rank costs, is in `torchtitan.metrics.stragglers`.
+`torchtitan.metrics.stragglers` defines the work of a rank, and the cost of a slow one.
 """
 
 import statistics
@@ -19,15 +19,15 @@ class Slowest(NamedTuple):
     phase: str
     rank: int
     percent: float
-    """What it worked longer than the median rank, of the time of a step; the median report."""
+    """Additional work relative to the median rank, in percent of a step; median over reports."""
     often: float
-    """The share of the reports in which it was the slowest."""
+    """Share of the reports in which it was the slowest."""
 
 
 def slowest_by_phase(events: Mapping[int, Sequence[Row]], stages: int = 1) -> list[Slowest]:
-    """From the events of each rank; nothing where there is one rank, or one report.
+    """Find the slowest ranks in the events of each rank; none with one rank or one report.
 
-    `stages` of a pipeline, whose ranks have different work.
+    Ranks of different pipeline `stages` have different work.
     """
     rows = {rank: steps_of_last_launch(of_rank) for rank, of_rank in events.items()}
     if len(rows) < 2:
@@ -51,7 +51,7 @@ def slowest_by_phase(events: Mapping[int, Sequence[Row]], stages: int = 1) -> li
 
 
 def steps_of_last_launch(events: Sequence[Row]) -> dict[int, Row]:
-    """The reports of a rank by step, since its process last began."""
+    """The reports of a rank by step, since its process was last started."""
     found: dict[int, Row] = {}
     for row in events:
         if row["event"] == "start":

@@ -1,17 +1,16 @@
-"""What a Chrome trace of torch's profiler says of where the time went.
+"""Summarizes a Chrome trace of torch's profiler by the use of the time.
 
 Each moment of the traced steps is one of three: something computes; or nothing does, but a
-collective is under way (exposed communication: the run would be faster by so much if it cost
-nothing); or neither (idle: the host did not come up with work fast enough, or it waited for data).
+collective is in progress (exposed communication: the run would be faster by so much without it); or
+neither (idle: the host was too slow, or it waited for data).
 
     span = compute + exposed + idle          communication = exposed + what compute hides
 
-What counts as which depends on the device. On CUDA, kernels: those of NCCL, and copies between
-devices, communicate; all others compute. A kernel of NCCL that waits for another rank counts as
-communication, as nothing can tell it apart. On a CPU, operators of torch compute, on the thread of
-training and on those of autograd; gloo communicates, on threads of its own, from when it begins
-with a collective until it is done with it. Of sends and receives it tells only when they were
-asked for and when they were waited for.
+The classification depends on the device. On CUDA, kernels of NCCL and copies between devices are
+communication, and all other kernels compute. A kernel of NCCL that waits for another rank counts as
+communication, since nothing can tell it apart. On a CPU, operators of torch compute, on the thread
+of training and on those of autograd; gloo communicates on threads of its own, from the start of a
+collective to its end. For sends and receives it records only the request and the wait.
 """
 
 import json
@@ -27,7 +26,6 @@ from torchtitan.timeline import TRACED
 from torchtitan.tools.explain.intervals import Interval, Intervals, length, union, within, without
 
 MOST_OPERATORS = 10
-SECOND = 1e6  # in the microseconds of a trace
 
 STEP = "ProfilerStep#"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -48,12 +46,12 @@ class Operator(NamedTuple):
 
     name: str
     seconds: float
-    """Of its own, without those it calls."""
+    """Seconds without those of the operators that it calls."""
     calls: int
 
 
 class Share(NamedTuple):
-    """Seconds of a phase of the steps."""
+    """Seconds of a phase."""
 
     span: float
     compute: float
@@ -72,13 +70,13 @@ class Trace:
     """Communication while nothing computed."""
     idle: float
     operators: tuple[Operator, ...]
-    """Those that took most, first."""
+    """Operators that took most time, in descending order."""
     phases: dict[str, Share]
-    """By the name that `torchtitan.timeline` gives them; empty in a trace of another program."""
+    """Phases by their names in `torchtitan.timeline`; empty in a trace of another program."""
 
 
 class Event(NamedTuple):
-    """What the profiler saw, from one moment to another, in microseconds."""
+    """An event of the profiler, with times in seconds."""
 
     name: str
     category: str
@@ -88,15 +86,18 @@ class Event(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """The summary of a Chrome trace of torch's profiler.
+    """Summarize a Chrome trace of torch's profiler.
 
     Raises:
-        ConfigError: where the file is none.
+        ConfigError: if the file is none.
     """
     try:
         content = json.loads(path.read_bytes())
+        # A trace has microseconds.
         events = [
-            Event(e["name"], e.get("cat", ""), e.get("tid"), e["ts"], e["ts"] + e["dur"])
+            Event(
+                e["name"], e.get("cat", ""), e.get("tid"), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6
+            )
             for e in content["traceEvents"]
             if e.get("ph") == "X"
         ]
@@ -108,7 +109,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def summarize(events: Sequence[Event]) -> Trace:
-    """What the events of one rank come to."""
+    """Summarize the events of one rank."""
     steps = [e for e in events if e.category == "user_annotation" and e.name.startswith(STEP)]
     on_device = [e for e in events if e.category in ON_DEVICE]
     compute, communication = _of_device(on_device) if on_device else _of_cpu(events)
@@ -116,18 +117,16 @@ def summarize(events: Sequence[Event]) -> Trace:
     compute, communication = within(compute, whole), within(communication, whole)
     exposed = without(communication, compute)
     phases = {
-        name: Share(
-            *(length(part) / SECOND for part in (own, within(own, compute), within(own, exposed)))
-        )
+        name: Share(*map(length, (own, within(own, compute), within(own, exposed))))
         for name, own in _phases(events, "gpu_" if on_device else "").items()
     }
     return Trace(
         steps=len({step.name for step in steps}),
-        span=length(whole) / SECOND,
-        compute=length(compute) / SECOND,
-        communication=length(communication) / SECOND,
-        exposed=length(exposed) / SECOND,
-        idle=length(without(whole, union([*compute, *communication]))) / SECOND,
+        span=length(whole),
+        compute=length(compute),
+        communication=length(communication),
+        exposed=length(exposed),
+        idle=length(without(whole, union([*compute, *communication]))),
         operators=_operators(on_device or _operators_of_cpu(events)),
         phases=phases,
     )
@@ -139,14 +138,13 @@ def _whole(events: Iterable[Event]) -> Intervals:
 
 
 def _of_device(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
-    communicates = [bool(COMMUNICATES_ON_DEVICE.search(event.name)) for event in events]
-    pairs = list(zip(events, communicates, strict=True))
-    compute = (_times(e) for e, other in pairs if not other and not TO_HOST.match(e.name))
-    return union(compute), union(_times(e) for e, other in pairs if other)
+    sent = {e for e in events if COMMUNICATES_ON_DEVICE.search(e.name)}
+    compute = (_times(e) for e in events if e not in sent and not TO_HOST.match(e.name))
+    return union(compute), union(map(_times, sent))
 
 
 def _of_cpu(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
-    """Operators thread by thread, as each may wait for its own collectives."""
+    """Compute and communication, thread by thread, as each may wait for its own collectives."""
     compute: Intervals = []
     for thread in _threads_of_training(events):
         own = [event for event in events if event.thread == thread]
@@ -168,36 +166,29 @@ def _operators(events: Iterable[Event]) -> tuple[Operator, ...]:
     seconds: defaultdict[str, float] = defaultdict(float)
     calls: defaultdict[str, int] = defaultdict(int)
     for event, own in _self_times(events):
-        seconds[event.name] += own / SECOND
+        seconds[event.name] += own
         calls[event.name] += 1
     longest = sorted(seconds, key=lambda name: (-seconds[name], name))[:MOST_OPERATORS]
     return tuple(Operator(name, seconds[name], calls[name]) for name in longest)
 
 
 def _self_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Each event with its duration less that of the events right within it, on its thread."""
-    for own in _by_thread(events):
-        left = [event.end - event.begin for event in own]
-        around: list[int] = []
-        for number, event in enumerate(own):
-            while around and own[around[-1]].end <= event.begin:
-                around.pop()
-            if around:
-                left[around[-1]] -= event.end - event.begin
-            around.append(number)
-        yield from zip(own, left, strict=True)
-
-
-def _by_thread(events: Iterable[Event]) -> list[list[Event]]:
-    """Events of each thread, each before those within it."""
-    threads: defaultdict[Any, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-        threads[event.thread].append(event)
-    return list(threads.values())
+    """Each event with its duration without the events nested in it on its thread."""
+    ordered = sorted(events, key=lambda event: (event.begin, -event.end))
+    left = [event.end - event.begin for event in ordered]
+    open_on: defaultdict[Any, list[int]] = defaultdict(list)
+    for number, event in enumerate(ordered):
+        around = open_on[event.thread]
+        while around and ordered[around[-1]].end <= event.begin:
+            around.pop()
+        if around:
+            left[around[-1]] -= event.end - event.begin
+        around.append(number)
+    return zip(ordered, left, strict=True)
 
 
 def _phases(events: Iterable[Event], prefix: str) -> dict[str, Intervals]:
-    """When each phase was, without the phases within it."""
+    """The times of each phase, without the phases nested in it."""
     marks = [
         e for e in events if e.category == f"{prefix}user_annotation" and e.name.startswith(TRACED)
     ]

@@ -1,11 +1,11 @@
-"""`RunHistory`: what a run left in its dump folder, as values, for every tool that looks at runs.
+"""`RunHistory`: the contents of a run's dump folder as values, for every tool that looks at runs.
 
     metrics.jsonl      rows: reports, validations, events
     recipe.toml        the resolved recipe of the latest launch
     environment.json   its time, command, ranks, device and versions
     events/            the event log of each rank
     profile_traces/    traces of the profiler
-    comm_traces/       the step that each rank is in, and what it left when it failed
+    comm_traces/       the step that each rank is in, and its traces if it failed
 
 Files are read as they are found. The run may still be writing them, or may have been killed in the
 middle of a line, so a last line that is not complete is left for later. Rows that an older version
@@ -17,21 +17,28 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import tomli
-
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, RecipeError, read_file
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
-from torchtitan.tools.history.rows import Row, parse_rows, seconds_of
+from torchtitan.tools.history.rows import Row, median, parse_rows, seconds_of, show
 
-__all__ = ["METRICS_FILE", "Row", "RunHistory", "RunState", "seconds_of", "traces_in"]
+__all__ = [
+    "METRICS_FILE",
+    "Row",
+    "RunHistory",
+    "RunState",
+    "median",
+    "seconds_of",
+    "show",
+    "traces_in",
+]
 
 METRICS_FILE = "metrics.jsonl"
 AXES: Final = {
@@ -45,10 +52,10 @@ AXES: Final = {
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run is, or how it ended."""
+    """The progress of a run, or its end."""
 
     is_alive: bool
-    """As far as can be known: of processes on another machine it cannot."""
+    """Whether the run is alive, as far as is known: processes on other machines are not checked."""
     step: int
     ranks: int
     words: str
@@ -56,7 +63,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run by its dump folder, as far as it was read."""
+    """A run, as far as its dump folder was read."""
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
@@ -67,10 +74,10 @@ class RunHistory:
 
     @classmethod
     def open(cls, folder: Path) -> "RunHistory":
-        """The run of a dump folder.
+        """Open the dump folder of a run.
 
         Raises:
-            ConfigError: where no run has written metrics.
+            ConfigError: if no run has written metrics there.
         """
         if not (folder / METRICS_FILE).is_file():
             found = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
@@ -80,10 +87,10 @@ class RunHistory:
         return cls(folder).updated()
 
     def updated(self) -> "RunHistory":
-        """The same with the rows that were written since; itself where there are none.
+        """Add the rows that were written since; returns itself if there are none.
 
-        Of the file only what is new is read. A run that resumes or rolls back writes the file anew,
-        without the rows that no longer hold; then all of it is read again.
+        Only the new part of the file is read. A run that resumes or rolls back rewrites the file
+        without the rows that are no longer valid; then all of it is read again.
         """
         try:
             with (self.folder / METRICS_FILE).open("rb") as file:
@@ -108,7 +115,7 @@ class RunHistory:
 
     @cached_property
     def unit(self) -> str:
-        """What the run counts: tokens, or what its task counts."""
+        """The unit that the run counts: tokens, or what its task counts."""
         rate = rate_key(self.reports[0]) if self.reports else None
         return unit_of(rate or "tps")
 
@@ -117,21 +124,19 @@ class RunHistory:
         """The rows with a loss on held-out data."""
         return [row for row in self.rows if "validation_loss" in row]
 
-    def events(self, kind: str) -> list[Row]:
-        """The rows about something that happened."""
-        return [row for row in self.rows if row.get("event") == kind]
-
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
-        """The resolved recipe of the latest launch, by dotted keys; empty where there is none."""
+        """The resolved recipe of the latest launch, by dotted keys; empty if there is none."""
         path = self.folder / RECIPE_FILE
-        if not path.is_file():
-            return {}
-        return dict(_flatten(tomli.loads(path.read_text(encoding="utf-8"))))
+        problems: list[str] = []
+        settings = read_file(path, problems) if path.is_file() else {}
+        if problems:
+            raise RecipeError(problems)
+        return {".".join(key): setting.value for key, setting in settings.items()}
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:
-        """Time, command, ranks, device and versions of the latest launch; empty where unknown."""
+        """Time, command, ranks, device and versions of the latest launch; empty if unknown."""
         path = self.folder / ENVIRONMENT_FILE
         if not path.is_file():
             return {}
@@ -140,12 +145,12 @@ class RunHistory:
 
     @property
     def ranks(self) -> int | None:
-        """Of the latest launch; None where unknown."""
+        """The number of ranks of the latest launch; None if unknown."""
         return self.environment.get("ranks")
 
     @cached_property
     def model(self) -> str:
-        """Name and flavor of the model; empty where unknown."""
+        """Name and flavor of the model; empty if unknown."""
         names = (self.recipe.get(f"model.{key}") for key in ("name", "flavor"))
         return " ".join(str(name) for name in names if name is not None)
 
@@ -168,18 +173,18 @@ class RunHistory:
         return {rank: list(parse_rows(logs[rank].read_bytes())) for rank in ours}
 
     def last_event(self, kind: str, rank: int = 0) -> Row:
-        """The newest event of a kind in the log of a rank; empty where there is none."""
+        """The newest event of a kind in the log of a rank; empty if there is none."""
         log = self.rank_events.get(rank, ())
         return next((row for row in reversed(log) if row["event"] == kind), {})
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that rank 0 sends in a step, by axis; empty where it was not recorded."""
+        """Bytes that rank 0 sends in a step, by axis; empty if not recorded."""
         sent = self.last_event("traffic").items()
         return {k.removeprefix("sent/"): float(v) for k, v in sent if k.startswith("sent/")}
 
     def report_steps(self) -> list[tuple[Row, int]]:
-        """The reports, each with the number of steps that it is of."""
+        """The reports, each with the number of steps that it covers."""
         found: list[tuple[Row, int]] = []
         before = 0
         for row in self.rows:
@@ -193,17 +198,17 @@ class RunHistory:
 
     @property
     def traces_folder(self) -> Path:
-        """Where traces of the profiler are: a folder for each that was taken."""
+        """The folder of profiler traces, with a folder for each trace."""
         key = "profiling.save_traces_folder"
         return self.folder / str(self.recipe.get(key, "profile_traces"))
 
     def newest_trace(self) -> dict[int, Path]:
-        """The files of the trace that was taken last, by rank."""
+        """The files of the newest trace, by rank."""
         paths = list(self.traces_folder.glob("*/rank*_trace.json"))
         return traces_in(max(paths, key=lambda path: path.stat().st_mtime).parent) if paths else {}
 
     def state(self) -> RunState:
-        """Whether the run is going on now, by what its ranks note at every step."""
+        """The state of the run, by the notes of its ranks at every step."""
         notes = self.folder / str(self.recipe.get("comm.save_traces_folder", "comm_traces"))
         try:
             traces = read_traces(notes)
@@ -229,7 +234,7 @@ def traces_in(folder: Path) -> dict[int, Path]:
 
 
 def _is_gone(trace: RankTrace) -> bool:
-    """Whether its process was on this machine, and no longer exists."""
+    """Whether the process of a rank was on this machine, and no longer exists."""
     if trace.state == "finished" or trace.host != socket.gethostname():
         return False
     try:
@@ -239,14 +244,3 @@ def _is_gone(trace: RankTrace) -> bool:
     except PermissionError:
         return False  # somebody else's, so it exists
     return False
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{name}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield from _flatten({str(n): item for n, item in enumerate(value)}, f"{name}.")
-        else:
-            yield name, value

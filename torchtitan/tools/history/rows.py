@@ -1,6 +1,7 @@
-"""Rows of `metrics.jsonl` and of event logs: how they are read, with the names of today."""
+"""Reads rows of `metrics.jsonl` and of event logs, with the current names of keys."""
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -16,11 +17,11 @@ OLD_NAMES: Final = {
     "slowest/agree_pct": "slowest/sync_pct",
     "stepped_over": "skipped_samples",
 }
-"""Keys of rows as older versions wrote them, and what they are now."""
+"""Keys of rows of older versions, and their current names."""
 
 
 def parse_rows(text: bytes) -> Iterator[Row]:
-    """JSON objects, one a line, with today's names; a line that is not complete is left out."""
+    """Parse lines of JSON, with the current names of keys; incomplete lines are left out."""
     for line in text.split(b"\n"):
         try:
             row = json.loads(line) if line else None
@@ -31,7 +32,7 @@ def parse_rows(text: bytes) -> Iterator[Row]:
 
 
 def in_tokens(row: Row) -> Row:
-    """A row whose task counts something else, under the names that tokens have too."""
+    """Add the keys of tokens to a row whose task counts something else."""
     rate = rate_key(row)
     if rate is None or rate == "tps":
         return row
@@ -39,7 +40,7 @@ def in_tokens(row: Row) -> Row:
 
 
 def renamed(row: Row) -> Row:
-    """A row with today's names, also within it: an event has seconds by phase."""
+    """Rename the keys of a row, and of the dictionaries in it, to the current ones."""
     return {
         OLD_NAMES.get(key, key): renamed(value) if isinstance(value, dict) else value
         for key, value in row.items()
@@ -47,10 +48,10 @@ def renamed(row: Row) -> Row:
 
 
 def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each phase of a step, in order, and of each pause between steps.
+    """Sum the seconds of each phase of a step, in order, and of each pause between steps.
 
     Args:
-        reports: each with the number of steps that it is of.
+        reports: reports, each with the number of steps that it covers.
     """
     phases: dict[str, float] = {}
     pauses: dict[str, float] = {}
@@ -63,3 +64,14 @@ def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], di
                 name = key.removesuffix("_s")
                 pauses[name] = pauses.get(name, 0.0) + value
     return {name: phases[name] for name in PHASES if name in phases}, pauses
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def show(value: Any, spec: str) -> str:
+    """Format a number, if it is known."""
+    return "n/a" if value is None else format(value, spec)

@@ -1,7 +1,7 @@
-"""Show what runs are doing, drawn anew every few seconds, until Ctrl-C.
+"""Show what runs are doing, redrawn every few seconds, until Ctrl-C.
 
-Nothing asks the run itself: it may be on another machine, as long as its folder can be read here.
-So whether it is alive is judged by when its last row came, against when the next one is due.
+The run itself is not asked: it may be on another machine, as long as its folder can be read here.
+So whether it is alive is judged by when its last row came, and when the next one is due.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A run as lines of text: where it is, whether it is alive, how it learns, how fast it is."""
+"""Shows a run as lines of text: its progress, whether it is alive, its losses, its speed."""
 
 import itertools
 import math
@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchtitan.tools.history import Row, RunHistory
+from torchtitan.tools.history import Row, RunHistory, show
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -19,7 +19,7 @@ NOT_FINITE = "!"
 LABEL_WIDTH = 12
 LAST_EVENTS = 5
 MEASUREMENTS = ("precision", "statistics")
-"""Events that are taken now and then: nothing happened to the run."""
+"""Events of regular measurements, which are not incidents."""
 
 # A report may take this many times as long as the steps to it, and never less than these seconds:
 # time for saving, validating and compiling is not part of a step's.
@@ -28,16 +28,16 @@ SILENT_FACTOR, SILENT_SECONDS = 3, 30
 
 @dataclass
 class View:
-    """A run as far as it was read; rich can print it."""
+    """A view of a run, which rich can print."""
 
     history: RunHistory
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read the new rows."""
         self.history = self.history.updated()
 
     def lines(self, width: int, now: float) -> Iterator[tuple[str, str]]:
-        """Labels and texts; both together have `width` characters, `now` is in Unix seconds."""
+        """Labels and texts, which have `width` characters together; `now` is in Unix seconds."""
         yield "run", title(self.history)
         yield "state", state(self.history, now)
         if self.history.reports:
@@ -56,7 +56,7 @@ class View:
 
 
 def title(history: RunHistory) -> str:
-    """What the run is called, what it trains, and on what."""
+    """The name of the run, its model, its devices and its tags."""
     name = history.recipe.get("metrics.run_name") or history.folder.resolve().name
     where = f"{history.ranks} x {history.environment['device']}" if history.ranks else ""
     tags = ", ".join(history.recipe.get("metrics.tags", ()))
@@ -111,7 +111,7 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
 
 
 def slowest(report: Row) -> Iterator[tuple[str, str]]:
-    """Where there are several ranks, the one that is furthest behind the others in a phase."""
+    """The rank that is furthest behind the others in a phase, if there are several."""
     over = {key: value for key, value in report.items() if key.startswith("slowest/")}
     phases = [key.removesuffix("_pct") for key in over if key.endswith("_pct")]
     if phases:
@@ -122,7 +122,7 @@ def slowest(report: Row) -> Iterator[tuple[str, str]]:
 
 
 def last_time(history: RunHistory) -> float:
-    """When the last row was written, in Unix seconds; 0 where unknown."""
+    """The time of the last row in Unix seconds; 0 if unknown."""
     return next((row["time"] for row in reversed(history.rows) if "time" in row), 0.0)
 
 
@@ -138,7 +138,7 @@ def mean_tps(reports: Sequence[Row]) -> float | None:
 
 
 def incidents(rows: Sequence[Row]) -> list[Row]:
-    """What happened to the run, skipped steps among it."""
+    """The incidents of the run, skipped steps included."""
     found = []
     for row in rows:
         if "event" in row:
@@ -151,7 +151,7 @@ def incidents(rows: Sequence[Row]) -> list[Row]:
 
 
 def event_line(row: Row) -> str:
-    """When something happened, at which step, what it was, and its details."""
+    """Format an event: its time, its step, its kind and its details."""
     rest = {name: value for name, value in row.items() if name not in ("event", "step", "time")}
     details = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in rest.items())
     at = row.get("time")
@@ -160,7 +160,7 @@ def event_line(row: Row) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve in at most `width` characters, each the mean of as many values as the others."""
+    """Draw a curve in at most `width` characters, each the mean of equally many values."""
     columns = min(width, len(values))
     edges = [n * len(values) // columns for n in range(columns + 1)] if columns else []
     pieces = [values[begin:end] for begin, end in itertools.pairwise(edges)]
@@ -178,16 +178,11 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def number(value: object, otherwise: float = math.nan) -> float:
-    """A value as it is reported: null where it was not finite."""
+    """Convert a reported value, which is null if it was not finite."""
     is_finite = isinstance(value, float | int) and math.isfinite(value)
     return float(value) if is_finite else otherwise  # type: ignore[arg-type]
 
 
-def show(value: Any, spec: str) -> str:
-    """A number, where it is known."""
-    return "n/a" if value is None else format(value, spec)
-
-
 def duration(seconds: float) -> str:
-    """As 2.5 s, or 0:01:30."""
+    """Format seconds as 2.5 s, or 0:01:30."""
     return f"{seconds:.1f} s" if seconds < 10 else str(timedelta(seconds=round(seconds)))

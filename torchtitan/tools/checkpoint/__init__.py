@@ -5,12 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan.checkpoint import inspect
 from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights import convert as weights
+from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
 from torchtitan.logging import logger, on_terminal
 from torchtitan.provenance import versions
+from torchtitan.tools.checkpoint import inspection
 from torchtitan.tools.options import (
     Choice,
     Flavor,
@@ -42,15 +43,15 @@ def list_checkpoints(paths: Paths) -> None:
     from rich.console import Console
 
     console = Console(width=None if on_terminal() else 200)
-    console.print(inspect.table([p for folder in paths for p in inspect.find(folder)]))
+    console.print(inspection.table([p for folder in paths for p in find(folder)]))
 
 
 @app.command(cls=Verb)
 def verify(paths: Paths) -> int:
     """Read every byte of checkpoints, and say which are not what was saved."""
     damaged = 0
-    for path in (p for folder in paths for p in inspect.find(folder)):
-        is_sound, lines = inspect.verify(path)
+    for path in (p for folder in paths for p in find(folder)):
+        is_sound, lines = inspection.verify(path)
         damaged += not is_sound
         print(*lines, sep="\n", flush=True)
     return 1 if damaged else 0
@@ -65,8 +66,8 @@ def diff(
     ] = False,
 ) -> int:
     """Compare two checkpoints of any layouts; the exit status is 1 if they differ."""
-    found = inspect.difference(*(inspect.find(path)[-1] for path in (first, second)))
-    print("\n".join(found.lines(None if everything else inspect.SHOWN)))
+    found = inspection.difference(*(find(path)[-1] for path in (first, second)))
+    print("\n".join(found.lines(None if everything else inspection.SHOWN)))
     return 1 if found else 0
 
 

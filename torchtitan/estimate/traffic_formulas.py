@@ -1,82 +1,14 @@
-"""What each technique sends in an optimizer step, as functions of numbers.
+"""Formulas of what fixed techniques send in an optimizer step, as functions of numbers.
 
-A collective is described by its axis, its kind and the bytes of its whole: what an all-gather ends
-with, what a reduce-scatter begins with, the tensor of an all-reduce or of a send. Of a whole of b
-bytes each of n ranks sends, around a ring (Patarasuk and Yuan, 2009,
-doi:10.1016/j.jpdc.2008.09.002),
-
-    all-gather      b (n - 1) / n
-    reduce-scatter  b (n - 1) / n
-    all-to-all      b (n - 1) / n
-    all-reduce      2 b (n - 1) / n
-    send            b
+Those of parameters are in `torchtitan.parallel.work`, for the ways to shard.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from torchtitan.comm.unit import Operation
+from torchtitan.parallel.work import Traffic
 
 FP32 = 4
 """Bytes."""
-NEIGHBORS = "neighbors"
-"""What reports call ranks that are a part of an axis."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives alike in one step, or messages alike that one rank sends."""
-
-    axis: str
-    """A key of `World.groups`; "sharing": those that share parameters, copies among them;
-    "shards": those that share one copy; "all" ranks."""
-    what: str
-    operation: Operation
-    bytes: int
-    """Of the whole of each."""
-    count: int
-    ranks: int = 0
-    """How many neighbors on the axis take part; 0: all."""
-
-    def sent(self, ranks: int) -> float:
-        """Bytes that each of the `ranks` of the axis sends, for all of them together."""
-        whole, ranks = self.bytes * self.count, self.ranks or ranks
-        if self.operation == "send":
-            return whole
-        return whole * (ranks - 1) / ranks * (2 if self.operation == "all_reduce" else 1)
-
-
-def of_parameters(
-    *,
-    parts: int,
-    copies: int,
-    gathered: int,
-    scattered: int,
-    summed: int,
-    scatter: Operation = "reduce_scatter",
-    gathers: int,
-    regathers: int = 0,
-    neighbors: int = 0,
-    scatters: int,
-    sums: int,
-) -> Iterator[Traffic]:
-    """DDP, FSDP and HSDP: one unit of parameters in parts and copies (arXiv:2304.11277).
-
-    Args:
-        gathered: bytes of all parts, filled up so that they are equal.
-        scattered: bytes of the gradients of all parts.
-        summed: bytes of the gradients of one part.
-        scatter: the collective that adds up gradients over the parts.
-        gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
-            over the parts, and summed over the copies.
-        regathers: how often it is gathered from `neighbors` alone, over which it has stayed split.
-    """
-    if parts > 1:
-        yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)
-        yield Traffic("fsdp", "parameters", "all_gather", gathered, regathers, neighbors)
-        yield Traffic("fsdp", "gradients", scatter, scattered, scatters)
-    if copies > 1:
-        yield Traffic("dp_replicate", "gradients", "all_reduce", summed, sums)
 
 
 def of_stream(

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 
-from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp
+from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
-from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
-from torchtitan.checkpoint.store import MANIFEST
 from torchtitan.config import ConfigError
 
 if TYPE_CHECKING:
@@ -25,32 +24,6 @@ SHOWN = 20
 """Tensors that differ, at most, in `Difference.lines`."""
 OTHERS = NO_WEIGHTS | {"rng", "communication", "replica"}
 """First parts of the names of tensors that are no weights."""
-
-
-def find(path: Path) -> list[Path]:
-    """The checkpoints at `path`: itself, a folder of them, or a run's dump folder; by step.
-
-    Raises:
-        ConfigError: where there is none.
-    """
-    is_step = path.name.startswith("step-") and path.is_dir()
-    if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
-        return [path]
-    folders = [path, *(sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else [])]
-    found = [step for folder in folders for step in saved_steps(folder).values()]
-    if not found:
-        raise ConfigError(
-            f"{path}: there is no checkpoint (step-N) in it; wanted one, a folder of them, "
-            "or the job.dump_folder of a run"
-        )
-    return found
-
-
-def saved_by_dcp(path: Path) -> bool:
-    """Whether `dcp.save` wrote it, safetensors included."""
-    signs = ("shard-*.safetensors", "model-*-of-*.safetensors", "sharded/*.safetensors")
-    has_manifest = (path / MANIFEST).is_file()
-    return is_dcp(path) or (not has_manifest and any(any(path.glob(sign)) for sign in signs))
 
 
 def table(checkpoints: Iterable[Path]) -> "Table":
@@ -112,9 +85,9 @@ def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
 
 
 def damage(checkpoint: Path) -> Iterator[str]:
-    """Read every byte of a checkpoint; what is not as it was saved, a line each.
+    """Read every byte of a checkpoint, and describe what differs from what was saved, a line each.
 
-    Besides the hashes of the files, the digests of the tensors that are in them are made anew.
+    Besides the hashes of the files, the digests of their tensors are computed again.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -139,9 +112,9 @@ class Difference:
     counters: tuple[str, ...]
     names: tuple[str, ...]
     tensors: tuple[str, ...]
-    """Those that differ in value, weights first, and of these what differs most."""
+    """Tensors that differ in value, weights first, the largest difference first."""
     equal: int
-    """Tensors that are, bit for bit."""
+    """Number of tensors that are equal to the bit."""
 
     def __bool__(self) -> bool:
         return bool(self.names or self.tensors or self.counters)
@@ -172,7 +145,7 @@ class Compared(NamedTuple):
     tensors: TensorSource
     counters: Mapping[str, Any]
     prefix: str = ""
-    """Of the counters' names."""
+    """Prefix of the names of the counters."""
     recipe: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -196,7 +169,7 @@ def _opened(path: Path, is_mixed: bool) -> Compared:
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared and shown in a line."""
+    """Convert a value to one that can be compared and shown in a line."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes, {xxhash.xxh3_64_hexdigest(value)}"
     parts = value if isinstance(value, tuple) else (value,)

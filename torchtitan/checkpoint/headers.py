@@ -1,0 +1,84 @@
+"""Headers of safetensors files: which tensors a file has, and in which of its bytes.
+
+A file begins with the length of its header in 8 bytes; the header is JSON, and the tensors follow
+(https://github.com/huggingface/safetensors#format). So a block of a tensor costs no more than its
+own bytes, on a disk and in a store.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan.checkpoint.manifest import Damaged
+from torchtitan.checkpoint.ranges import Files
+from torchtitan.checkpoint.storage import CODES, Sizes
+
+LONGEST = 100 * 10**6
+"""Bytes of a header, as the safetensors library has it."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    code: str
+    """Its dtype, as safetensors calls it."""
+    shape: Sizes
+    begin: int
+    """Its first byte in the file."""
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None if it is not supported."""
+        return DTYPES.get(self.code)
+
+
+class Header(NamedTuple):
+    """Tensors by name, and what else the header says."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path, files: Files) -> Header:
+    """The header of a file among `files`.
+
+    Raises:
+        Damaged: where it makes no sense, or the file is cut.
+    """
+    where, size = f"{path}: not a complete safetensors file", files.size(path.name)
+    data = 8 + int.from_bytes(files.read(path.name, 0, min(8, size)), "little")
+    if not 10 <= data <= min(size, LONGEST):
+        raise Damaged(f"{where}: cut: it has {size:,} bytes; it ends in its header")
+    try:
+        header: dict[str, Any] = json.loads(bytes(files.read(path.name, 8, data)))
+        metadata = dict(header.pop("__metadata__", {}))
+        tensors = {name: _stored(name, entry, data) for name, entry in header.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"{where}: its header makes no sense: {error}") from None
+    ends = {stored.end: name for name, stored in tensors.items()}
+    last = max(ends, default=data)
+    if last > size:
+        raise Damaged(f"{where}: cut: it has {size:,} bytes, and {ends[last]} ends at {last:,}")
+    if last < size:
+        raise Damaged(f"{where}: it has {size:,} bytes, and ends at {last:,} by its header")
+    return Header(tensors, metadata)
+
+
+def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
+    shape, (begin, end) = sizes(entry["shape"]), sizes(entry["data_offsets"])
+    stored = Stored(str(entry["dtype"]), shape, data + begin, data + end)
+    if stored.dtype and end - begin != math.prod(shape) * stored.dtype.itemsize:
+        raise ValueError(f"{name} has {end - begin:,} bytes")
+    return stored
+
+
+def sizes(value: Any) -> Sizes:
+    """Numbers of elements, or positions; ValueError where they are none."""
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"found {value!r:.80} in place of sizes")
+    return tuple(value)

@@ -1,0 +1,6 @@
+"""What a run takes, before it runs: the memory of a rank, and what a step sends.
+
+Each technique supplies its own formulas as methods (`ShardingConfig.memory` and `messages`,
+`ReplicasConfig.messages`, `OptimizerConfig.sent_bytes`), given the work of a rank
+(`torchtitan.parallel.work`). They are added up here, over a layout and the order of its pipeline.
+"""

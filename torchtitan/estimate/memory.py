@@ -1,0 +1,210 @@
+"""Memory of a rank by formula, before anything is started.
+
+Of N parameters a rank holds N / (pp x fsdp x tp), with as many gradients, and the states of its
+optimizer (Rajbhandari et al., 2020, arXiv:1910.02054). A block keeps for its backward what
+`ModelSpec.kept_by_block` counts for each position of a sample, or less where it is recomputed
+(Korthikanti et al., 2022, arXiv:2205.05198), for each microbatch that the order of the pipeline has
+in flight. The logits come last, in float32 beside the computed.
+
+`Plan.least` leaves out whatever some run could do without, so that nothing that fits is ever
+refused; `Plan.estimate` is what an eager run comes to, without fragments and the libraries' own.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torchtitan.device import GIB
+from torchtitan.optim import OptimizerConfig, name_parameters, state_bytes
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.schedules import in_flight
+from torchtitan.parallel.work import Part, Work, largest_block, outside_blocks
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank holds, by what they are for."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    gathered: float = 0.0
+    """Parameters and gradients of blocks that are whole for the time of their use."""
+    activations: float = 0.0
+    logits: float = 0.0
+    on_host: float = 0.0
+    """Of all these, what stays in host memory beside a device."""
+
+    @property
+    def total(self) -> float:
+        """All, wherever it is."""
+        return sum(self[:-1])
+
+    def __str__(self) -> str:
+        parts = {
+            name.replace("states", "optimizer states"): size / GIB
+            for name, size in self._asdict().items()
+            if name != "on_host" and size >= GIB / 20
+        }
+        terms = [f"{name} {size:.1f}" for name, size in parts.items()]
+        return f"{self.total / GIB:.1f} GiB" + (f" ({' + '.join(terms)})" if terms else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides how much memory a rank of a run needs."""
+
+    layout: Layout
+    work: Work
+    optimizer: OptimizerConfig
+    has_states: bool
+    """Whether a forward follows an update, which makes the states."""
+
+    def of_samples(self, blocks: Sequence[str]) -> Memory:
+        """The least that samples take on the average rank, of a model with these blocks."""
+        work = self.work
+        is_by_block = self.layout.compile.granularity != "model"
+        keeps_inputs = is_by_block and work.recomputation.mode != "memory_budget"
+        inputs = sum(self._input(before) for before in ("", *blocks[:-1])) if keeps_inputs else 0.0
+        logits = self._outputs * work.precision.compute.itemsize
+        return Memory(activations=inputs / work.degrees.pp, logits=logits / work.degrees.pp)
+
+    def least(self) -> Memory:
+        """The least that the average rank holds."""
+        work = self.work
+        held = self._held([Part(work, 0, work.model)])
+        average = Memory(*(size / work.degrees.pp for size in held))
+        samples = self.of_samples([*work.spec.blocks(work.model)])
+        return _fullest([self._placed(average), self._moment(average, samples, work.passes > 1)])
+
+    def estimate(self) -> Memory:
+        """The estimated peak of the fullest rank."""
+        ranks = range(self.work.degrees.pp)
+        return _fullest(_fullest(self.moments(rank)) for rank in ranks)
+
+    def moments(self, stage_rank: int) -> Iterator[Memory]:
+        """The moments at which a rank of the pipeline may hold the most, the update first."""
+        work, parts = self.work, self.work.parts(stage_rank)
+        compute, held = work.precision.compute.itemsize, self._held(parts)
+        if work.shards:
+            held = held._replace(gathered=self.layout.sharding.memory(parts))
+        cast = 0.0
+        if work.precision.casts and not work.shards:  # the backward reads what was cast
+            stage = sum(part.sizes.total() for part in parts)
+            is_kept = work.recomputation.mode == "none"
+            cast = stage if is_kept else max(largest_block(parts), outside_blocks(parts))
+        cast *= compute / work.degrees.tp
+        yield self._placed(held)
+        of_stage = {part.stage: self._kept(part) for part in parts}
+        between = {part.stage: self._between_halves(part) for part in parts}
+        blocks = [block for part in parts for block in part.blocks]
+        again = max((self._block(each) for each in blocks if self._part(each) < 1), default=0.0)
+        last = next((part.stage for part in parts if part.is_last), -1)
+        forwards = 0
+        for action, kept, halved in in_flight(work.orders[stage_rank]):
+            forwards += action.kind == "F"
+            # As computed, and its log-softmax in float32; at the loss also in float32, and the
+            # gradient of the log-softmax.
+            logits = (kept[last] - halved[last]) * (compute + 4)
+            logits += 8 * (action.stage == last and action.kind == "F")
+            kept_bytes = sum(count * of_stage[stage] for stage, count in kept.items())
+            samples = Memory(
+                gradients=sum(count * between[stage] for stage, count in halved.items()),
+                activations=kept_bytes + cast + again,
+                logits=logits * self._outputs,
+            )
+            yield self._moment(held, samples, work.passes > 1 or forwards > kept.total())
+
+    def _moment(self, held: Memory, samples: Memory, has_gradients: bool) -> Memory:
+        """A moment of a forward or a backward on a rank that holds `held` at the update."""
+        now = self._placed(
+            held._replace(
+                gradients=held.gradients if has_gradients else 0.0,
+                states=held.states if self.has_states else 0.0,
+            )
+        )
+        return now._replace(
+            gradients=now.gradients + samples.gradients,
+            activations=samples.activations,
+            logits=samples.logits,
+        )
+
+    def _placed(self, held: Memory) -> Memory:
+        """The same, with the part of it in host memory."""
+        if self.layout.cpu_offload:
+            return held._replace(on_host=held.parameters + held.gradients + held.states)
+        return held._replace(on_host=held.states if self.optimizer.offload_states else 0.0)
+
+    @cached_property
+    def _outputs(self) -> float:
+        """Elements of the logits of a microbatch; 0 where they are made in chunks."""
+        work = self.work
+        ranks = 1 if work.parallelism.disable_loss_parallel else work.degrees.tp
+        whole = work.sequences * math.prod(work.shapes.outputs) / work.degrees.cp
+        return 0.0 if work.logits_in_chunks else whole / ranks
+
+    def _input(self, before: str) -> float:
+        """Bytes of a microbatch's hidden states after the module `before`."""
+        work = self.work
+        hidden = work.sequences * math.prod(work.shapes.after(before)) / work.degrees.cp
+        ranks = work.degrees.tp if work.splits_stream else 1
+        return hidden / ranks * work.precision.compute.itemsize
+
+    def _input_of(self, block: str) -> float:
+        index = self.work.order.index(block)
+        return self._input(self.work.order[index - 1] if index else "")
+
+    def _block(self, block: str) -> float:
+        """Bytes of everything that a block keeps of a microbatch."""
+        work, itemsize = self.work, self.work.precision.compute.itemsize
+        of_position = work.spec.kept_by_block(work.args, itemsize, block)
+        kept = work.sequences * work.shapes.after(block)[0] * of_position
+        return max(kept / (work.degrees.cp * work.degrees.tp), self._input_of(block))
+
+    def _part(self, block: str) -> float:
+        """The part of a block that is kept rather than recomputed."""
+        config = self.work.recomputation
+        if config.mode == "memory_budget":
+            return config.memory_budget
+        if config.by_operator:
+            return 0.5  # every second matrix product
+        return 0.0 if block in self.work.recomputed else 1.0
+
+    def _kept(self, part: Part) -> float:
+        """Bytes that a stage keeps of a microbatch from its forward to its backward."""
+        work, itemsize = self.work, self.work.precision.compute.itemsize
+        blocks = sum(
+            self._part(block) * self._block(block) + (1 - self._part(block)) * self._input_of(block)
+            for block in part.blocks
+        )
+        # Hidden states of later tokens, and what is kept around the blocks that take them.
+        depths = len(work.spec.auxiliary_blocks(part.module))
+        around = work.spec.kept_by_block(work.args, itemsize, work.spec.auxiliary or "")
+        around *= work.sequences * work.shapes.hidden[0] / work.degrees.cp
+        around /= work.degrees.tp if work.splits_stream else 1
+        return blocks + work.shapes.beside * self._input("") + depths * around
+
+    def _between_halves(self, part: Part) -> float:
+        """Bytes of the gradients that a stage keeps of a microbatch for those of its weights.
+
+        They are those of the outputs of all modules with weights. The first stage, whose input
+        needs no gradients, has its backward in one.
+        """
+        work, degrees = self.work, self.work.degrees
+        outputs = sum(len(weight) for weight in part.module.parameters()) if part.stage else 0
+        tokens = work.tokens(work.stages.units[part.stage][-1])
+        return tokens * outputs / degrees.tp * work.precision.compute.itemsize
+
+    def _held(self, parts: Sequence[Part]) -> Memory:
+        """Parameters, gradients and states of a rank with these stages."""
+        work, each = self.work, self.work.precision.parameters.itemsize
+        ranks = work.degrees.fsdp * work.degrees.tp
+        share = sum(part.sizes.total() for part in parts) / ranks
+        gradients = 0.0 if self.optimizer.early_step_in_backward else share * each
+        named = name_parameters([part.module for part in parts], work.spec.role)
+        return Memory(share * each, gradients, state_bytes(self.optimizer, named, each) / ranks)
+
+
+def _fullest(moments: Iterable[Memory]) -> Memory:
+    return max(moments, key=lambda memory: memory.total)

@@ -1,0 +1,196 @@
+"""What a step sends, from the shapes of a model and its layout alone: no rank has to run.
+
+Here the messages of all techniques are added up, and counted are how often the fixed ones (tensor,
+context and pipeline parallelism) send what, for `traffic_formulas`. Left out are a dozen
+all-reduces of single numbers: targets, loss, gradient norm, the request to stop.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from torchtitan.comm import Unit
+from torchtitan.estimate import traffic_formulas as formulas
+from torchtitan.models.attention import SelfAttention
+from torchtitan.optim import OptimizerConfig, name_parameters
+from torchtitan.parallel.attention_logits import attentions
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.sharding import ShardingConfig
+from torchtitan.parallel.work import Part, Traffic, Work
+from torchtitan.tasks import TASKS
+
+
+def of_step(
+    layout: Layout, work: Work, optimizer: OptimizerConfig, stage_rank: int = 0, rank: int = 0
+) -> list[Traffic]:
+    """All that a rank takes part in during an optimizer step; a line for what is alike.
+
+    Args:
+        stage_rank: its place in the pipeline. On the tensor axis it is the first, whose part of the
+            vocabulary no other exceeds.
+        rank: its place among those that share parameters with it. What they send each other for an
+            update, each sends as much as its parts are.
+
+    Raises:
+        NotImplementedError: where there are no formulas of what is sent, as with converters.
+    """
+    if layout.convert:
+        raise NotImplementedError("there are no formulas of what converters send")
+    sharding, parts = layout.sharding, work.parts(stage_rank)
+    found = list(_of_borders(work, stage_rank))
+    for part in parts:
+        found += sharding.messages(part)
+        found += _of_copies(part)
+        found += _of_activations(part)
+        found += _of_norms(part, sharding)
+        for loss in layout.auxiliary_losses:
+            found += loss.messages(part.module, work)
+        if work.degrees.cp > 1:
+            found += _of_attention(part, with_logits=bool(optimizer.logit_limit))
+    found += _of_update(optimizer, sharding, parts, rank)
+    if optimizer.logit_limit:
+        found += _of_logits(work)
+    counts: Counter[Traffic] = Counter()
+    for one in found:
+        counts[replace(one, count=0)] += one.count
+    return [replace(one, count=count) for one, count in counts.items() if count]
+
+
+def _of_copies(part: Part) -> Iterator[Traffic]:
+    """Traffic of copies that agree after the backward."""
+    work, way = part.work, part.work.communication.replicas
+    ranks, dtype = work.degrees.dp_replicate, work.precision.parameters
+    if ranks == 1 or way.in_backward or not way.steps_apart:
+        return
+    named = part.module.named_parameters()
+    shapes = {name: part.shape(name, parameter.shape) for name, parameter in named}
+    for operation, size in way.messages(Unit("", shapes, torch.device("meta")), ranks, dtype):
+        yield Traffic("dp_replicate", "gradients", operation, size, 1)
+
+
+def _of_activations(part: Part) -> Iterator[Traffic]:
+    """Traffic of tensor parallelism, but for norms."""
+    work, roles = part.work, part.roles
+    by_size: dict[int, list[str]] = {}
+    for name in roles:
+        by_size.setdefault(_hidden(part, name), []).append(name)
+    for size, names in by_size.items():
+        counts = Counter(roles[name] for name in names)
+        again = Counter[str]()
+        for name in names:
+            again[roles[name]] += part.recomputations(name)
+        # Recomputation ends with what the backward needs, which is never a block's own output.
+        ended = [b for b in part.again if any(name.startswith(f"{b}.") for name in names)]
+        ends = sum(map(part.recomputations, ended))
+        # Selective recomputation keeps what was reduced and scattered.
+        keeps_sums = work.recomputation.by_operator and work.splits_stream
+        yield from formulas.of_stream(
+            size,
+            gathers=(counts["input_gather"] + counts["logits"] * work.heads) * work.times,
+            sums=(counts["rowwise"] + counts["embedding"] * work.heads) * work.times,
+            more_gathers=again["input_gather"],
+            more_sums=0 if keeps_sums else again["rowwise"] - ends,
+            split=work.splits_stream,
+        )
+    if "logits" in roles.values():
+        yield from formulas.of_loss(
+            work.outputs,
+            work.shapes.outputs[-1],
+            summed=TASKS[work.spec.task].split_sums(work.outputs),
+            ranks=work.degrees.tp,
+            compute=work.precision.compute.itemsize,
+            times=work.heads * work.times,
+            # Chunks of logits are not gathered, be there loss parallelism or not.
+            shared=work.logits_in_chunks or not work.parallelism.disable_loss_parallel,
+        )
+
+
+def _hidden(part: Part, name: str) -> int:
+    """Bytes of the hidden states that a module with a role is given, or makes."""
+    work = part.work
+    if part.roles[name] == "logits":
+        return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
+    return work.hidden(next((b for b in work.order if name.startswith(f"{b}.")), ""))
+
+
+def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
+    """Traffic of norms, of which each tensor rank has the gradient of its tokens or heads."""
+    work, precision = part.work, part.work.precision
+    dtype = precision.compute if work.shards else precision.parameters
+    sums = sharding.reductions(work.passes, work.microbatches) if work.shards else 1
+    summed = ("norm", "head_norm") if work.splits_stream else ("head_norm",)
+    for name in (name for name, role in part.roles.items() if role in summed):
+        for weight in part.module.get_submodule(name).parameters():
+            yield from formulas.of_norms(weight.numel() * dtype.itemsize, sums=sums)
+
+
+def _of_attention(part: Part, with_logits: bool) -> Iterator[Traffic]:
+    """Traffic of context parallelism, and again for the largest logits."""
+    work, degrees, compute = part.work, part.work.degrees, part.work.precision.compute.itemsize
+    modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
+    # Selective recomputation keeps attention.
+    again = 0 if work.recomputation.by_operator else sum(map(part.recomputations, modules))
+    heads = work.args.n_kv_heads // degrees.tp if modules else 0
+    keys = work.tokens() * heads * work.spec.head_dim(work.args)
+    ring = work.parallelism.context_parallel_rotate_method == "ring"
+    if with_logits:
+        yield from formulas.of_keys(
+            keys * compute,
+            ranks=degrees.cp,
+            fetches=len(modules) * work.times + again,
+            ring=ring,
+        )
+    yield from formulas.of_keys_and_values(
+        2 * keys,
+        ranks=degrees.cp,
+        compute=compute,
+        fetches=2 * len(modules) * work.times + again,
+        returns=len(modules) * work.times,
+        ring=ring,
+    )
+
+
+def _of_update(
+    optimizer: OptimizerConfig, sharding: ShardingConfig, parts: Sequence[Part], rank: int
+) -> Iterator[Traffic]:
+    """Traffic of an update, between ranks that share parameters."""
+    work = parts[0].work
+    copies = work.degrees.dp_replicate if work.communication.replicas.in_backward else 1
+    if copies * work.degrees.fsdp * work.degrees.tp == 1 or not optimizer.sends:
+        return
+    heads = partial(work.spec.heads, work.args)
+    owner = {
+        parameter: part
+        for part in parts
+        for parameter in name_parameters([part.module], work.spec.role, heads)
+    }
+    axis = "sharing" if copies == work.degrees.dp_replicate else "shards"
+    sizes = optimizer.sent_bytes([*owner], lambda p: sharding.lie(owner[p], p), rank)
+    for size in sizes:
+        yield Traffic(axis, "momentum and updates", "all_to_all", size, 1)
+
+
+def _of_logits(work: Work) -> Iterator[Traffic]:
+    """Traffic of the largest attention logit of each head, which all ranks receive."""
+    spec = work.spec
+    assert spec.queries_and_keys is not None, "the recipe was checked"
+    of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(work.model))
+    heads = sum(found[1] for name in of_queries if (found := spec.heads(work.args, name)))
+    yield Traffic("all", "attention logits", "all_reduce", heads * formulas.FP32, 1)
+
+
+def _of_borders(work: Work, mine: int) -> Iterator[Traffic]:
+    """Traffic of a pipeline; neighbouring stages on one rank send nothing."""
+    for stage, (one, other) in enumerate(itertools.pairwise(work.stages.ranks)):
+        if one != other:
+            yield from formulas.of_stages(
+                work.hidden(work.stages.units[stage][-1])
+                * work.heads
+                // (work.degrees.tp if work.splits_stream else 1),
+                onwards=(one == mine) * work.times,
+                back=(other == mine) * work.times,
+            )
