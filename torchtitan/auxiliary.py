@@ -110,7 +110,7 @@ class AuxiliaryLossConfig(Config):
         """
 
     def messages(self, part: nn.Module, work: Any) -> Iterator[Any]:
-        """What its ranks send for that in a step: `Traffic`, by the `Work` of a part."""
+        """Yield the communication for this in a step: `Traffic`, by the `Work` of a part."""
         return iter(())
 
 

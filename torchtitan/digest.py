@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Words by the size of an element; 8 bytes are two words, as if the last dimension were twice as
-long."""
+"""Word types by the size of an element; 8 bytes are two words, as if the last dimension were
+twice as long."""
 CHUNKS = {"cpu": 2**15}
-"""Words that are multiplied at once: what fits into the cache of a core, or fills a device."""
+"""Number of words multiplied at once: as many as fit a core's cache, or fill a device."""
 CHUNK = 2**23
 
 

@@ -237,7 +237,7 @@ class JobConfig(Config):
         )
 
     def work(self, ranks: int) -> Work:
-        """The work of a step on so many ranks, for estimates."""
+        """Return the work of a step on `ranks` ranks, for estimates."""
         degrees, spec = self.degrees(ranks), MODELS[self.model.name]
         return self.layout().work(spec, self.model_args(), degrees, self.accumulation(degrees))
 
@@ -258,6 +258,6 @@ class JobConfig(Config):
         return with_sizes(self.flat())
 
     def flat(self) -> dict[str, Any]:
-        """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""
+        """Return the values by dotted key, as in TOML; `convert.0.name` is in a list."""
         values = {".".join(path): value for path, value in flat(self).items()}
         return without_idle_sections(values)

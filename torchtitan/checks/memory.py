@@ -18,19 +18,19 @@ SMALLER = (
 
 
 def of_rank(job: JobConfig, ranks: int) -> Plan | None:
-    """What decides on the memory of a rank; None if there is no such model or layout."""
+    """Return the memory plan of a rank; None if there is no such model or layout."""
     if model_of(job) is None or min(job.degrees(ranks)) < 1:
         return None
     return Plan(job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is room for the ranks of this machine, whatever else it does."""
+    """Check that the ranks of this machine fit in its memory, even if it were all free."""
     ranks = world.ranks or job.parallelism.least_ranks
     needs = of_rank(job, ranks)
     if needs is None:
         return
-    # Without making the network: it has as many blocks at the least.
+    # Lower bound without building the network: it has at least as many blocks.
     of_samples = needs.of_samples([*map(str, range(needs.work.args.n_layers))])
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(

@@ -79,7 +79,7 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What is freed can stay split over neighbors alone."""
+    """Check that freed parameters can stay sharded over a subset of neighboring ranks."""
     size, p, degrees = job.sharding.neighbors, job.parallelism, job.degrees(world.ranks)
     if not size:
         return

@@ -60,11 +60,11 @@ class Recipe(Generic[ConfigT]):
 
 @dataclass
 class Gathered:
-    """The settings of all sources, merged, and what was found while they were read."""
+    """Merged settings of all sources, with the notices and problems from reading them."""
 
     settings: Settings
     place: str
-    """The recipe, for what no source says."""
+    """Location of values that no source sets: the recipe."""
     notices: list[str]
     problems: list[str]
 
@@ -72,12 +72,12 @@ class Gathered:
 def load(
     schema: type[ConfigT], gathered: Gathered, check: Callable[[ConfigT], Iterable[Problem]]
 ) -> Recipe[ConfigT]:
-    """Make the tree of settings, with defaults for what no source says.
+    """Build the tree of settings, with defaults for unset values.
 
     Args:
         schema: the tree of settings.
-        gathered: what was read; its problems are reported with those found here.
-        check: returns what is wrong with settings that are each valid.
+        gathered: the settings read; its problems are reported with those found here.
+        check: finds problems among settings that are each valid.
 
     Raises:
         RecipeError: with all mistakes of all sources, one line each; CannotRun if each setting is
@@ -113,7 +113,7 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
 
 
 def merge(schema: type[Config], sources: Iterable[Settings], notices: list[str]) -> Settings:
-    """The settings of all sources, of which the later win; notices for those that are left out."""
+    """Merge the settings of all sources, where later ones win; dropped ones get notices."""
     merged: Settings = {}
     for source in sources:
         merged = _merged(schema, merged, source, notices)

@@ -268,7 +268,7 @@ FORMATS = Registry[OpenFiles](
         "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
     },
 )
-"""How files are opened, by their kind: see `torchtitan.data.files.SUFFIXES`."""
+"""Functions that open files, by kind: see `torchtitan.data.files.SUFFIXES`."""
 
 
 def open_documents(

@@ -23,7 +23,7 @@ ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHAN
 
 
 def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
-    """The data files at `path`, sorted by name, and what they are (by suffix if not given)."""
+    """Find the data files at `path`, sorted by name, and their kind (by suffix if not given)."""
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
         return _unpacked([path], _kind_of(path) if compressed or kind is None else kind)
@@ -55,7 +55,7 @@ def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
 
 
 def _unpacked(files: list[Path], kind: str) -> tuple[list[Path], str]:
-    """The same, once no text is known to be packed."""
+    """Return the same files, after checking that none of the text files is compressed."""
     if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
         raise ConfigError(
             f"{packed[0]}: compressed text is not read, only JSON Lines compressed as "

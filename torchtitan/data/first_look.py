@@ -23,7 +23,7 @@ BLOCK: Final = 2**24
 
 
 def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> None:
-    """Refuse files, of one kind, that cannot be read; `path` is what they were found at.
+    """Reject files, of one kind, that cannot be read; they were found at `path`.
 
     Raises:
         ConfigError: with file and line.

@@ -183,7 +183,7 @@ def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
 
 
 def without_idle_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe by dotted keys, without `[data.NAME]` where its data set holds something else."""
+    """Drop each `[data.NAME]` for another kind of content from a recipe (dotted keys)."""
     dataset = DATASETS.get(recipe.get("data.dataset", ""))
     content = dataset.content if dataset else "text"
     idle = tuple(f"data.{name}." for name in DATA if name != content)

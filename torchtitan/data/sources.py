@@ -178,7 +178,7 @@ def check_local(config: DataConfig) -> None:
 
 
 def _format(description: Dataset | None) -> str | None:
-    """The kind of the files, where the data set says it."""
+    """Return the kind of the files, if the data set determines it."""
     return description.kind if description and description.kind in FORMATS else None
 
 

@@ -147,7 +147,7 @@ class DataStream:
         """
         self._config, self._device = config, device
         self._batches: list[BaseNode[Served | ConfigError]] = []
-        # Torch ends the process where a thread is still in it when the interpreter exits.
+        # Torch ends the process if a thread still runs in it when the interpreter exits.
         weakref.finalize(self, self._batches.clear)
         self._source = source
         self._packing = packing

@@ -1,10 +1,10 @@
 """Initial weights that do not depend on how they are sharded.
 
 Every weight is a function of (seed, parameter name, position in the whole parameter) alone: a
-parameter is cut into blocks of rows, and each block has a generator of its own, whose state is a
+parameter is divided into blocks of rows, and each block has its own generator, whose state is a
 hash. A rank draws only the blocks it owns a part of, so any layout starts bit-identical to one
-rank, with no seed checkpoint, and starting a large model costs a rank about its share. All drawing
-is in fp32 on the CPU, so the device and dtype of a parameter change nothing but the final rounding.
+rank, with no seed checkpoint, and initializing a large model costs a rank about its share. Weights
+are drawn in fp32 on the CPU, so the device and dtype of a parameter affect only the final rounding.
 """
 
 from collections.abc import Callable, Iterable

@@ -168,12 +168,11 @@ class ModelSpec(Generic[Args]):
     roles: Mapping[str, str] = field(default_factory=dict)
     """Overrides of the inferred optimizer role, by parameter name, with `*` as above."""
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
-    """(arguments, parameter name) to the dim along which its heads of attention lie, and how many
-    there are; None: it has none."""
+    """(arguments, parameter name) to the dim and number of its attention heads; None: no heads."""
     head_dim: Callable[[Args], int] = lambda args: args.dim // args.n_heads  # type: ignore[attr-defined]
-    """Elements of a head of its `SelfAttention`; default: the dim over the number of heads."""
+    """Dimension of a head of its `SelfAttention`; by default dim / number of heads."""
     tied: Callable[[Args], bool] = lambda args: False
-    """Whether the output multiplies with the weights of the embedding."""
+    """Whether the output uses the weights of the embedding."""
     queries_and_keys: tuple[str, str] | None = None
     """Names of the query and key linears in the module of each `SelfAttention`, if logits grow
     with their weights; None: they do not, as with normalized queries and keys."""
