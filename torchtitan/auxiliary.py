@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.config import Config, PlannedWorld, Problem, Registry
+from torchtitan.config import Config, Context, Problem, Registry
 
 
 class AuxiliaryLossConfig(Config):
@@ -40,7 +40,7 @@ class AuxiliaryLossConfig(Config):
         description="Steps before `final_step` over which the weight changes linearly; 0: at once.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if (self.final_weight is None) != (self.final_step == 0):
             key = "final_weight" if self.final_weight is None else "final_step"
             message = "self.final_weight and self.final_step go together: which weight, and when"

@@ -12,10 +12,10 @@ from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import (
     Config,
+    Context,
     Discriminated,
     ListOf,
     OneOf,
-    PlannedWorld,
     Problem,
     flat,
     local_path,
@@ -83,7 +83,7 @@ class JobSection(Config):
         "OPTIMIZERS, DATASETS and the other registries.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.config_file is not None:
             message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
             yield Problem("config_file", message)
@@ -135,7 +135,7 @@ class TrainingSection(Config):
         description="Steps between runs of Python's garbage collector, and of the C library's.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.global_batch_size == 0:
             yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
         if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
@@ -155,7 +155,7 @@ class DebugSection(Config):
         False, description="Warn of an operation that has no deterministic algorithm."
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.deterministic_warn_only and not self.deterministic:
             message = "it means nothing without self.deterministic = true"
             yield Problem("deterministic_warn_only", message, ("deterministic",))

@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.data import DATASETS, DataConfig, DataStream
 from torchtitan.parallel import ParallelModel, World
 from torchtitan.tasks import Task
@@ -69,7 +69,7 @@ class ValidationConfig(Config):
         "them to pictures/ in job.dump_folder, if the task draws one.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:
             return
         if self.steps == 0:
@@ -77,9 +77,9 @@ class ValidationConfig(Config):
         if self.local_batch_size and self.unit == "global":
             message = 'a global batch is that of training; write self.unit = "local"'
             yield Problem("local_batch_size", message, ("unit",))
-        names, several = self.datasets, self.data(recipe.data)
+        names, several = self.datasets, self.data(context.recipe.data)
         if len(names) == 1:
-            yield from several[names[0]].problems(recipe, world)
+            yield from several[names[0]].problems(context)
             return
         if not names:
             yield Problem("dataset", "wanted at least one data set")
@@ -94,7 +94,7 @@ class ValidationConfig(Config):
                 message = f'write the file or folder itself in place of "{name}"'
                 yield Problem("dataset", message)
                 continue
-            for problem in config.problems(recipe, world):
+            for problem in config.problems(context):
                 yield Problem("dataset", f'"{name}": {problem.message}')
 
 

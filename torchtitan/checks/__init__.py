@@ -1,10 +1,10 @@
 """Checks of a recipe: settings, each valid, that cannot work together, with a remedy.
 
-Each section finds its own problems (`Config.problems`), and one that is chosen by name also its
-conflicts with others (`Config.conflicts`). A rule here finds problems between sections: one file
-per subject, one function per rule, all with one signature. Training, `check`, `compare`, `verify`
-and the launcher collect them all by `problems`, before any process group exists, reading nothing
-but file names and the tokenizer of a debug model.
+Each section finds its own problems (`Config.problems`), and one that is chosen by name also those
+between it and others. A rule here finds all other problems between sections: one file per subject,
+one function per rule, all with one signature. Training, `check`, `compare`, `verify` and the
+launcher collect them all by `problems`, before any process group exists, reading nothing but file
+names and the tokenizer of a debug model.
 """
 
 import importlib
@@ -33,6 +33,7 @@ from torchtitan.checks import (
 from torchtitan.checks.vocabulary import follow_tokenizer
 from torchtitan.config import (
     Config,
+    Context,
     KeyPath,
     PlannedWorld,
     Problem,
@@ -160,11 +161,10 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def of_sections(
     config: Config, job: JobConfig, world: PlannedWorld, path: KeyPath = ()
 ) -> Iterator[Problem]:
-    """Find the problems and conflicts reported by each section and those within it."""
+    """Find the problems reported by each section and those within it."""
     name = ".".join(path)
-    for problem in config.problems(job, world):
+    for problem in config.problems(Context(job, world, name)):
         yield problem.within(name)
-    yield from config.conflicts(job, world, name)
     for key, value in config:
         if isinstance(value, Config):
             yield from of_sections(value, job, world, (*path, key))

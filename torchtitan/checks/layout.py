@@ -95,7 +95,7 @@ def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         )
         yield Problem("training.global_batch_size", message, rests_on)
         return
-    for problem in job.data.uneven(job.global_batch(degrees), ranks):
+    for problem in job.data.batch_problems(job.global_batch(degrees), ranks):
         yield problem.within("data")._replace(also=("data", *rests_on))
 
 

@@ -32,7 +32,7 @@ class Model(NamedTuple):
 def model_of(job: JobConfig) -> Model | None:
     """Return the model of a recipe; None if the flavor is unknown, or its sizes are invalid."""
     spec, flavor = MODELS[job.model.name], job.model.flavor
-    if flavor not in spec.flavors or any(job.model.misfits(job.model_args())):
+    if flavor not in spec.flavors or any(job.model.size_problems(job.model_args())):
         return None
     return Model(spec, job.model_args(), f"{spec.name} {flavor}")
 
@@ -43,7 +43,7 @@ def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if job.model.flavor not in flavors:
         yield Problem("model.flavor", allowed_names(job.model.flavor, flavors), ("model.name",))
         return
-    for problem in job.model.misfits(job.model_args()):
+    for problem in job.model.size_problems(job.model_args()):
         yield problem.within("model")._replace(also=("model",))
 
 

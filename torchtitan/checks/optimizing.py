@@ -139,7 +139,7 @@ def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     heads = partial(model.spec.heads, model.args)
     parameters = name_parameters([model.empty()], model.spec.role, heads)
-    for problem in (*o.misfits(parameters), *group_problems(o, parameters)):
+    for problem in (*o.parameter_problems(parameters), *group_problems(o, parameters)):
         yield problem.within("optimizer")._replace(also=("optimizer", "model"))
 
 

@@ -111,7 +111,7 @@ class Planned:
             yield Problem(CSV, str(error))
             return
         found = list(
-            schedule_csv.faults(orders, config.pipeline_parallel_degree, self.microbatches)
+            schedule_csv.problems(orders, config.pipeline_parallel_degree, self.microbatches)
         )
         yield from (Problem(CSV, fault) for fault in found)
         if found:
@@ -157,7 +157,7 @@ class Planned:
         config, spec = self.config, self.spec
         if config.module_fqns_per_model_part:
             known = units(spec, self.network)
-            for fault in part_faults(config.module_fqns_per_model_part, known):
+            for fault in part_problems(config.module_fqns_per_model_part, known):
                 yield Problem(PARTS, fault)
             return
         most = self.layers + bool(spec.before_blocks) + bool(spec.after_blocks)
@@ -223,7 +223,7 @@ class Planned:
             )
 
 
-def part_faults(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]:
+def part_problems(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]:
     """Find reasons why stages by hand are not a partition of `known` units; the first kind only."""
     names = [name for unit in known for name in unit]
     given = [name for part in parts for name in part]

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from torchtitan.config.problems import PlannedWorld, Problem
+from torchtitan.config.problems import Context, Problem
 from torchtitan.config.words import allowed_names, show
 
 KeyPath = tuple[str, ...]
@@ -57,19 +57,10 @@ class Config(BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        """Find problems of this section, by keys relative to it.
+    def problems(self, context: Context) -> Iterator[Problem]:
+        """Find what cannot work about this section, or between it and other sections.
 
-        Args:
-            recipe: the whole recipe, for sections in modules that may know it.
-        """
-        return iter(())
-
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """Find conflicts between this section and others, by keys of the whole recipe.
-
-        Args:
-            key: this section's own key.
+        Paths are relative to the section; `between` marks problems with paths of the recipe.
         """
         return iter(())
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.convert.settings import (
     Conversion,
     LinearConverterConfig,
@@ -57,8 +57,8 @@ class Float8(LinearConverterConfig):
         description="Gather activations over tensor-parallel ranks in Float8 (tensorwise only).",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         for name in filter(None, (self.packs_weights, self.gathers_inputs)):
             if self.recipe != "tensorwise":
                 message = (

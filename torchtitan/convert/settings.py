@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device
 
 if TYPE_CHECKING:
@@ -140,10 +140,12 @@ class LinearConverterConfig(ConverterConfig):
         "way, and multiply them in their original dtype.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        if not world.is_here or self.emulate:
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if not context.world.is_here or self.emulate:
             return
-        if lack := self.lacks(Device("cuda").capability if world.device_type == "cuda" else None):
+        if lack := self.lacks(
+            Device("cuda").capability if context.world.device_type == "cuda" else None
+        ):
             message = f"{lack}; write emulate = true to round so and multiply otherwise"
             yield Problem("emulate", message)
 

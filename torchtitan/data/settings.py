@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, Registry, allowed_names, exists
+from torchtitan.config import Config, Context, Problem, Registry, allowed_names, exists
 
 FILES = ("local", "text", "jsonl", "parquet")
 """Kinds that are text files."""
@@ -135,7 +135,7 @@ class DataConfig(Config):
         """Return the section with the settings of validation."""
         return self.model_copy(update={"num_workers": 0, "lanes": -1})
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
         description = DATASETS.get(dataset)
         if path is not None and not exists(path):
@@ -152,7 +152,7 @@ class DataConfig(Config):
             message = f'the data set "{dataset}" reads no files'
             yield Problem("dataset_path", message, ("dataset",))
 
-    def uneven(self, batch: int, ranks: int) -> Iterator[Problem]:
+    def batch_problems(self, batch: int, ranks: int) -> Iterator[Problem]:
         """Find lanes and workers that are not divisible by the number of sequences and ranks."""
         lanes = batch if self.lanes == -1 else self.lanes
         if lanes < 1 or lanes % batch:

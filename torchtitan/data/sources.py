@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, PlannedWorld, Registry, local_path
+from torchtitan.config import ConfigError, Context, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
 from torchtitan.data.files import find_files, fingerprint_files
@@ -126,7 +126,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     Args:
         tokenizer: the model's, if it reads text.
     """
-    if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
+    if found := [p.within("data") for p in config.problems(Context())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
@@ -166,7 +166,7 @@ def check_local(config: DataConfig) -> None:
     Raises:
         ConfigError: if they cannot be read, with the reason.
     """
-    if any(config.problems(None, PlannedWorld())):
+    if any(config.problems(Context())):
         return  # already reported
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:

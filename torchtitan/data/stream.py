@@ -381,7 +381,7 @@ def build_stream(
         device: receives the batches.
     """
     batch = local_batch_size * accumulation * ranks
-    if found := [p.within("data") for p in config.uneven(batch, ranks)]:
+    if found := [p.within("data") for p in config.batch_problems(batch, ranks)]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     return DataStream(
         config,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, exists, shorten
+from torchtitan.config import Config, Context, Problem, exists, shorten
 from torchtitan.models.attention import AttentionMask
 
 Args = TypeVar("Args")
@@ -56,7 +56,7 @@ class ModelConfig(Config):
         """Return the sizes set in the recipe."""
         return {key: said for key in self.sizes() if (said := getattr(self, key)) is not None}
 
-    def misfits(self, args: Any) -> Iterator[Problem]:
+    def size_problems(self, args: Any) -> Iterator[Problem]:
         """Find sizes in effect that are invalid."""
         return iter(())
 
@@ -79,7 +79,7 @@ class TextConfig(ModelConfig):
         "those of its own document only.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         path = self.tokenizer_path
         if path is not None and not exists(path):
             message = f"there is no such file or folder{self._where_from(path)}"

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.device import compiles_for_cpu
 from torchtitan.optim import low_bit
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
@@ -60,12 +60,12 @@ class AdamRule(Implemented):
     def is_compiled(self) -> bool:
         return self.state_dtype != "parameter"
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.is_compiled and self.implementation != "fused":
             message = 'with self.state_dtype the update is compiled instead; use "fused"'
             yield Problem("implementation", message, ("state_dtype",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.is_compiled and on_cpu and not compiles_for_cpu():
             message = (
                 "its update is compiled, which on a CPU needs g++ or clang++, and there is "

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import PlannedWorld, Problem, allowed_names, shorten, show
+from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign, groups_of
@@ -157,7 +157,7 @@ class Muon(OptimizerConfig):
     def state_bytes(self, parameter_bytes: int) -> float:
         return parameter_bytes
 
-    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+    def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         known = list(dict.fromkeys(parameter.role for parameter in parameters))
         for role in self.roles:
             if role not in known:
@@ -226,8 +226,8 @@ class Muon(OptimizerConfig):
         short, long = sorted((rows, columns))
         return self.ns_steps * (4.0 * short * short * long + 2.0 * short**3)
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.nesterov and not self.momentum:
             yield Problem("nesterov", "it needs self.momentum > 0; use false", ("momentum",))
         if self.early_step_in_backward:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Size, Tensor
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.optim.matrices import Lying
 from torchtitan.optim.parameters import NamedParameter
 
@@ -202,7 +202,7 @@ class OptimizerConfig(UpdateRule):
             raise NotImplementedError(f"there are no formulas of what {self.name} sends")
         return iter(())
 
-    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+    def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         """Find problems in the settings, given all parameters of the model."""
         return iter(())
 
@@ -210,15 +210,15 @@ class OptimizerConfig(UpdateRule):
         """Return log lines on how the rule applies to the parameters, if that is not obvious."""
         return iter(())
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.offload_states and self.early_step_in_backward:
             message = (
                 "with self.early_step_in_backward, the backward would wait for the host's updates; "
                 "use false"
             )
             yield Problem("offload_states", message, ("early_step_in_backward",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.offload_states and self.multiplies_matrices:
             message = f"{self.name} multiplies matrices, for which the host is too slow; use false"
             yield Problem("offload_states", message, ("name",))

@@ -67,7 +67,7 @@ class Llama3Config(TextConfig):
                 f"{details['loc'][0]}: got {show(details['input'])}; {details['msg'].lower()}"
                 for details in error.errors()
             ) from None
-        problems = [f"{problem.path}: {problem.message}" for problem in config.misfits(args)]
+        problems = [f"{problem.path}: {problem.message}" for problem in config.size_problems(args)]
         for key, value in sizes.items():
             most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
             if isinstance(value, int) and value > most:
@@ -83,7 +83,7 @@ class Llama3Config(TextConfig):
         kept = changed if changed.factor > 1 else None
         return dataclasses.replace(args, **said, rope_scaling=kept)
 
-    def misfits(self, args: Llama3Args) -> Iterator[Problem]:
+    def size_problems(self, args: Llama3Args) -> Iterator[Problem]:
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
         if dim % heads:
             key = self.origin("n_heads", "dim")
