@@ -166,13 +166,17 @@ class LogitLimit:
         self.hooks = Hooks(
             before_forward=lambda batch: self.logits.begin(),
             after_backward=self.measure,
-            after_update=lambda: self.clip.apply(self.largest),
+            after_update=self.apply,
         )
 
     def measure(self, batch: StepBatch) -> None:
         """Agree on the largest logits of the step, and record the largest of all."""
         self.largest = self.logits.agree()
         self.meter.record(max_attention_logit=self.largest.max())
+
+    def apply(self) -> None:
+        """Scale down the heads whose logits were above the limit."""
+        self.clip.apply(self.largest)
 
 
 class StatisticsProbe:

@@ -111,7 +111,7 @@ class Planned:
             yield Problem(CSV, str(error))
             return
         found = list(
-            schedule_csv.problems(orders, config.pipeline_parallel_degree, self.microbatches)
+            schedule_csv.order_problems(orders, config.pipeline_parallel_degree, self.microbatches)
         )
         yield from (Problem(CSV, fault) for fault in found)
         if found:
