@@ -13,7 +13,7 @@ Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
 
 class CheckpointConfig(Config):
-    """When checkpoints are saved, and what a run starts from."""
+    """Saving of checkpoints, and the starting point of a run."""
 
     enable: bool = Field(False, description="Save checkpoints, and resume from them.")
     folder: str = Field(
@@ -77,11 +77,11 @@ class CheckpointConfig(Config):
     )
 
     def path_in(self, dump_folder: Path) -> Path:
-        """Where checkpoints are saved."""
+        """Return the folder in which checkpoints are saved."""
         return location(self.folder) if is_url(self.folder) else dump_folder / self.folder
 
     def saves_at(self, step: int, *, is_final: bool) -> bool:
-        """Whether a step is to be saved; `is_final` says that no step will follow."""
+        """Whether a step must be saved; `is_final`: no step will follow."""
         first = self.enable_first_step_checkpoint and step == 1
         return (
             self.enable and not self.load_only and (is_final or first or not step % self.interval)

@@ -30,7 +30,7 @@ Granularity = Literal["block", "model"]
 
 
 class CompileConfig(Config):
-    """Compilation of the model, the loss and the optimizer's updates."""
+    """Compilation of the model and the loss."""
 
     enable: bool = Field(False, description="Compile the model's blocks and the loss.")
     components: tuple[Component, ...] = Field(
