@@ -82,7 +82,7 @@ def test_what_a_device_lacks(
         lack
     )
     emulated = config.model_copy(update={"emulate": True})
-    assert not list(emulated.problems(Context(world=here)))
+    assert not list(emulated.problems(here))
 
 
 def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:

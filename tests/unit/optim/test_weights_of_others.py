@@ -92,7 +92,7 @@ def test_weights_written_after_an_update_are_updated_next(name: str, way: str) -
                 parameter.add_(FAR)
 
     network, inner = opened(name, way)
-    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=write)
+    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=[write])
     before = weights(network)
     for _ in range(3):
         backward(network, optimizers)
