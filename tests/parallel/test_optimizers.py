@@ -38,8 +38,9 @@ MORE = {"DDP 2": case(replicate=2), "TP 2": case(tp=2), "HSDP 2 x 2": case(repli
 """Longer trials."""
 ALLOWED = {"bfloat16": 3e-4, "float8": 0.02, "8bit": 0.02, "4bit": 0.2}
 """How far weights may be off, in parts of how far they moved; both as 2-norms."""
-WITHOUT_COLUMNS = 5e-4
-"""The same, where the blocks of a layout are those of one rank."""
+WITHOUT_COLUMNS = 1e-3
+"""The same, where the blocks of a layout are those of one rank: 5.8e-4 has been seen, of moments
+between two codes that became the other."""
 
 
 def job(layout: Case, max_norm: float = 0.3, **optimizer: Any) -> JobConfig:

@@ -19,7 +19,7 @@ from torchtitan.models.spec import count_parameters
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-SYSTEMS = ("vit_mae",)
+SYSTEMS = ("vit_mae", "auxiliary_losses", "low_precision_attention")
 """Recipes of research/ whose tests are in tests/research/."""
 
 
@@ -35,7 +35,6 @@ LLAMAS = [path for path in RECIPES if path.stem.startswith("llama3")]
 every_llama = pytest.mark.parametrize("path", LLAMAS, ids=lambda path: path.stem)
 # Ranks that each is meant for.
 RANKS = {
-    "auxiliary_losses_debug": 1,
     "debug_model": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
@@ -43,7 +42,6 @@ RANKS = {
     "llama3_70b": 256,
     "llama3_8b": 8,
     "llama3_8b_long": 64,
-    "low_precision_attention_debug": 1,
 }
 FLAVORS = {name: name.removeprefix("llama3_").removesuffix("_long").upper() for name in RANKS}
 PUBLISHED_RATES = {"llama3_8b": 3e-4, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}

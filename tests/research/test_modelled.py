@@ -2,13 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tests.parallel.test_verify import SHARD, in_empty_folder, verify
+from tests.parallel.test_verify import RECIPES as MAIN_ROAD
+from tests.parallel.test_verify import SHARD, can_be_shrunk, in_empty_folder, verify
 from tests.tiers import tiers
 from torchtitan.comm import GRADIENTS, REPLICAS
 from torchtitan.research.common.quantized import QuantizedReduce
@@ -117,3 +119,12 @@ def test_a_code_that_is_wrong_is_named(
     assert verify(MODELLED["QSDP"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match(r"another run: SGD with momentum, step 1, rank 1: gradient of ", last)
+
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+RECIPES = sorted({*FOLDER.glob("*.toml"), *FOLDER.glob("research/*.toml")} - {*MAIN_ROAD})
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_shrunk(path: Path) -> None:
+    can_be_shrunk(path)

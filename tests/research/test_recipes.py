@@ -11,6 +11,7 @@ from torchtitan import research
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
 FOLDER = Path(__file__).parents[2] / "train_configs/research"
@@ -31,6 +32,7 @@ SMALL = [
     *("--training.steps=3", "--training.seq_len=32", "--training.local_batch_size=2"),
     *("--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=1"),
     *("--data.report_unigram_loss=false", "--job.dump_folder=unused"),
+    "--metrics.save_events=false",
     *("--model.n_layers=2", "--model.dim=64", "--model.n_heads=4", "--model.n_kv_heads=2"),
     *("--model.ffn_dim=192", "--lr_scheduler.warmup_steps=2"),
 ]
@@ -44,6 +46,21 @@ def test_every_system_has_a_recipe() -> None:
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_nothing_is_said_twice(name: str) -> None:
     assert list(repeated(FOLDER / f"{name}.toml")) == []
+
+
+ELSEWHERE = {
+    "auxiliary_losses_debug": "auxiliary_tasks",
+    "low_precision_attention_debug": "hadamard_attention",
+}
+"""Recipes of systems that have stood with those of the main road, and the system of each."""
+
+
+@pytest.mark.parametrize("name", [n for n, system in ELSEWHERE.items() if system in SYSTEMS])
+def test_a_recipe_of_before_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = FOLDER.parent / f"{name}.toml"
+    assert main(["check", str(path), "--world-size", "1"]) == 0
+    assert capsys.readouterr().out.startswith("# valid on 1 rank")
+    assert list(repeated(path)) == []
 
 
 def losses(job: JobConfig) -> list[float]:
@@ -61,8 +78,9 @@ def losses(job: JobConfig) -> list[float]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-def test_it_trains(name: str) -> None:
+def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From about the loss of guessing evenly among all 2,048 tokens."""
+    monkeypatch.chdir(tmp_path)
     recipe = load_job(FOLDER / f"{name}.toml", SMALL, RANKS[name], "cpu")
     for found in run_ranks(losses, RANKS[name], recipe.config):
         assert len(found) == 3

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
 from tests.test_docs import ROOT
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
+from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 
@@ -93,3 +96,24 @@ def test_a_limit_of_attention_logits_is_refused() -> None:
     found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
     message = "vit_mae does not say which weights make the queries and keys"
     assert message in found["optimizer.qk_clip"]
+
+
+def test_a_run_of_text_from_before_resumes_without_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint records keys of `[data.images]`, which had no effect."""
+    small = tiny.job(tmp_path, training={"steps": 2}, checkpoint={"enable": True, "interval": 1})
+    flat, section = JobConfig.in_effect, ImagesConfig().model_dump(mode="json")
+    before = {f"data.images.{key}": value for key, value in section.items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(JobConfig, "in_effect", lambda job: flat(job) | before)
+        run_ranks(train, 1, small)
+    longer = small.model_copy(
+        update={"training": small.training.model_copy(update={"steps": 3, "max_norm": 2.0})}
+    )
+    told = resume_policy(longer).start().changes
+    assert [line.partition(":")[0] for line in told] == ["training.max_norm", "training.steps"]
+
+
+def test_sections_without_effect_are_in_no_comparison() -> None:
+    assert job(TEXT, "--no-data.images.augment").flat() == job(TEXT).flat()

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from torchtitan.checkpoint.remote import is_url, location, problem_of_url
-from torchtitan.config import Config, PlannedWorld, Problem, exists, local_path
+from torchtitan.config import Config, Context, Problem, exists, local_path
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
@@ -87,7 +87,7 @@ class CheckpointConfig(Config):
             self.enable and not self.load_only and (is_final or first or not step % self.interval)
         )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         idle = {
             "resume": self.resume == "must",
             "load_step": self.load_step >= 0,
@@ -112,7 +112,7 @@ class CheckpointConfig(Config):
         initial = self.initial_load_path
         if initial is None or is_url(initial):
             return
-        if initial == recipe.model.tokenizer and not exists(initial):
-            return  # reported for the tokenizer
+        if initial == context.recipe.model.tokenizer and not exists(initial):
+            return  # said of the tokenizer
         if not (exists(initial) and local_path(initial).is_dir()):
             yield Problem("initial_load_path", "there is no such folder")

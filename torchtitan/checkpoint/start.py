@@ -11,6 +11,7 @@ from torchtitan.checkpoint.initial import ResumePoint, initial_point
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
+from torchtitan.data import without_idle_sections
 from torchtitan.models import with_sizes
 from torchtitan.optim import OptimizerConfig
 
@@ -79,7 +80,7 @@ def choose_own(
             f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
             f"{path.name}:\n{_lines(newer)}"
         )
-    saved = with_sizes(read_state(path, read_manifest(path))["recipe"])
+    saved = with_sizes(without_idle_sections(read_state(path, read_manifest(path))["recipe"]))
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())

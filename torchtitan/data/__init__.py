@@ -1,8 +1,15 @@
-"""Documents to batches: tokenizers, sources of documents, and the stream that packs them."""
+"""The path from documents to batches: tokenizers, sources of documents, and the packing stream."""
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer
-from torchtitan.data.settings import DATA, DATASETS, DataConfig, Dataset, data_class
+from torchtitan.data.settings import (
+    DATA,
+    DATASETS,
+    DataConfig,
+    Dataset,
+    data_class,
+    without_idle_sections,
+)
 from torchtitan.data.sources import SOURCES, check_local, open_source
 from torchtitan.data.stream import DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -25,4 +32,5 @@ __all__ = [
     "open_source",
     "train_bpe",
     "train_tokenizer",
+    "without_idle_sections",
 ]

@@ -99,13 +99,13 @@ class Collective:
 
     @property
     def tensors(self) -> str:
-        """Its tensors in words; nothing for a barrier."""
+        """The tensors as text; empty for a barrier."""
         given, taken = (_several(shapes) for shapes in (self.inputs, self.outputs))
         return given if given == taken or not taken else f"{given} to {taken}"
 
 
 def recorded(device_type: str = "cpu") -> list[Collective]:
-    """The collectives of this process so far, as many as comm.trace_buf_size, oldest first."""
+    """The last collectives of this process, at most comm.trace_buf_size, oldest first."""
     dumps = [load(dump, "this process") for dump in flight_records(device_type)]
     members = group_members()
     return [collective for dump in dumps for collective in collectives(dump, members)]

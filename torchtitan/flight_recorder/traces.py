@@ -31,8 +31,8 @@ Kind = Literal["collective", "p2p", "other", "terminated"]
 `terminated`: nowhere, the process received SIGTERM."""
 
 Fate = Literal["done", "raised", "waiting", "exchanging", "crashed", "lost", "stuck", "terminated"]
-"""`waiting` in a collective; `exchanging` in a send or receive that has no record; `lost` without a
-message; `stuck` outside communication; `terminated` by SIGTERM."""
+"""State in which a rank ended: `waiting` in a collective; `exchanging` in a send or receive without
+a record; `lost` without a message; `stuck` outside communication; `terminated` by SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Failure:
     """The record of a rank that failed, or that made no progress after SIGTERM."""
 
     time: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     error: str
     """Message of the exception; empty if none was raised."""
     kind: Kind
     place: str
     """Innermost line outside torch."""
     groups: Mapping[str, tuple[str, list[int]]]
-    """Purpose and ranks of each process group by name."""
+    """Purpose and ranks of each process group, by name."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RankTrace:
     step: int = 0
     world_size: int = 0
     time: float = 0.0
-    """When the step was noted, Unix seconds."""
+    """Time of the note of the step in Unix seconds."""
     pid: int = 0
     host: str = ""
     failure: Failure | None = None

@@ -1,7 +1,7 @@
-"""Converters as TorchTitan v0.1 and v0.2 wrote them: their names in one list, their keys elsewhere.
+"""Translates converters of TorchTitan v0.1 and v0.2, which have their names and keys in two places.
 
-`model.converters` names them in order, and the keys of each stand in a section of that name, which
-acts only where it is named. Here both are a `[[convert]]` section.
+`model.converters` lists the names in order, and each has its keys in a section of that name, which
+is ignored if the converter is not listed. Here both are a `[[convert]]` section.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ HERE = {
     "mx": "mxfp8",
     "quantize.linear.mx": "mxfp8",
 }
-"""Names of old converters, and of their sections, to names here: v0.1's, then v0.2's, which may
-stand beside each other."""
+"""Current names of converters by old names, and by their sections: v0.1's, then v0.2's, which may
+be combined."""
 
 
 def _names(value: Any) -> list[str]:
@@ -94,13 +94,13 @@ TABLE: Mapping[str, Converted | Gone] = {
 def sections(
     settings: Settings, below: Settings, result: Translation
 ) -> tuple[dict[str, int], Settings]:
-    """The converters that are asked for, with their numbers; and the keys to be translated.
+    """The requested converters, with their numbers; and the keys to be translated.
 
     Their `[[convert]]` sections are added to `result`.
 
     Args:
-        below: what `settings` go over, as old: flags may name a converter whose keys stand in the
-            recipe, or change a key of one that the recipe names.
+        below: the old settings that `settings` override: flags may name a converter whose keys are
+            in the recipe, or change a key of one that the recipe names.
     """
     asked = _asked(settings)
     names = asked or (_asked(below) if asked is None else None) or {}

@@ -120,7 +120,7 @@ def _tables(
 
 
 def _find(document: Body, path: KeyPath) -> tuple[Body, int]:
-    """The body, and the index in it, at which a key stands."""
+    """The body of a key, and its index there."""
     return next(
         (body, index)
         for above, body, _ in _tables(document)

@@ -21,7 +21,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Gone:
-    """A key without a counterpart: `asks_nothing` tells values that can be dropped."""
+    """A key without a counterpart; `asks_nothing` accepts values that can be dropped."""
 
     instead: str
     asks_nothing: Callable[[Any], bool]
@@ -38,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Converted:
-    """A key of a converter's own section, which stands in its `[[convert]]` section here."""
+    """A key of a converter's own section, which belongs to its `[[convert]]` section here."""
 
     to: str
     convert: Callable[[Any], Any] | None = None
@@ -61,16 +61,16 @@ def just(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Together:
-    """A key that means something only with others: `unsaid` reads it."""
+    """A key that has a meaning only together with others, which `unsaid` reads."""
 
     about: str
 
 
 class Translation(NamedTuple):
-    """What a translation table made of the settings of one source."""
+    """The settings of one source, translated by a table."""
 
     settings: dict[KeyPath, Setting]
     notices: list[str]
     problems: list[str]
     moved: dict[KeyPath, KeyPath]
-    """Where the settings went that are not where they were."""
+    """New paths of the settings that were moved."""

@@ -1,7 +1,6 @@
-"""The table: every key of TorchTitan v0.1 and v0.2 that is not ours, and what became of it.
+"""The table of every key of TorchTitan v0.1 and v0.2 that is not ours, with its translation.
 
-It is in parts by the version that was the last to have a key, from which the version of a recipe is
-told.
+It is split by the last version that had a key, which identifies the version of a recipe.
 """
 
 from collections.abc import Mapping

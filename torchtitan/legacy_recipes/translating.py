@@ -77,9 +77,9 @@ def _translate_key(
 
 
 def _unknown(path: KeyPath, *, is_section: bool) -> str | None:
-    """What is wrong with the name of a key, or a section, among TorchTitan's own sections.
+    """Describe the mistake in the name of a key or section among TorchTitan's own sections.
 
-    None: nothing, or of a section it stands in.
+    Returns None if there is none, or if it is that of the enclosing section.
     """
     for depth in range(1, len(path) + 1):
         above = "".join(f"{key}." for key in path[: depth - 1])

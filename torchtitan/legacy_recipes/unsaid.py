@@ -38,7 +38,7 @@ V0_2_0 = V0_1 | {
 }
 V0_2_2 = V0_2_0 | {"job.dump_folder": "./outputs", "data.num_workers": 0}
 DEFAULTS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
-"""By version, what is not our default."""
+"""Defaults that differ from ours, by version."""
 
 
 def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
@@ -85,7 +85,7 @@ def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
 
 
 def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Translation) -> None:
-    """The defaults of a recipe of TorchTitan, with a notice, and what they cannot make up for."""
+    """Add the defaults of a recipe of TorchTitan, with notices of them and of their limits."""
     wanted = {**DEFAULTS[version], **dict(_sizes(version, settings))}
     here = {key: v for key, v in wanted.items() if tuple(key.split(".")) not in settings}
     dataset = here.get("data.dataset", _value(settings, "data.dataset"))
@@ -126,7 +126,7 @@ def _sizes(version: str, settings: Settings) -> Iterator[tuple[str, Any]]:
 def _load_beside_tokenizer(
     sources: Sequence[Settings], settings: Settings, result: Translation
 ) -> None:
-    """Without a path, `initial_load_in_hf` means the weights in the folder of the tokenizer."""
+    """Translate `initial_load_in_hf` without a path: the weights in the tokenizer's folder."""
     asked = [s[key] for s in sources if (key := ("checkpoint", "initial_load_in_hf")) in s]
     if not asked:
         return

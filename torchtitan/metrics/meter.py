@@ -55,12 +55,12 @@ SMOOTHING = 0.3
 
 
 class Meter:
-    """Use as a context manager around training; it opens and closes the sinks.
+    """A context manager around training, which opens and closes the sinks.
 
-    `unit` is what the task counts and `rate` the key of its speed; `units_per_step` is for
-    information, as units are counted from what `record` is given.
-    `flops_per_unit` is of forward and backward together, `peak_flops` one device's dense peak.
-    `gather` makes of a float64 vector (n,) on the device one row of each rank's, (ranks, n); it is
+    `unit` is the unit that the task counts and `rate` the key of its speed; `units_per_step` is for
+    information, as units are counted from the values that `record` is given.
+    `flops_per_unit` covers forward and backward, `peak_flops` is the dense peak of one device.
+    `gather` turns a float64 vector (n,) on the device into one row for each rank, (ranks, n); it is
     called on due steps only, and by every rank. None: there is one rank.
     """
 

@@ -40,7 +40,7 @@ class SinkContext:
     tensorboard_folder: str = "tb"
     color: bool = True
     run_name: str | None = None
-    """None: the folder's."""
+    """Name of the run; None: that of its folder."""
     tags: Sequence[str] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The resolved recipe, shown by sinks that can."""
@@ -213,11 +213,11 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Every number as a scalar of its name; the recipe as a text.
+    """A sink with every number as a scalar of its name, and the recipe as a text.
 
-    A process that resumes writes a file of its own, which says from which step on (`purge_step`)
-    the points of earlier files are to be forgotten. So is a text, hence it stands at the first step
-    that is trained by its recipe.
+    A process that resumes writes a file of its own, whose `purge_step` invalidates the points of
+    earlier files from that step on, texts included. So the recipe is written at the first step that
+    it trains.
     """
 
     def __init__(self, context: SinkContext) -> None:
@@ -327,9 +327,9 @@ def unit_of(rate: str) -> str:
 
 
 def row_line(step: int, total: int, metrics: Metrics) -> str:
-    """A row for people, of 100 columns with the clock before it; aligned, to be read downwards.
+    """Format a row for the console in aligned columns; 100 characters with the clock before it.
 
-    Where waiting for data takes a notable part of the time, that stands in the place of memory.
+    If waiting for data takes a notable part of the time, it is shown instead of memory.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     rate = rate_key(metrics)

@@ -31,7 +31,7 @@ class Startup:
         world: World,
         state_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`state_bytes` is asked how much this rank's optimizer keeps, once it has made a step."""
+        """`state_bytes` returns the bytes of this rank's optimizer states after its first step."""
         self.state_bytes = state_bytes
         self.events, self.timeline, self.world = events, timeline, world
         self.remembered = world.comm.trace_buf_size
@@ -39,14 +39,14 @@ class Startup:
         self.began, self.age = time.time(), age_of_process()
 
     def before_step(self) -> None:
-        """To be called before each step."""
+        """Note the time; called before each step."""
         if self.steps < 2:
             self.began = time.time()
         if self.steps == 0:
             self.age = age_of_process()
 
     def after_step(self, step: int) -> None:
-        """To be called after each step; the first two are reported."""
+        """Report the first two steps; called after each step."""
         self.steps += 1
         if self.steps == 1:
             self.events.write(step, "start", **self._start())

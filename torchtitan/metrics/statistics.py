@@ -9,10 +9,10 @@
 as `activation/<module>/<which>`, `gradient/<parameter>/<which>` and `weight/<parameter>/<which>` in
 a row of metrics.jsonl, and as scalars in the other sinks.
 
-They are over the whole of each tensor, on however many ranks it lies, and over the whole global
-batch, so that they do not depend on the layout. Gradients are those of the step itself, before they
-are clipped. Activations are the outputs of embedding, blocks, norm and output layer, in an
-additional forward pass without a backward and without compilation: the run itself does not change.
+They cover the whole of each tensor, on all ranks that have a part of it, and the whole global
+batch, so that they do not depend on the layout. Gradients are those of the step itself, before
+clipping. Activations are the outputs of embedding, blocks, norm and output layer, in an additional
+forward pass without a backward and without compilation: the run itself does not change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -51,9 +51,9 @@ class Statistics:
     ) -> None:
         """
         Args:
-            every: so many steps; 0: never.
+            every: number of steps between measurements; 0: never.
             units: names of the modules whose output is measured.
-            copies: how many ranks have the same output of the module of this name.
+            copies: number of ranks with the same output of the module of a name.
         """
         self.every = every
         self.model, self.optimizers, self.world = model, optimizers, world

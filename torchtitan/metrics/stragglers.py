@@ -1,12 +1,12 @@
-"""The rank that all others wait for: which it is, in which phase, and what it costs.
+"""Finds stragglers: the rank that all others wait for, the phase, and the cost.
 
-Ranks are kept in step by their collectives, so that what a step takes tells none apart. What a rank
-works does: of the phases without a collective it is the time that goes by, of the others, on a CPU,
-the processor time of its thread. On CUDA there is no such time, and a rank that is slow in its
-forward or backward shows in a trace alone (`torchtitan profile`).
+Ranks are kept in step by their collectives, so the time of a step is the same on all of them. Their
+own work differs: the elapsed time in phases without a collective, and the processor time of the
+thread in the others, on a CPU. On CUDA there is no such time, and only a trace shows a rank that is
+slow in its forward or backward (`torchtitan profile`).
 
-What a straggler costs is what it works longer than the median rank, as a share of the step: to be
-twice as slow in a phase that takes no time is nothing to tell of.
+The cost of a straggler is its additional work relative to the median rank, as a share of the step:
+it does not matter that a rank is twice as slow in a phase that takes no time.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from torchtitan.timeline import Spent
 WORK: Final = ("data", "forward", "backward", "optimizer")
 """Phases in which ranks differ by what they do."""
 ALONE: Final = ("data",)
-"""In these no rank waits for another, but perhaps for a disk."""
+"""Phases in which no rank waits for another, but perhaps for a disk."""
 
 # Reports in a row: one may be chance.
 IN_A_ROW = 3
@@ -30,13 +30,13 @@ class Straggler(NamedTuple):
     phase: str
     rank: int
     seconds: float
-    """In which it worked longer than the median rank of its stage, a step."""
+    """Additional seconds of work in a step relative to the median rank of its stage."""
     percent: float
-    """The same, of the time of a step."""
+    """Additional work in percent of a step."""
 
 
 def worked(phase: str, spent: Spent) -> float:
-    """Seconds of a phase in which the rank itself was what took time."""
+    """Seconds of a phase that the rank itself worked."""
     return spent.wall if phase in ALONE else spent.busy
 
 
@@ -62,10 +62,10 @@ def slowest(
 
 
 class StragglerWatch:
-    """Tells of a rank that is slowest in a phase, report after report."""
+    """Detector of a rank that is the slowest in a phase in several reports in a row."""
 
     def __init__(self, limit: float, stages: int = 1) -> None:
-        """`limit` in percent of a step, 0: never; `stages` of a pipeline."""
+        """`limit` is in percent of a step, 0: never; `stages` is the number of pipeline stages."""
         self.limit, self.stages = limit, stages
         self._in_a_row: dict[tuple[str, int], int] = {}
 

@@ -1,10 +1,10 @@
-"""Draws initial weights that do not depend on how they are laid out over ranks.
+"""Initial weights that do not depend on how they are sharded.
 
 Every weight is a function of (seed, parameter name, position in the whole parameter) alone: a
-parameter is cut into blocks of rows, and each block has a generator of its own, seeded by a hash.
-A rank draws only the blocks it owns a part of, so any layout starts bit-identical to one rank,
-with no seed checkpoint, and starting a large model costs a rank about its share. All drawing is in
-fp32 on the CPU, so the device and dtype of a parameter change nothing but the final rounding.
+parameter is divided into blocks of rows, and each block has its own generator, whose state is a
+hash. A rank draws only the blocks it owns a part of, so any layout starts bit-identical to one
+rank, with no seed checkpoint, and initializing a large model costs a rank about its share. Weights
+are drawn in fp32 on the CPU, so the device and dtype of a parameter affect only the final rounding.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.models.spec import InitialWeight
-from torchtitan.seeds import seed_of
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
+from torchtitan.torch_private.generators import generator_of
 
 BLOCK = 2**20
-"""Elements of a block, about. Changing it changes the weights that a seed stands for.
+"""Approximate elements per block. Changing it changes the weights of every seed.
 
-Small blocks waste little where a rank owns part of one. Large ones are few, and should be: torch's
-CPU generator keeps 32 bits of a seed, so of very many blocks two could draw the same values.
+Small blocks waste little where a rank owns part of one; large ones need few generators.
 """
 
 
@@ -30,7 +29,7 @@ def initialize(
 ) -> None:
     """Overwrite `parameters` (name, plain tensor or `DTensor`) in place.
 
-    Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
+    Names must be those of the plain model, without wrappers; `rule` returns how each one starts.
     """
     for name, parameter in parameters:
         initial = rule(name)
@@ -54,8 +53,7 @@ def fill_normal(
     columns = [slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True)]
     for start in range(first - first % block_rows, last, block_rows):
         stop = min(start + block_rows, rows)
-        seed = seed_of(f"{stream}/{start // block_rows}")
-        generator = torch.Generator("cpu").manual_seed(seed)
+        generator = generator_of(f"{stream}/{start // block_rows}")
         block = torch.empty(stop - start, *rest, device="cpu", dtype=torch.float32)
         block.normal_(0.0, std, generator=generator)
         begin, end = max(first, start), min(last, stop)

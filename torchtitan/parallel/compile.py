@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from torchtitan.config import Config, PlannedWorld, Problem, local_path
+from torchtitan.config import Config, Context, Problem, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.parallel.technique import Technique
@@ -60,7 +60,8 @@ class CompileConfig(Config):
         "waits for Python; not with FSDP2, pipelines or accumulation.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
+        world = context.world
         if self.enable and not self.components:
             message = "with self.enable = true, wanted at least one of model, loss"
             yield Problem("components", message, ("enable",))

@@ -41,7 +41,7 @@ def ranks(orders: Orders) -> tuple[int, ...]:
     return tuple(owner[stage] for stage in range(len(owner)))
 
 
-def faults(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
+def order_problems(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
     """Yield the reasons why `pp` ranks cannot run a schedule; only its first kind of fault."""
     if len(orders) != pp:
         yield f"it has {len(orders)} rows; wanted {pp}, one for each rank of the pipeline"

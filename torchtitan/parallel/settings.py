@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.parallel.world import Degrees
 
 ReshardPolicy = Literal["default", "always", "never"]
@@ -109,7 +109,7 @@ class ParallelismConfig(Config):
         "one piece.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:
             message = "wanted -1 (all ranks that are left) or an integer >= 1"
             yield Problem("data_parallel_shard_degree", message)
@@ -123,7 +123,7 @@ class ParallelismConfig(Config):
                 "self.disable_sequence_parallel = true leaves out"
             )
             yield Problem(key, message, ("disable_sequence_parallel",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.enable_async_tensor_parallel and on_cpu:
             message = "SymmetricMemory does not support CPU; use it on CUDA, or leave it out"
             yield Problem(key, message)

@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device, pick
 from torchtitan.torch_private.collectives import set_timeout
 
@@ -96,7 +96,7 @@ class CommConfig(Config):
         "run.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         prefix = self.save_traces_file_prefix
         if "/" in prefix or prefix[-1:].isdigit():
             message = "wanted the first part of a file's name; the number of a rank follows it"

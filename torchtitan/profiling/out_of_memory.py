@@ -67,10 +67,10 @@ class Evidence:
     timeline: Timeline | None = None
     optimizers: Optimizers | None = None
     recipe: Mapping[str, Any] | None = None
-    """By dotted keys."""
+    """Settings by dotted key."""
 
     def write(self, dump_folder: Path, rank: int, step: int, error: BaseException) -> None:
-        """Write it beside the run; a disk that fails is reported, for the error has to go on."""
+        """Write it to the dump folder; an error of the disk is logged, not raised."""
         path = dump_folder / OUT_OF_MEMORY_FOLDER / f"rank{rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

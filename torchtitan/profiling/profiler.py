@@ -2,12 +2,12 @@
 
 A trace is a Chrome trace (open it at https://ui.perfetto.dev); a memory snapshot is the history of
 CUDA's allocator (open it at https://pytorch.org/memory_viz). Both are written on the schedule of
-`[profiling]`, and whenever somebody asks a live run: by a file in its dump folder, as
-`torchtitan profile` does, or by SIGPROF to any rank. What one rank is asked for, all ranks learn
-with the status of the step; so all of them trace the same steps.
+`[profiling]`, and on request during a run: by a file in its dump folder, as `torchtitan profile`
+does, or by SIGPROF to any rank. All ranks receive the request of one rank with the status of the
+step; so all of them trace the same steps.
 
-The exception that ends training always propagates to the caller; where memory ran out, the evidence
-of why is written first.
+The exception that ends training always propagates to the caller; if memory ran out, a report of its
+use is written first.
 """
 
 import json
@@ -28,7 +28,7 @@ from torchtitan.timeline import Timeline
 from torchtitan.torch_private.memory import dump_memory, record_memory
 
 REQUEST_FILE: Final = "profile_request.json"
-"""In job.dump_folder; as {"steps": 2}."""
+"""File in job.dump_folder with a request such as {"steps": 2}."""
 REQUEST_SIGNAL: Final = signal.SIGPROF
 ON_REQUEST: Final = "_on_request"
 """Suffix of the folder of a trace that was requested."""
@@ -88,7 +88,7 @@ class Profiler:
         return self._requested
 
     def agree(self, steps: float) -> None:
-        """Every rank is to trace so many steps, as soon as no other trace is under way."""
+        """Trace a number of steps on every rank, as soon as no other trace is in progress."""
         self._asked = max(self._asked, int(steps))
         if steps:
             self._requested = 0

@@ -74,7 +74,7 @@ class Agent(LocalElasticAgent):
         """`words` are the arguments of a torchrun command.
 
         Args:
-            rejoin_seconds: for how long nodes try to meet.
+            rejoin_seconds: time in which nodes try to meet.
             not_restarted: exit statuses of a rank that a restart cannot fix.
             is_finished: whether the run reached its last step.
             at_failure: called before a restart, which removes the traces of the failure.
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
         self.not_restarted, self.is_finished = not_restarted, is_finished
         self.at_failure = at_failure
         self.began = time.time()
-        """When the ranks were last started."""
+        """Time of the last start of the ranks."""
         self.stopped_by: signal.Signals | None = None
         """The first signal to this process."""
         self.at_once = False

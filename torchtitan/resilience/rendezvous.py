@@ -51,10 +51,10 @@ Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """Torch's, for which a store out of reach is no reason to end ranks that train."""
+    """Torch's rendezvous, but ranks continue to train while the store is unreachable."""
 
     def num_nodes_waiting(self) -> int:
-        """As far as this node knows."""
+        """The number of waiting nodes, as far as this node knows."""
         try:
             return super().num_nodes_waiting()
         except RendezvousConnectionError:
@@ -247,7 +247,7 @@ def work(calls: "SimpleQueue[Call | None]") -> None:
 
 
 def is_ours(host: str) -> bool:
-    """Whether an address, or one that a name stands for, is of this machine: it can be bound."""
+    """Whether an address or the address of a name belongs to this machine: it can be bound."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True  # also where it resolves to an address outside, as behind a NAT
     try:

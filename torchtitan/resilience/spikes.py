@@ -63,7 +63,7 @@ class Skip(NamedTuple):
     """The reason for skipping a step."""
 
     why: str
-    """In words."""
+    """Reason for the log."""
     row: dict[str, str | float]
     """Values for metrics that led to it, and recent ones if the window is full."""
 
@@ -72,7 +72,7 @@ class Guard:
     """Decides which updates are applied: those of steps that are finite and no spike."""
 
     def __init__(self, config: SpikesConfig, state: TrainState, update_is: str = "skipped") -> None:
-        """`update_is` says what becomes of the update of a step that is not accepted."""
+        """`update_is` names, for the log, the treatment of an update that is not accepted."""
         self.config, self.state, self.update_is = config, state, update_is
 
     def accepts(self, status: StepStatus) -> bool:
@@ -110,7 +110,7 @@ def detect_spike(config: SpikesConfig, history: History, **values: float) -> Ski
 
 
 def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
-    """Why a value is a spike, if it is one."""
+    """The reason why a value is a spike, if it is one."""
     if not math.isfinite(value):
         return "is not finite"
     if usual and sigma and value > usual.mean + sigma * usual.std:

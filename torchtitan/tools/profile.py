@@ -1,7 +1,7 @@
 """Have a live run write a trace of its next steps, and say what is in it.
 
-The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks learn of it
-with the result of a step, and each writes a trace of the same steps; so nothing has to be
+The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks receive
+it with the result of a step, and each writes a trace of the same steps; so nothing has to be
 configured, and nothing but the folder is shared.
 """
 
@@ -44,20 +44,20 @@ def profile(
 
 
 class NoAnswer(RuntimeError):
-    """The run did not write the traces that it was asked for."""
+    """The run did not write the requested traces."""
 
 
 def request_trace(
     folder: Path, steps: int, timeout: float, log: Callable[[str], None] = print
 ) -> Path:
-    """Ask for a trace of so many steps, and wait for that of every rank; their folder.
+    """Request a trace of some steps, wait for those of every rank, and return their folder.
 
     Args:
-        timeout: seconds to wait in all.
+        timeout: seconds to wait in total.
 
     Raises:
-        ConfigError: where no run is alive in the folder, or it was asked already.
-        NoAnswer: where the traces do not come.
+        ConfigError: if no run is alive in the folder, or a trace was requested already.
+        NoAnswer: if the traces do not come.
     """
     history = RunHistory.open(folder)
     state, traces = history.state(), history.traces_folder
@@ -97,6 +97,6 @@ def request_trace(
 
 
 def _written(traces: Path, known: set[Path]) -> tuple[Path, int]:
-    """The folder that was not known before, and how many ranks wrote a trace there."""
+    """The folder that was not known before, and the number of ranks with a trace there."""
     new = sorted(set(traces.glob(f"*{ON_REQUEST}")) - known)
     return (new[0], len(traces_in(new[0]))) if new else (traces, 0)

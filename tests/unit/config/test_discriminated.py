@@ -10,13 +10,16 @@ from pydantic import Field
 from torchtitan.config import (
     Config,
     Discriminated,
+    Gathered,
     Recipe,
     RecipeError,
-    Translation,
     flat,
     help_text,
     json_schema,
     load,
+    merge,
+    read_flags,
+    read_recipe,
 )
 
 
@@ -78,16 +81,13 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(text: str = "", flags: str = "") -> Recipe[Root]:
     Path("r.toml").write_text(text, encoding="utf-8")
-    return load(
-        Root,
-        "r.toml",
-        flags.split(),
-        translate=lambda settings, below: Translation(settings, [], [], {}),
-        new_name=lambda path: path,
-        unsaid=lambda *sources: Translation({}, [], [], {}),
-        prepare=lambda settings: [],
-        check=lambda config: [],
-    )
+    problems: list[str] = []
+    notices: list[str] = []
+    settings = merge(Root, read_recipe(Path("r.toml"), problems), notices)
+    above, wrong = read_flags(flags.split(), Root, settings, lambda path: path)
+    settings = merge(Root, [settings, above], notices)
+    gathered = Gathered(settings, "r.toml", notices, [*problems, *wrong])
+    return load(Root, gathered, check=lambda config: [])
 
 
 def test_a_class_that_nothing_picks_is_not_imported() -> None:

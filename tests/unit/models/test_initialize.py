@@ -1,7 +1,9 @@
 """Initial weights: a function of seed, name and position, and of nothing else."""
 
 import math
+from hashlib import shake_256
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.models import initialize as module
 from torchtitan.models.initialize import initialize
+from torchtitan.seeds import seed_of
+from torchtitan.torch_private.generators import generator_of
 
 STD = 0.02
-KNOWN = [-0.0085043, 0.0150946, 0.0328934]
+KNOWN = [-0.0207245, -0.0160441, -0.0069583]
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +73,28 @@ def test_known_values():
 def test_blocks_of_a_parameter_differ():
     blocks = draw(40, 16)[:39].view(13, -1)
     assert len(blocks.unique(dim=0)) == 13
+
+
+def test_no_two_names_draw_alike_where_a_short_seed_would():
+    """Of so many names two have the same seed of 32 bits."""
+    seen = {}
+    for number in range(300_000):
+        seed = seed_of(f"0/{number}/0") % 2**32
+        if seed in seen:
+            break
+        seen[seed] = number
+    one, other = (draw(3, 16, name=str(each)) for each in (seen[seed], number))
+    assert number < 299_999
+    assert not (one == other).any()
+
+
+def test_the_state_of_a_generator_is_the_whole_hash():
+    digest = shake_256(b"a name").digest(4 * 624)
+    twister = np.random.MT19937()
+    words = np.frombuffer(digest, np.uint32)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    found = torch.empty(2000, dtype=torch.int64).random_(2**16, generator=generator_of("a name"))
+    assert found.tolist() == [number % 2**16 for number in twister.random_raw(2000).tolist()]
 
 
 def test_statistics(monkeypatch):

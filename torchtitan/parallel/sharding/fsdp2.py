@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Gather, PlainGather, Reduce, Unit, Way
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.optim import NamedParameter
 from torchtitan.optim.matrices import Area, Lying
 from torchtitan.optim.norm import local
@@ -71,8 +71,8 @@ class FSDP2(ShardingConfig):
         "waits for them.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        if world.is_here and world.device_type == "cpu":
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if context.world.is_here and context.world.device_type == "cpu":
             for key, default in ON_CUDA.items():
                 if getattr(self, key) != default:
                     message = "a CPU waits for what is sent, so this does nothing here"

@@ -1,18 +1,18 @@
 """One replica group among others, by torchft (https://pytorch.org/torchft).
 
-Before each step the groups that are alive meet at a *lighthouse*. Those that are behind fetch all
-that the others have, from one of them. Then rank r of each group talks to the ranks r of the
-others. What they exchange in a step is
+Before each step the groups that are alive meet at a *lighthouse*. Those that are behind fetch the
+whole state from one of the others. Then rank r of each group communicates with the ranks r of the
+others. In a step they exchange
 
-    recipes       digests, since groups of unlike recipes would drift apart unseen
-    targets       as many as all groups together have; each divides its loss by that
-    lanes         where each group's data stands, so that all know it when one is gone
-    gradients     added up, as their losses are parts of one
-    norm          the largest, so that all clip by the same bits
+    recipes       digests, since groups of unlike recipes would drift apart unnoticed
+    targets       the number over all groups; each divides its loss by it
+    lanes         each group's position in the data, so that all know it when one is gone
+    gradients     summed, as their losses are parts of one
+    norm          the maximum, so that all clip by the same bits
 
-When a group is lost on the way, the others drop the step and do it again without it: no weight has
-changed, and the data goes back to where it was. Groups may differ in whether they still saw a step
-to its end; those that did not are then one behind, and catch up as above.
+When a group is lost during a step, the others drop the step and repeat it without it: no weight has
+changed, and the data returns to its former position. If only some groups complete a step, the
+others are one step behind, and catch up as above.
 """
 
 import json
@@ -129,10 +129,10 @@ class ReplicaGroup:
         return store, host, port
 
     def start_quorum(self, step: int) -> int | None:
-        """Before a step: who takes part in it? One that is behind catches up with the others.
+        """Agree on the groups of a step; a group that is behind catches up with the others.
 
         Returns:
-            The number of groups, where it is another than in the step before.
+            The number of groups, if it changed since the step before.
         """
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         try:
@@ -201,7 +201,7 @@ class ReplicaGroup:
         return value
 
     def _reduce(self, tensors: Iterable[Tensor], how: dist.ReduceOp.RedOpType) -> None:
-        """In place; after an error nothing more is sent, and the numbers mean nothing."""
+        """Reduce in place; after an error nothing more is sent, and the numbers are meaningless."""
         for work in [self.manager.allreduce(tensor, reduce_op=how) for tensor in tensors]:
             work.wait()
 

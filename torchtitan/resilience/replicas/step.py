@@ -57,7 +57,7 @@ class GroupModel:
         gradients: Callable[[], Iterable[Tensor]],
         timeline: Timeline,
     ) -> None:
-        """`gradients` are those of this rank, to be changed in place."""
+        """`gradients` returns those of this rank, which are changed in place."""
         self.inner, self.group = inner, group
         self.gradients, self.timeline = gradients, timeline
 
@@ -67,7 +67,7 @@ class GroupModel:
         return self.inner.parts
 
     def forward_backward(self, batch: StepBatch) -> Losses:
-        """As the inner one, for all groups."""
+        """Run the inner model, and sum losses and gradients over all groups."""
         losses = self.inner.forward_backward(batch)
         with self.timeline.phase("sync"):
             self.group.sum([*losses.values(), *self.gradients()])

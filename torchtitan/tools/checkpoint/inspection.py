@@ -85,9 +85,9 @@ def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
 
 
 def damage(checkpoint: Path) -> Iterator[str]:
-    """Read every byte of a checkpoint; what is not as it was saved, a line each.
+    """Read every byte of a checkpoint, and describe what differs from what was saved, a line each.
 
-    Besides the hashes of the files, the digests of the tensors that are in them are made anew.
+    Besides the hashes of the files, the digests of their tensors are computed again.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -112,9 +112,9 @@ class Difference:
     counters: tuple[str, ...]
     names: tuple[str, ...]
     tensors: tuple[str, ...]
-    """Those that differ in value, weights first, and of these what differs most."""
+    """Tensors that differ in value, weights first, the largest difference first."""
     equal: int
-    """Tensors that are, bit for bit."""
+    """Number of tensors that are equal to the bit."""
 
     def __bool__(self) -> bool:
         return bool(self.names or self.tensors or self.counters)
@@ -145,7 +145,7 @@ class Compared(NamedTuple):
     tensors: TensorSource
     counters: Mapping[str, Any]
     prefix: str = ""
-    """Of the counters' names."""
+    """Prefix of the names of the counters."""
     recipe: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -169,7 +169,7 @@ def _opened(path: Path, is_mixed: bool) -> Compared:
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared and shown in a line."""
+    """Convert a value to one that can be compared and shown in a line."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes, {xxhash.xxh3_64_hexdigest(value)}"
     parts = value if isinstance(value, tuple) else (value,)

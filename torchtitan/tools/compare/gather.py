@@ -4,7 +4,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Its settings by dotted key, and the number of ranks."""
+        """The settings by dotted key, and the number of ranks."""
         if self.job is None:
             return {}
         settings = self.job.flat().items()
@@ -117,8 +117,7 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
-    collectives = tuple(_collectives(each))
-    sent, sent_note = _sent(each, collectives)
+    collectives, sent, sent_note = _traffic(each)
     finished = each.runs
     task = TASKS[MODELS[job.model.name].task] if job else None
     units = 0
@@ -174,41 +173,34 @@ def _shares(runs: Sequence[Measured]) -> dict[str, float]:
 
 def sent_bytes(each: Candidate) -> dict[str, float]:
     """Bytes that rank 0 sends in a step, by axis."""
-    return _sent(each, list(_collectives(each)))[0]
+    return _traffic(each)[1]
 
 
-def _sent(each: Candidate, kinds: Sequence[Collectives]) -> tuple[dict[str, float], str]:
-    """Bytes by axis: as recorded; messages, which gloo does not record, by formula."""
+def _traffic(each: Candidate) -> tuple[tuple[Collectives, ...], dict[str, float], str]:
+    """Collectives of a step, recorded and by formula; their bytes by axis, and a note on these.
+
+    Messages, which gloo does not record, are counted by formula.
+    """
     if not each.runs:
-        return {}, ""
-    sent, note = each.runs[0].sent
-    messages = [kind for kind in kinds if kind.operation == "send" and kind.count is None]
-    if note or not messages:
-        return sent, note
-    by_axis = dict(sent)
-    for kind in messages:
-        by_axis[kind.axis] = by_axis.get(kind.axis, 0.0) + (kind.formula_bytes or 0.0)
-    axes = ", ".join(kind.axis for kind in messages)
-    return by_axis, f"messages of {axes}: by formula, as gloo records none"
-
-
-def _collectives(each: Candidate) -> Iterator[Collectives]:
-    """Collectives of a step, by axis and operation: recorded, and by formula."""
-    if not each.runs or each.runs[0].sent[1]:
-        return
-    recorded = {(kind["axis"], kind["operation"]): kind for kind in each.runs[0].collectives}
+        return (), {}, ""
+    run = each.runs[0]
+    if run.left_out:
+        return (), run.sent, run.left_out
+    recorded = {(kind["axis"], kind["operation"]): kind for kind in run.collectives}
     foreseen = (each.job and formulas(each.job, each.ranks)) or {}
+    kinds, by_axis, estimated = [], dict(run.sent), []
     for kind in sorted(recorded.keys() | foreseen.keys()):
-        found, said = recorded.get(kind), foreseen.get(kind)
-        is_hidden = kind[1] == "send" and not each.runs[0].has_messages
-        yield Collectives(
-            axis=kind[0],
-            operation=kind[1],
-            count=found["count"] if found else None if is_hidden else 0,
-            bytes=found["bytes"] if found else None if is_hidden else 0.0,
-            formula_count=said[0] if said else None,
-            formula_bytes=said[1] if said else None,
-        )
+        axis, operation = kind
+        found = recorded.get(kind, {"count": 0, "bytes": 0.0})
+        count, size = foreseen.get(kind, (None, None))
+        if operation == "send" and kind not in recorded and not run.has_messages:
+            found = {"count": None, "bytes": None}
+            by_axis[axis] = by_axis.get(axis, 0.0) + (size or 0.0)
+            estimated.append(axis)
+        kinds.append(Collectives(axis, operation, found["count"], found["bytes"], count, size))
+    axes = ", ".join(estimated)
+    note = f"messages of {axes}: by formula, as gloo records none" if estimated else ""
+    return tuple(kinds), by_axis, note
 
 
 def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, float]] | None:

@@ -11,6 +11,8 @@ from torchtitan.tools.compare.report import Curve, FinishedRun, Spread
 from torchtitan.tools.explain.trace import read_trace
 from torchtitan.tools.history import RunHistory, seconds_of
 
+NOT_RECORDED = "the run did not record its collectives (comm.trace_buf_size, save_events)"
+
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Compute median, quartiles (by linear interpolation) and extremes; None without values."""
@@ -31,26 +33,39 @@ class Measured:
         self.last = math.inf if last is None else last
         self.all = [row for row in self.history.reports if row["step"] <= self.last]
         self.rows = [row for row in self.all if row["step"] > warmup]
-
-    @property
-    def tps(self) -> list[float]:
+        self.tps: list[float] = [row["tps"] for row in self.rows if row["tps"]]
         """Units per second and device in each row."""
-        return [row["tps"] for row in self.rows if row["tps"]]
-
-    @property
-    def step_seconds(self) -> list[float]:
+        self.step_seconds: list[float] = [r["step_time"] for r in self.rows if r["step_time"]]
         """Seconds per step in each row."""
-        return [row["step_time"] for row in self.rows if row["step_time"]]
-
-    @property
-    def memory_gib(self) -> float | None:
-        """Peak memory of the worst rank over the whole run."""
-        return max((row["memory_gib"] for row in self.all), default=None)
-
-    @property
-    def mfu(self) -> list[float]:
+        self.mfu: list[float] = [row["mfu"] for row in self.rows if row["mfu"] is not None]
         """MFU in each row, if the peak of the device is known."""
-        return [row["mfu"] for row in self.rows if row["mfu"] is not None]
+        self.memory_gib: float | None = max((row["memory_gib"] for row in self.all), default=None)
+        """Peak memory of the worst rank over the whole run."""
+        start = self.history.last_event("start")
+        self.compile_s: float | None = start.get("compile_s") or None
+        """Seconds in the compiler until the end of the first step; None if nothing is compiled."""
+        self.state_bytes: int | None = start.get("state_bytes")
+        """Bytes of optimizer states of rank 0 after the first step; None if unknown."""
+        traffic = self.history.last_event("traffic")
+        self.has_messages = bool(traffic.get("messages"))
+        """Whether sends and receives were recorded, which gloo does not do."""
+        self.collectives: list[dict[str, Any]] = traffic.get("collectives", [])
+        """Collectives of a step of rank 0, by axis and operation, with the bytes that it sends."""
+        self.sent = self.history.sent
+        """Bytes that rank 0 sends in a step, by axis."""
+        self.left_out: str = traffic.get("left_out", "") if traffic else NOT_RECORDED
+        """The reason why `sent` is empty or incomplete, if it is."""
+
+    @property
+    def startup_s(self) -> float | None:
+        """Seconds to the end of the first step, from the launch or else the process start."""
+        outcome = read_outcome(self.folder)
+        if outcome is not None and self.all:
+            seconds: float = self.all[0]["time"] - outcome.launched
+            return seconds
+        start = self.history.last_event("start")
+        parts = [start.get("before_first_step_s"), start.get("first_step_s")]
+        return sum(parts) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
 
     def seconds_by_phase(self) -> dict[str, float]:
         """Seconds of all measured steps by phase, pauses included."""
@@ -68,48 +83,6 @@ class Measured:
             tuple(row["tokens"] for row in self.all),
             tuple(_finite(row[key]) for row in self.all),
         )
-
-    @property
-    def startup_s(self) -> float | None:
-        """Seconds to the end of the first step, from the launch or else the process start."""
-        outcome = read_outcome(self.folder)
-        if outcome is not None and self.all:
-            seconds: float = self.all[0]["time"] - outcome.launched
-            return seconds
-        start = self.history.last_event("start")
-        parts = [start.get("before_first_step_s"), start.get("first_step_s")]
-        return sum(parts) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
-
-    @property
-    def compile_s(self) -> float | None:
-        """Seconds in the compiler until the end of the first step; None if nothing is compiled."""
-        seconds: float = self.history.last_event("start").get("compile_s", 0.0)
-        return seconds or None
-
-    @property
-    def state_bytes(self) -> int | None:
-        """Bytes of optimizer states of rank 0 after the first step; None if unknown."""
-        size: int | None = self.history.last_event("start").get("state_bytes")
-        return size
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether sends and receives were recorded, which gloo does not do."""
-        return bool(self.history.last_event("traffic").get("messages"))
-
-    @property
-    def collectives(self) -> list[dict[str, Any]]:
-        """Collectives of a step of rank 0, by axis and operation, with the bytes that it sends."""
-        found: list[dict[str, Any]] = self.history.last_event("traffic").get("collectives", [])
-        return found
-
-    @property
-    def sent(self) -> tuple[dict[str, float], str]:
-        """Bytes that rank 0 sends in a step, by axis; and the reason if there are none."""
-        event = self.history.last_event("traffic")
-        if not event:
-            return {}, "the run did not record its collectives (comm.trace_buf_size, save_events)"
-        return self.history.sent, event.get("left_out", "")
 
     @property
     def exposed(self) -> float | None:

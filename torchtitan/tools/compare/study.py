@@ -19,7 +19,7 @@ Each setting keeps its line, so that mistakes in a variant are reported as of an
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Study:
     output: Path
     place: str = ""
     """Path of the study's file, if there is one."""
-    baseline: str = field(default="")
+    baseline: str = ""
 
 
 def is_study(path: Path) -> bool:

@@ -19,7 +19,7 @@ RANK_TIMEOUT = timedelta(minutes=30)
 
 
 def on_ranks(ranks: int, subject: Subject, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` on as many ranks as are wanted, once everything is known to be right."""
+    """Check everything, and run `function(*args)` on the requested number of ranks."""
     if Launch.read().by_launcher:
         raise ConfigError("it starts its ranks itself, --tensor-parallel of them; use no launcher")
     check_ranks(subject, ranks)

@@ -26,7 +26,6 @@ from torchtitan.timeline import TRACED
 from torchtitan.tools.explain.intervals import Interval, Intervals, length, union, within, without
 
 MOST_OPERATORS = 10
-SECOND = 1e6  # in the microseconds of a trace
 
 STEP = "ProfilerStep#"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -77,7 +76,7 @@ class Trace:
 
 
 class Event(NamedTuple):
-    """An event of the profiler, with times in microseconds."""
+    """An event of the profiler, with times in seconds."""
 
     name: str
     category: str
@@ -94,8 +93,11 @@ def read_trace(path: Path) -> Trace:
     """
     try:
         content = json.loads(path.read_bytes())
+        # A trace has microseconds.
         events = [
-            Event(e["name"], e.get("cat", ""), e.get("tid"), e["ts"], e["ts"] + e["dur"])
+            Event(
+                e["name"], e.get("cat", ""), e.get("tid"), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6
+            )
             for e in content["traceEvents"]
             if e.get("ph") == "X"
         ]
@@ -115,18 +117,16 @@ def summarize(events: Sequence[Event]) -> Trace:
     compute, communication = within(compute, whole), within(communication, whole)
     exposed = without(communication, compute)
     phases = {
-        name: Share(
-            *(length(part) / SECOND for part in (own, within(own, compute), within(own, exposed)))
-        )
+        name: Share(*map(length, (own, within(own, compute), within(own, exposed))))
         for name, own in _phases(events, "gpu_" if on_device else "").items()
     }
     return Trace(
         steps=len({step.name for step in steps}),
-        span=length(whole) / SECOND,
-        compute=length(compute) / SECOND,
-        communication=length(communication) / SECOND,
-        exposed=length(exposed) / SECOND,
-        idle=length(without(whole, union([*compute, *communication]))) / SECOND,
+        span=length(whole),
+        compute=length(compute),
+        communication=length(communication),
+        exposed=length(exposed),
+        idle=length(without(whole, union([*compute, *communication]))),
         operators=_operators(on_device or _operators_of_cpu(events)),
         phases=phases,
     )
@@ -166,7 +166,7 @@ def _operators(events: Iterable[Event]) -> tuple[Operator, ...]:
     seconds: defaultdict[str, float] = defaultdict(float)
     calls: defaultdict[str, int] = defaultdict(int)
     for event, own in _self_times(events):
-        seconds[event.name] += own / SECOND
+        seconds[event.name] += own
         calls[event.name] += 1
     longest = sorted(seconds, key=lambda name: (-seconds[name], name))[:MOST_OPERATORS]
     return tuple(Operator(name, seconds[name], calls[name]) for name in longest)

@@ -124,10 +124,6 @@ class RunHistory:
         """The rows with a loss on held-out data."""
         return [row for row in self.rows if "validation_loss" in row]
 
-    def events(self, kind: str) -> list[Row]:
-        """The rows about something that happened."""
-        return [row for row in self.rows if row.get("event") == kind]
-
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
         """The resolved recipe of the latest launch, by dotted keys; empty if there is none."""

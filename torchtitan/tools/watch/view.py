@@ -160,7 +160,7 @@ def event_line(row: Row) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve in at most `width` characters, each the mean of as many values as the others."""
+    """Draw a curve in at most `width` characters, each the mean of equally many values."""
     columns = min(width, len(values))
     edges = [n * len(values) // columns for n in range(columns + 1)] if columns else []
     pieces = [values[begin:end] for begin, end in itertools.pairwise(edges)]
