@@ -86,22 +86,22 @@ def apply(
 ) -> None:
     """Split the modules of `model` that `plan` names over `mesh` (tp), in place."""
     table = styles(sequence_parallel, loss_parallel)
+    # Shared by all modules of a role, so that blocks stay alike for the compiler.
+    checks = {role: partial(_check_input, role, dims) for role, dims in INPUT_DIMS.items()}
     for name, module in model.named_modules():
         roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
         assert len(roles) <= 1, f"{name} has several roles: {roles}"
         if roles:
             wire = _wire(module, name, plan, roles[0])
             _distribute(module, mesh, table[roles[0]], wire)
-            if dims := INPUT_DIMS.get(roles[0]):
-                module.register_forward_pre_hook(partial(_check_input, name, roles[0], dims))
+            if roles[0] in checks:
+                module.register_forward_pre_hook(checks[roles[0]])
 
 
-def _check_input(
-    name: str, role: TensorRole, dims: int, _: nn.Module, inputs: tuple[Any, ...]
-) -> None:
+def _check_input(role: TensorRole, dims: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Refuse an input that is not split as `role` requires: a gradient would lack a sum."""
     assert inputs[0].ndim == dims, (
-        f"{name} has the role {role}, whose input has {dims} dims, and is given {inputs[0].ndim}"
+        f"{module} has the role {role}, whose input has {dims} dims, and is given {inputs[0].ndim}"
     )
 
 
