@@ -13,7 +13,7 @@ from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
 from torchtitan.checks.memory import room
-from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path
+from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path, split_recipe
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
@@ -195,27 +195,6 @@ def problems_of_task(job: JobConfig) -> Iterator[Problem]:
 def choose(job: JobConfig) -> ResumePoint:
     """What the run starts from; one rank decides, before any of them writes."""
     return resume_policy(job).start()
-
-
-def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe's path, given first or as `--job.config_file`, and the other words."""
-    paths: list[str] = []
-    rest: list[str] = []
-    waiting = list(words)
-    if waiting and not waiting[0].startswith("--"):
-        paths.append(waiting.pop(0))
-    while waiting:
-        name, equals, value = waiting.pop(0).partition("=")
-        if name not in ("--job.config_file", "--job.config-file"):
-            rest.append(name + equals + value)
-        elif equals or (waiting and not waiting[0].startswith("--")):
-            paths.append(value if equals else waiting.pop(0))
-        else:
-            raise ConfigError(f"{name}: job.config_file: got no value; wanted a recipe")
-    if len(paths) > 1:
-        got = " and ".join(paths)
-        raise ConfigError(f"--job.config_file: job.config_file: got {got}; wanted one recipe")
-    return paths[0] if paths else None, rest
 
 
 def refuse(error: ConfigError) -> int:
