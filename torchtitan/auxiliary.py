@@ -1,13 +1,13 @@
 """Losses that a recipe adds to that of the task: `[[auxiliary_losses]]`, each with a weight.
 
-What is trained on is the loss of the task plus each of these times its weight; all are means over
-the units of the global batch, so they are the same on every layout. A weight may rise at the begin
-of a run and change later, as a pure function of the step, which a run that resumes has again.
+The training loss is the loss of the task plus the weighted sum of these; all are means over the
+units of the global batch, so they are the same on every layout. A weight may rise at the start of a
+run and change later, as a pure function of the step, so a resumed run has the same.
 
     z_loss       the square of the log-sum-exp of the logits, which keeps that near 0 (PaLM:
                  Chowdhery et al., 2022, arXiv:2204.02311, section 5)
-    multi_token  the tokens after the next, by a block for each that follows the one before it, with
-                 the embedding and the output of the model (DeepSeek-V3, 2024, arXiv:2412.19437,
+    multi_token  the tokens after the next, by chained blocks, one for each, that share the
+                 embedding and the output of the model (DeepSeek-V3, 2024, arXiv:2412.19437,
                  section 2.2)
 """
 
@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.config import Config, PlannedWorld, Problem, Registry
+from torchtitan.config import Config, Context, Problem, Registry
 
 
 class AuxiliaryLossConfig(Config):
@@ -40,7 +40,7 @@ class AuxiliaryLossConfig(Config):
         description="Steps before `final_step` over which the weight changes linearly; 0: at once.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if (self.final_weight is None) != (self.final_step == 0):
             key = "final_weight" if self.final_weight is None else "final_step"
             message = "self.final_weight and self.final_step go together: which weight, and when"
@@ -57,7 +57,7 @@ class AuxiliaryLossConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a step that trains on it."""
+        """Whether any step trains on it."""
         return self.weight > 0 or bool(self.final_weight)
 
     @property
@@ -66,7 +66,7 @@ class AuxiliaryLossConfig(Config):
         return True
 
     def weight_at(self, step: int) -> float:
-        """The weight in a step, from 1 on."""
+        """Return the weight in a step, from 1 on."""
         if step < self.warmup_steps:
             return self.weight * step / self.warmup_steps
         if self.final_weight is None:
@@ -78,7 +78,7 @@ class AuxiliaryLossConfig(Config):
         return self.final_weight + (self.weight - self.final_weight) * part
 
     def described(self) -> str:
-        """Which, and its weight, in a few words."""
+        """Describe the loss and its weight in a few words."""
         parts = [f"{self.name}: weight {self.weight:g}"]
         if self.warmup_steps:
             parts.append(f"from 0 over {self.warmup_steps:,} steps")
@@ -87,11 +87,11 @@ class AuxiliaryLossConfig(Config):
         return ", ".join(parts)
 
     def weights(self, step: int) -> dict[str, float]:
-        """The weight in a step of each loss it stands for, by name."""
+        """Return the weights in a step of the losses it consists of, by name."""
         return {self.name: self.weight_at(step)}
 
     def over(self, args: Any) -> Any:
-        """The arguments of a model, with what it must have for this."""
+        """Return the arguments of a model with the parts needed by this loss."""
         return args
 
     def distribute(
@@ -101,16 +101,16 @@ class AuxiliaryLossConfig(Config):
         balancing: str,
         tensor: ProcessGroup | None,
     ) -> None:
-        """Have the loss see what other ranks have of the sequences that a part of the model has.
+        """Connect the loss to the other ranks' parts of the same sequences.
 
         Args:
             sequence: ranks with other parts of the sequence (cp), if there are any.
-            balancing: how the sequence is cut for them.
+            balancing: load balancing of the parts of the sequence.
             tensor: ranks with other parts of this one's part (tp), if there are any.
         """
 
     def messages(self, part: nn.Module, work: Any) -> Iterator[Any]:
-        """What its ranks send for that in a step: `Traffic`, by the `Work` of a part."""
+        """Yield the communication for this in a step: `Traffic`, by the `Work` of a part."""
         return iter(())
 
 
@@ -124,10 +124,10 @@ class ZLoss(AuxiliaryLossConfig):
 
 
 class ModelLossConfig(AuxiliaryLossConfig):
-    """One that needs parameters of its own; without a weight it is left out of the model."""
+    """Loss with its own parameters, which the model has only if the weight is set."""
 
     argument: ClassVar[str]
-    """The argument of the model that says so."""
+    """Argument of the model that enables it."""
 
     @property
     def reported(self) -> bool:
@@ -141,12 +141,12 @@ class ModelLossConfig(AuxiliaryLossConfig):
         return dataclasses.replace(args, **{self.argument: wanted})
 
     def is_in(self, args: Any) -> bool:
-        """Whether a model of these arguments has what it takes."""
+        """Whether a model with these arguments has its parameters."""
         has = getattr(args, self.argument, None)
         return has is not None and has == self.wanted(has)
 
     def wanted(self, has: Any) -> Any:
-        """The value of `argument` that is needed, where the model has another for other losses."""
+        """Return the required value of `argument`, if the model has another for other losses."""
         raise NotImplementedError
 
 

@@ -34,7 +34,7 @@ from torchtitan.step import (
 )
 from torchtitan.tasks.task import previewed
 
-# What the replica groups of a run have in common.
+# Settings that all replica groups of a run share.
 SAME_RECIPE = (
     *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
     "auxiliary_losses",
@@ -57,7 +57,7 @@ class Run:
     is_finished: Callable[[], bool]
     after_step: Callable[[TrainState], None]
     session: Callable[[], AbstractContextManager[None]]
-    """The context in which steps are made."""
+    """Context in which steps run."""
 
 
 def build(
@@ -66,16 +66,16 @@ def build(
     observer: Observer | None = None,
     stop: StopSignal | None = None,
 ) -> Run:
-    """Build the run that `job` describes, on this rank of `world`.
+    """Build the run described by `job`, on this rank of `world`.
 
     Raises:
-        ConfigError: where the data, or files that the task needs, do not fit the recipe.
+        ConfigError: if the data, or files that the task needs, do not fit the recipe.
     """
     return assemble(Parts(job, world, observer, stop))
 
 
 def assemble(parts: Parts) -> Run:
-    """Put the parts of a step together, with the hooks of each feature that is on."""
+    """Assemble the parts of a step, with the hooks of each feature that is on."""
     job, world, timeline, optimizers = parts.job, parts.world, parts.timeline, parts.optimizers
     group = open_replica_group(parts) if job.fault_tolerance.enable else None
     guard: UpdateGuard = Guard(
@@ -129,7 +129,7 @@ def assemble(parts: Parts) -> Run:
 
 
 def microbatches(parts: Parts) -> Iterator[Batch]:
-    """The microbatches of this rank; the log of rank 0 shows the first sample."""
+    """Yield the microbatches of this rank, logging the first sample on rank 0."""
     stream = map(parts.observer.on_microbatch, parts.data)
     return previewed(stream, parts.task) if parts.world.rank == 0 else stream
 
@@ -149,7 +149,7 @@ def open_session(parts: Parts, hooks: Sequence[Hooks]) -> Iterator[None]:
         for hook in hooks:
             if hook.session is not None:
                 opened.enter_context(hook.session)
-        # Python collects garbage only on call: at the same step on all ranks, so that none waits.
+        # Garbage is collected only on call: at the same step on all ranks, so that none waits.
         opened.callback(gc.enable)
         gc.disable()
         if restart := Launch.read().restart:

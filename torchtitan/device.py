@@ -1,12 +1,12 @@
-"""The only place that knows CPU from CUDA: backend, streams, memory, random state, peak FLOP/s.
+"""Device abstraction of CPU and CUDA: backend, streams, memory, random state, peak FLOP/s.
 
-Everything else holds a `Device` and asks it. Both kinds answer the same questions, so no other
-module needs a condition; what a CPU cannot know (its dense peak, for one) is `None`, not a guess.
+Other modules use a `Device` and need no conditions, as both kinds have the same methods; values
+unknown for a CPU (its dense peak, for one) are `None`, not a guess.
 
 Peaks are dense (no sparsity), per device as torch sees it, from the vendors' data sheets and
 architecture white papers: NVIDIA Ampere A100/A30/A40/A10, Hopper H100/H200/GH200, Ada L4/L40/L40S,
-RTX white papers (figures with fp32 accumulation), Blackwell HGX and NVL72; AMD CDNA 2 and 3.
-Where a sheet gives only the figure with sparsity, the dense one is half of it.
+RTX white papers (figures with fp32 accumulation), Blackwell HGX and NVL72; AMD CDNA 2 and 3. If a
+sheet has only the figure with sparsity, the dense one is half of it.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ import torch
 GIB = 1024**3
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
-# Collections of garbage from one of all objects to the next.
+# Collections of young garbage per collection of all objects.
 FULL_COLLECTION = 10
 
 # Seconds of a clock on a CPU, an event in the stream on CUDA.
@@ -67,7 +67,7 @@ PEAK_TFLOPS: Mapping[str, tuple[float, float | None]] = {
 
 
 def peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    """Dense peak of the device called `name`, FLOP/s, or None where it is not known for sure."""
+    """Return the dense peak of the device called `name` in FLOP/s; None if not known for sure."""
     name = name.removeprefix("NVIDIA ")
     for pattern, (half, single) in PEAK_TFLOPS.items():
         if re.fullmatch(pattern, name):
@@ -78,19 +78,19 @@ def peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
 
 @dataclass(frozen=True)
 class Device:
-    """One CPU or one CUDA device (NVIDIA or ROCm); a value, so it may be copied and compared."""
+    """One CPU or one CUDA device (NVIDIA or ROCm); a value that may be copied and compared."""
 
     type: Literal["cpu", "cuda"]
     index: int = 0
 
     @property
     def torch_device(self) -> torch.device:
-        """What to pass to torch as `device=`."""
+        """Device for torch's `device=` arguments."""
         return torch.device("cuda", self.index) if self.type == "cuda" else torch.device("cpu")
 
     @property
     def backend(self) -> str:
-        """Backend of `torch.distributed` for tensors that live here."""
+        """Backend of `torch.distributed` for tensors on this device."""
         return "nccl" if self.type == "cuda" else "gloo"
 
     @property
@@ -104,16 +104,16 @@ class Device:
         return torch.cuda.get_device_capability(self.index) if self.type == "cuda" else None
 
     def peak_flops(self, dtype: torch.dtype = torch.bfloat16) -> float | None:
-        """Dense peak, FLOP/s; None on a CPU and on devices whose peak is not known for sure."""
+        """Return the dense peak in FLOP/s; None on a CPU or without a reliable figure."""
         return peak_flops(self.name, dtype) if self.type == "cuda" else None
 
     def make_current(self) -> None:
-        """Let tensors made on "cuda" without an index land here."""
+        """Make this the device of tensors created on "cuda" without an index."""
         if self.type == "cuda":
             torch.cuda.set_device(self.index)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory that this device reads by itself; on a CPU, the tensor as it is."""
+        """Copy to pinned memory for this device; on a CPU, return the tensor itself."""
         return tensor.pin_memory() if self.type == "cuda" else tensor
 
     def synchronize(self) -> None:
@@ -123,9 +123,9 @@ class Device:
 
     @contextmanager
     def beside(self) -> Iterator[torch.Event]:
-        """CUDA only: what is queued inside runs after what is queued already, beside what follows.
+        """Run work queued inside after earlier work, concurrently with later work; CUDA only.
 
-        The event is reached when it is done: `wait` makes later work wait, `synchronize` the host.
+        The event marks its end: `wait` makes later work wait, `synchronize` the host.
         """
         now = torch.cuda.current_stream(self.index)
         aside, done = torch.Stream(f"cuda:{self.index}"), torch.Event("cuda")
@@ -135,7 +135,7 @@ class Device:
             done.record(aside)
 
     def stamp(self, clock: Callable[[], float] = time.perf_counter) -> Stamp:
-        """A moment on the device's own time line; costs no synchronization."""
+        """Record a moment on the device's own timeline, without synchronization."""
         if self.type == "cpu":
             return clock()
         event = torch.Event("cuda", enable_timing=True)
@@ -143,7 +143,7 @@ class Device:
         return event
 
     def seconds(self, begin: Stamp, end: Stamp) -> float:
-        """Seconds between two stamps; waits until the device has reached the second."""
+        """Return the seconds between two stamps; waits until the device has reached the second."""
         if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
             end.synchronize()
             return begin.elapsed_time(end) / 1000
@@ -152,20 +152,19 @@ class Device:
         return end - begin
 
     def memory_peak(self) -> float:
-        """Peak GiB: reserved by torch since the last reset, or resident in this process's life."""
+        """Return the peak GiB reserved by torch since the last reset, or resident by now."""
         if self.type == "cuda":
             return torch.cuda.max_memory_reserved(self.index) / GIB
         return _resident_peak() / GIB
 
     def memory_capacity(self) -> float:
-        """GiB of the device, or of the machine."""
+        """Return the GiB of the device, or of the machine."""
         if self.type == "cuda":
             return torch.cuda.get_device_properties(self.index).total_memory / GIB
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
     def memory_limit(self) -> float:
-        """GiB that processes could have at most: on a machine its swap counts, and the limits of
-        the control groups they are in."""
+        """Return the maximum GiB for processes, with a machine's swap and its cgroup limits."""
         if self.type == "cuda":
             return self.memory_capacity()
         ram = _group_limit("memory.max", "memory.limit_in_bytes")
@@ -174,10 +173,10 @@ class Device:
         return min(total, _group_limit("memory.memsw.limit_in_bytes"))
 
     def memory_available(self) -> float:
-        """GiB that are free, or would be without caches.
+        """Return the GiB that are free, or would be without caches.
 
-        On CUDA only for the device of this process: the question makes a context there, which
-        stays, and takes about half a GiB.
+        On CUDA only for the device of this process: the query creates a context there, which stays,
+        and takes about half a GiB.
         """
         if self.type == "cuda":
             return torch.cuda.mem_get_info(self.index)[0] / GIB
@@ -189,33 +188,33 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.index)
 
     def allocation_retries(self) -> int:
-        """How often torch emptied its cache to go on; more than 0 means memory is too tight."""
+        """Return the times torch emptied its cache and retried; above 0, memory is tight."""
         if self.type == "cuda":
             return int(torch.cuda.memory_stats(self.index).get("num_alloc_retries", 0))
         return 0
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """State of torch's default generators: the CPU's, and this device's."""
+        """Return the state of torch's default generators: the CPU's, and this device's."""
         state = {"cpu": torch.get_rng_state()}
         if self.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.index)
         return state
 
     def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `rng_state` gave; a state of the other kind of device is left alone."""
+        """Restore the result of `rng_state`; a state of the other kind of device is ignored."""
         torch.set_rng_state(state["cpu"])
         if self.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.index)
 
 
 def collect_garbage(step: int, every: int) -> int:
-    """Collect Python's garbage at every so many steps, and give what is free back to the kernel.
+    """Collect Python's garbage every so many steps, and return free memory to the kernel.
 
-    Small objects that live long, such as the Flight Recorder's entries, are between tensors that
-    come and go, so that the heap of a rank grows though little is in use. Elsewhere than in glibc
-    there is no call to give memory back. Young objects are collected each time, and all objects at
-    each tenth: that takes about a second where the compiler has made millions. By the number of
-    the step it is the same on all ranks. Returns the number of objects found.
+    Long-lived small objects, such as the Flight Recorder's entries, fragment the heap between
+    tensors, so that it grows though little is in use. Only glibc has a call to return memory. Young
+    objects are collected each time, and all objects at each tenth, which takes about a second after
+    the compiler has made millions. It depends on the number of the step, the same on all ranks.
+    Returns the number of objects found.
     """
     calls, rest = divmod(step, every)
     if rest:
@@ -227,7 +226,7 @@ def collect_garbage(step: int, every: int) -> int:
 
 
 def pick(local_rank: int = 0) -> Device:
-    """The device of this process: CUDA number `local_rank` where there is CUDA, else the CPU.
+    """Return the device of this process: CUDA number `local_rank` if there is CUDA, else the CPU.
 
     Raises RuntimeError when more processes were started here than there are CUDA devices.
     """
@@ -243,9 +242,9 @@ def pick(local_rank: int = 0) -> Device:
 
 
 def smallest(local_ranks: int) -> Device:
-    """The device with the least memory among those of so many ranks of this machine.
+    """Return the device with the smallest memory of the first `local_ranks` of this machine.
 
-    Any process may ask: neither count nor properties of devices take a context on one.
+    Any process may call it: neither the count nor the properties of devices create a context.
     """
     if not torch.cuda.is_available():
         return Device("cpu")
@@ -254,12 +253,12 @@ def smallest(local_ranks: int) -> Device:
 
 
 def compiles_for_cpu() -> bool:
-    """Whether there is what inductor needs for code of the CPU: a compiler of C++."""
+    """Whether inductor can compile for the CPU, which needs a C++ compiler."""
     return bool(shutil.which("g++") or shutil.which("clang++"))
 
 
 def _meminfo(key: str) -> float:
-    """GiB by a line of the kernel's; 0 where there is none."""
+    """Return the GiB in a line of /proc/meminfo; 0 if there is none."""
     path = PROC / "meminfo"
     text = path.read_text() if path.exists() else ""
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
@@ -267,20 +266,20 @@ def _meminfo(key: str) -> float:
 
 
 def _group_limit(*names: str) -> float:
-    """GiB, the least in files of these names of this process's control groups; else infinite."""
+    """Return the smallest GiB in these files of this process's control groups; else infinite."""
     files = (folder / name for folder in _groups() for name in names)
     limits = [path.read_text().strip() for path in files if path.is_file()]
     return min((int(text) / GIB for text in limits if text.isdecimal()), default=math.inf)
 
 
 def _groups() -> Iterator[Path]:
-    """The folder of each control group (v1 and v2) that this process is in, up to the root."""
+    """Yield the folder of each control group (v1 and v2) of this process, up to the root."""
     path = PROC / "self/cgroup"
     for line in path.read_text().splitlines() if path.exists() else ():
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        # A container may see its own group as the root, so that not all of the path is there.
+        # A container may see its own group as the root, so part of the path may be missing.
         folders = PurePath(group.lstrip("/"))
         for above in (folders, *folders.parents):
             yield CGROUPS / ("memory" if controllers else "") / above
@@ -296,7 +295,7 @@ def _cpu_name() -> str:
 
 
 def _resident_peak() -> int:
-    """Bytes. `VmHWM` comes first because `ru_maxrss` may be inherited from the parent process."""
+    """Return the peak in bytes: `VmHWM`, or else `ru_maxrss`, which may be inherited."""
     status = PROC / "self/status"
     if status.exists():
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)

@@ -1,9 +1,9 @@
-"""A digest of a tensor that is the sum of those of its shards, however it is sharded.
+"""Digest of a tensor that is the sum of the digests of its shards, under any sharding.
 
-An element's bits, as signed words of 32 bits at most, are multiplied by a pseudo-random weight of
+An element's bits, as signed words of at most 32 bits, are multiplied by a pseudo-random weight of
 64 bits for the index along each dimension; the digest is the sum over all elements, modulo 2^64
-(multilinear hashing, https://arxiv.org/abs/1202.4961). So two elements, rows or columns that are
-exchanged change it, and the order of summation does not. It guards against accidents, not attacks.
+(multilinear hashing, https://arxiv.org/abs/1202.4961). So exchanging two elements, rows or columns
+changes it, and the order of summation does not. It guards against accidents, not attacks.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Words by the size of an element; 8 bytes are two words, as if the last dimension were twice as
-long."""
+"""Word types by the size of an element; 8 bytes are two words, as if the last dimension were
+twice as long."""
 CHUNKS = {"cpu": 2**15}
-"""Words that are multiplied at once: what fits into the cache of a core, or fills a device."""
+"""Number of words multiplied at once: as many as fit a core's cache, or fill a device."""
 CHUNK = 2**23
 
 
 def digest(tensor: Tensor, offsets: Sequence[int] | None = None) -> Tensor:
-    """The digest of a shard, which starts at `offsets` of the whole: int64, 0-d, on its device."""
+    """Compute the digest of a shard that starts at `offsets` of the whole: int64, 0-d."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
@@ -50,12 +50,12 @@ def digest(tensor: Tensor, offsets: Sequence[int] | None = None) -> Tensor:
 
 
 def unsigned(value: int) -> int:
-    """The 64 bits of an int64, or of a sum of them, as a number that is not negative."""
+    """Return the 64 bits of an int64, or of a sum of them, as a non-negative number."""
     return value % 2**64
 
 
 def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
-    """The weights of indices along a dimension: the SplitMix64 generator's numbers."""
+    """Return the weights of indices along a dimension, from the SplitMix64 generator."""
     state = torch.arange(start, start + size, dtype=torch.int64, device=device)
     state = state * _signed(0x9E3779B97F4A7C15) + _signed((dim + 1) * 0xD1B54A32D192ED03)
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -64,7 +64,7 @@ def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Right by so many bits, filled with zeros."""
+    """Shift right by so many bits, filling with zeros."""
     return values.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 

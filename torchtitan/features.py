@@ -42,15 +42,15 @@ class Hooks:
     after_update: Callable[[], None] | None = None
     """After the optimizers have updated the weights."""
     after_step: Callable[[TrainState], object] | None = None
-    """After a step was counted; True: the step is void, and no later feature is called."""
+    """After a step was counted; True marks the step as void, and no later feature is called."""
     flag: Flag | None = None
-    """A number that all ranks agree on in each step."""
+    """Number that all ranks agree on in each step."""
     session: AbstractContextManager[object] | None = None
-    """A context that is open while the run trains."""
+    """Context that is open while the run trains."""
 
 
 def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
-    """Hooks of everything that the recipe switches on, in the order in which they are called."""
+    """Yield the hooks of all features that are on, in the order in which they are called."""
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
     yield Hooks(session=parts.meter)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
@@ -68,7 +68,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     replicas = job.communication.replicas
     if world.degrees.dp_replicate > 1 and (replicas.runs_apart or replicas.steps_verified):
         yield Hooks(after_update=model.after_update)
-    # A replica group that is lost leaves lanes behind that the samples of others have passed.
+    # A lost replica group leaves lanes behind the samples that others have consumed.
     if (metric := parts.task.left_out(job.data)) and not job.fault_tolerance.enable:
         yield Hooks(before_forward=partial(count_left_out, parts, metric))
     if job.metrics.statistics_freq:
@@ -94,7 +94,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
 
 
 def once(action: Callable[[], None]) -> Callable[[TrainState], None]:
-    """Call `action` after the first step only."""
+    """Return a hook that calls `action` after the first step only."""
     left = [action]
 
     def call(state: TrainState) -> None:
@@ -105,7 +105,7 @@ def once(action: Callable[[], None]) -> Callable[[TrainState], None]:
 
 
 def observer(parts: Parts) -> Hooks:
-    """Hooks of an outside observer, such as `verify`."""
+    """Return the hooks of an outside observer, such as `verify`."""
     return Hooks(
         before_step=lambda: parts.observer.before_step(parts.state.step + 1),
         after_step=parts.observer.after_step,
@@ -113,7 +113,7 @@ def observer(parts: Parts) -> Hooks:
 
 
 def replica_group(parts: Parts, guard: GroupGuard) -> Hooks:
-    """Membership in a replica group; the last step counts even if it is void."""
+    """Return the hooks of a replica group's membership; the last step counts even if it is void."""
     return Hooks(
         after_step=lambda state: guard.is_void and not (parts.is_finished() and state.step),
         session=guard.group.join(),
@@ -128,7 +128,7 @@ def count_left_out(parts: Parts, metric: str, batch: StepBatch) -> None:
 
 
 def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
-    """Measures how converted linears round, before a step, when due; gradients are dropped."""
+    """Return a hook that measures how converted linears round, when due, and drops gradients."""
     job = parts.job
     watch = PrecisionWatch(job.metrics.precision_freq, job.convert, parts.model, parts.world)
 
@@ -144,7 +144,7 @@ def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
 
 
 class LogitLimit:
-    """Measures the logits of attention in a step, and scales heads down after the update."""
+    """Limiter of attention logits: measures them in a step, and scales heads after the update."""
 
     def __init__(self, parts: Parts) -> None:
         job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
@@ -166,7 +166,7 @@ class LogitLimit:
         self.hooks = Hooks(
             before_forward=lambda batch: self.logits.begin(),
             after_backward=self.measure,
-            after_update=lambda: self.clip.apply(self.largest),
+            after_update=self.apply,
         )
 
     def measure(self, batch: StepBatch) -> None:
@@ -174,9 +174,13 @@ class LogitLimit:
         self.largest = self.logits.agree()
         self.meter.record(max_attention_logit=self.largest.max())
 
+    def apply(self) -> None:
+        """Scale down the heads whose logits were above the limit."""
+        self.clip.apply(self.largest)
+
 
 class StatisticsProbe:
-    """Measures each layer when due, before gradients are clipped; reported if the step counts."""
+    """Per-layer statistics, measured when due before clipping; reported if the step counts."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.statistics = parts, open_statistics(parts)
@@ -191,13 +195,13 @@ class StatisticsProbe:
                 self.found = self.statistics.measure(batch.microbatches)
 
     def report(self, state: TrainState) -> None:
-        """Hand the values on to the meter."""
+        """Pass the values to the meter."""
         if self.found:
             self.parts.meter.measured(state.step, "statistics", **self.found)
 
 
 def open_statistics(parts: Parts) -> Statistics:
-    """Make the statistics of layers that the recipe asks for."""
+    """Build the per-layer statistics requested by the recipe."""
     job, world, model = parts.job, parts.world, parts.model
     spec, chosen = MODELS[job.model.name], job.parallelism
 
@@ -212,7 +216,7 @@ def open_statistics(parts: Parts) -> Statistics:
 
 
 def unfinished_saves(parts: Parts) -> Hooks:
-    """Advance a save to its next stage after each step in which no rank is busy with it."""
+    """Return hooks that advance a save after each step, by a stage, if no rank is busy with it."""
     busy: list[float] = [0]
 
     def advance(state: TrainState) -> None:
@@ -231,9 +235,9 @@ def save_if_due(parts: Parts, state: TrainState) -> None:
 
 
 def open_validator(parts: Parts) -> Validator:
-    """Make the measurement of the loss on held-out data."""
+    """Build the validator."""
     job, world, config = parts.job, parts.world, parts.job.validation
-    # A replica group validates by itself, on the batches of all, and can be lost meanwhile.
+    # A replica group validates alone, on the batches of all, and may fail meanwhile.
     alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
     accumulation = alone if config.unit == "global" else 1
     streams = {
@@ -254,7 +258,7 @@ def open_validator(parts: Parts) -> Validator:
 
 
 def validation(parts: Parts) -> Hooks:
-    """Validate when due, with a picture if the task draws one."""
+    """Return the hooks of validation, with a picture if the task draws one."""
     validator, job = open_validator(parts), parts.job
     draws = job.validation.picture and parts.task.has_picture and job.parallelism.has_outputs
 

@@ -1,4 +1,4 @@
-"""The whole recipe as one tree, each section imported from its owner."""
+"""The whole recipe as one tree, with each section imported from its owner."""
 
 import os
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import (
     Config,
+    Context,
     Discriminated,
     ListOf,
     OneOf,
-    PlannedWorld,
     Problem,
     flat,
     local_path,
@@ -83,7 +83,7 @@ class JobSection(Config):
         "OPTIMIZERS, DATASETS and the other registries.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.config_file is not None:
             message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
             yield Problem("config_file", message)
@@ -135,7 +135,7 @@ class TrainingSection(Config):
         description="Steps between runs of Python's garbage collector, and of the C library's.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.global_batch_size == 0:
             yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
         if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
@@ -155,7 +155,7 @@ class DebugSection(Config):
         False, description="Warn of an operation that has no deterministic algorithm."
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.deterministic_warn_only and not self.deterministic:
             message = "it means nothing without self.deterministic = true"
             yield Problem("deterministic_warn_only", message, ("deterministic",))
@@ -190,34 +190,33 @@ class JobConfig(Config):
     debug: DebugSection = DebugSection()
 
     def model_args(self) -> Any:
-        """The arguments of the model: its flavor's, with the sizes that the recipe says, and what
-        auxiliary losses need."""
+        """Return the flavor's arguments, with the recipe's sizes and auxiliary losses."""
         args = MODELS[self.model.name].args(self.model)
         for config in self.auxiliary_losses:
             args = config.over(args)
         return args
 
     def degrees(self, world_size: int | None) -> Degrees:
-        """Sizes of the mesh axes for `world_size` ranks; None: for as few as there can be."""
+        """Return the mesh axis sizes for `world_size` ranks; None: for the minimum number."""
         return self.parallelism.degrees(world_size or self.parallelism.least_ranks)
 
     def data_ranks(self, degrees: Degrees) -> int:
-        """Number of ranks that read different samples, those of other replica groups included."""
+        """Return the number of ranks with different samples, over all replica groups."""
         return degrees.data * self.fault_tolerance.groups
 
     def global_batch(self, degrees: Degrees) -> int:
-        """Sequences in an optimizer step."""
+        """Return the number of sequences in an optimizer step."""
         if self.training.global_batch_size > 0:
             return self.training.global_batch_size
         return self.training.local_batch_size * self.data_ranks(degrees)
 
     def accumulation(self, degrees: Degrees) -> int:
-        """Microbatches that each rank accumulates in an optimizer step."""
+        """Return the number of microbatches that each rank accumulates in an optimizer step."""
         once = self.training.local_batch_size * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
     def layout(self) -> Layout:
-        """What `parallelize` has to know of a recipe."""
+        """Return the settings for `parallelize`."""
         return Layout(
             parallelism=self.parallelism,
             precision=Precision(
@@ -238,27 +237,27 @@ class JobConfig(Config):
         )
 
     def work(self, ranks: int) -> Work:
-        """The work of a step on so many ranks, for estimates."""
+        """Return the work of a step on `ranks` ranks, for estimates."""
         degrees, spec = self.degrees(ranks), MODELS[self.model.name]
         return self.layout().work(spec, self.model_args(), degrees, self.accumulation(degrees))
 
     def schedule_steps(self) -> int:
-        """Length of the learning rate schedule."""
+        """Return the length of the learning rate schedule."""
         return self.lr_scheduler.total_steps or self.training.steps
 
     def learning_rate_factor(self, step: int) -> float:
-        """The multiplier of the peak learning rate for a step of the schedule, from 1 on."""
+        """Return the multiplier of the peak learning rate for a step of the schedule, from 1 on."""
         return learning_rate_factor(self.lr_scheduler, step, self.schedule_steps())
 
     def same_run(self) -> set[str]:
-        """Keys that a checkpoint and a recipe of one run agree in."""
+        """Return the keys whose values a checkpoint and a recipe of one run share."""
         return SAME_RUN | {f"model.{key}" for key in self.model.sizes()}
 
     def in_effect(self) -> dict[str, Any]:
-        """`flat`, with the sizes of the model whether the recipe or its flavor says them."""
+        """Return `flat`, with the model's sizes from the recipe or its flavor."""
         return with_sizes(self.flat())
 
     def flat(self) -> dict[str, Any]:
-        """Dotted keys to values, as TOML could hold them; `convert.0.name` is in a list."""
+        """Return the values by dotted key, as in TOML; `convert.0.name` is in a list."""
         values = {".".join(path): value for path, value in flat(self).items()}
         return without_idle_sections(values)

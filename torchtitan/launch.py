@@ -37,15 +37,15 @@ from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import choose, read, refuse, saves
 
-# Enough for the hardware failures of a night; what fails immediately each time still ends soon.
+# Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
-# Longer than most interruptions of a network, and than it takes to replace a node.
+# Longer than most network interruptions, and than it takes to replace a node.
 REJOIN_MINUTES = 30.0
 WRONG_RECIPE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node until they exit; returns the exit status."""
+    """Run the ranks of this node until they exit; return the exit status."""
     arguments, words = parse(argv)
     try:
         job = check(arguments, words)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lost(error: Exception, arguments: argparse.Namespace) -> str:
-    """Why the nodes did not meet, and what can be done about it."""
+    """Explain why the nodes did not meet, with a remedy."""
     endpoint, for_long = arguments.rdzv_endpoint, f"{arguments.rejoin_minutes:g} minutes"
     if isinstance(error, RendezvousTimeoutError):
         return (
@@ -87,7 +87,7 @@ def lost(error: Exception, arguments: argparse.Namespace) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own arguments, and those for the recipe."""
+    """Return the launcher's own arguments, and those for the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False
     )
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def count_from(least: int) -> Callable[[str], int]:
-    """A parser of integers that are at least `least`."""
+    """Return a parser of integers that are at least `least`."""
 
     def count(word: str) -> int:
         if not word.isdecimal() or int(word) < least:
@@ -131,7 +131,7 @@ def count_from(least: int) -> Callable[[str], int]:
 
 
 def node_range(word: str) -> range:
-    """The numbers of nodes that `2` or `1:2` allow."""
+    """Parse a range of node counts, `2` or `1:2`."""
     low, _, high = word.partition(":")
     bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
     if not 1 <= bounds[0] <= bounds[1]:
@@ -140,7 +140,7 @@ def node_range(word: str) -> range:
 
 
 def minutes(word: str) -> float:
-    """A positive number."""
+    """Parse a positive number."""
     try:
         value = float(word)
     except ValueError:
@@ -162,15 +162,15 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     job = read(
         words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
     ).config
-    if nodes[-1] == 1:  # else ranks of another node may have begun
+    if nodes[-1] == 1:  # else ranks of another node may have started
         choose(job)
         with lock(local_path(job.job.dump_folder)):
-            pass  # nobody else writes there
+            pass  # the folder has no other writer
     return job
 
 
 def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """The torchrun command that starts training with these arguments."""
+    """Return the torchrun command that starts training with these arguments."""
     return [
         f"--nnodes={arguments.nnodes[0]}:{arguments.nnodes[-1]}",
         f"--nproc_per_node={arguments.processes}",
@@ -188,7 +188,7 @@ def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[
 
 
 class LaunchedRun:
-    """A run as its launcher sees it: through the agent, and through the traces of the ranks."""
+    """A run as seen by its launcher: through the agent, and through the traces of the ranks."""
 
     def __init__(self, job: JobConfig, words: Sequence[str], rejoin_seconds: float) -> None:
         """`words` are the arguments of a torchrun command."""
@@ -203,7 +203,7 @@ class LaunchedRun:
         )
 
     def work(self) -> int:
-        """Run the ranks until they exit; returns the exit status."""
+        """Run the ranks until they exit; return the exit status."""
         agent = self.agent
         try:
             agent.work()
@@ -229,7 +229,7 @@ class LaunchedRun:
         return status
 
     def last_step(self) -> int:
-        """The last completed step, by the traces of the ranks; without any, by the checkpoints."""
+        """Return the last completed step by the traces of the ranks, or else by the checkpoints."""
         if trained := max((trace.step for trace in self.traces()), default=0):
             return trained
         try:
@@ -239,13 +239,13 @@ class LaunchedRun:
             return 0
 
     def traces(self) -> list[RankTrace]:
-        """The traces of the ranks since they were last started."""
+        """Return the traces of the ranks since their last start."""
         folder = self.folder / self.job.comm.save_traces_folder
         found = read_traces(folder) if any(folder.glob("*.step")) else []
         return [trace for trace in found if trace.time >= self.agent.began]
 
     def explain(self) -> None:
-        """Print a report of the traces of all nodes, if they show a failure; one node does."""
+        """Print a report of the traces of all nodes, on one node, if they show a failure."""
         traces = self.traces()
         is_first = not self.agent.get_worker_group().group_rank
         if is_first and any(trace.fate != "done" for trace in traces):
@@ -254,7 +254,7 @@ class LaunchedRun:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit; Python cannot end a thread that is left behind in native code without a crash."""
+    """Exit immediately; Python would crash while ending a thread blocked in native code."""
     if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

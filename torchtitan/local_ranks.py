@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine: forked for gloo, spawned for NCCL.
+"""Execution of a function on local ranks: forked for gloo, spawned for NCCL.
 
 A fork starts in milliseconds because torch is imported already, and a store in a file needs no
 port. CUDA cannot be used after a fork, so NCCL ranks pay for an import each.
@@ -28,10 +28,10 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class RanksFailed(RuntimeError):
-    """A rank ended with an error; the message has the traceback of each that did."""
+    """Error of one or more ranks, with the traceback of each in the message."""
 
     def __init__(self, message: str, codes: Sequence[int | None] = ()) -> None:
-        """`codes` are the exit codes of all ranks by then: minus a signal, None while it ran."""
+        """`codes`: exit codes of all ranks by then, negative for a signal, None while running."""
         super().__init__(message)
         self.codes = tuple(codes)
 
@@ -44,7 +44,7 @@ def run_ranks(
     timeout: timedelta = TIMEOUT,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """`function(*args)` on `world` ranks with a process group; the results in rank order.
+    """Run `function(*args)` on `world` ranks with a process group; return results in rank order.
 
     Args:
         function: finds RANK, WORLD_SIZE and LOCAL_RANK in the environment, as under torchrun.
@@ -52,7 +52,7 @@ def run_ranks(
         meanwhile: called about ten times a second while the ranks work.
 
     Raises:
-        RanksFailed: some did; the others are ended too.
+        RanksFailed: if any rank fails; the others are ended too.
     """
     context: Any = mp.get_context("fork" if device == "cpu" else "spawn")
     with tempfile.TemporaryDirectory() as name:
@@ -85,8 +85,8 @@ def run_ranks(
 
 
 def _wait(ranks: Sequence[BaseProcess], meanwhile: Callable[[], None]) -> list[int | None]:
-    """The exit codes of all ranks, or, of those that have ended, once one of them failed."""
-    # A rank that fails leaves the others waiting for it, so they are not waited for.
+    """Wait for all ranks or the first failure; return their exit codes, None while running."""
+    # A failed rank leaves the others waiting for it, so they are not waited for.
     while None in (codes := [process.exitcode for process in ranks]) and not any(codes):
         wait([ranks[rank].sentinel for rank, code in enumerate(codes) if code is None], 0.1)
         meanwhile()
@@ -122,8 +122,8 @@ def _rank(
             timeout=timeout,
         )
         (folder / f"{rank}.result").write_bytes(pickle.dumps(function(*args)))
-        # A rank that left while another still connects, to a group that it made last, would fail
-        # it. One that fails is not waited for: `_wait` ends the others.
+        # A rank that left while another still connects, to a group created last, would fail it. A
+        # failed one is not waited for: `_wait` ends the others.
         store.set(f"done {rank}", "")
         store.wait([f"done {each}" for each in range(world)], timeout)
         dist.destroy_process_group()
@@ -135,7 +135,7 @@ def _leave(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """End this process, without the exit handlers of its parent, and say what went wrong."""
+    """End this process, without its parent's exit handlers, and report its error."""
     try:
         if error is not None:
             path.write_text("".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""One named logger for the whole package; entry points call `configure`, importing changes nothing.
+"""One named logger for the whole package; entry points call `configure`, imports have no effect.
 
 Every rank writes every line it logs, marked with its rank; the launcher chooses whose lines are
 shown (`LOG_RANK` of `run_train.sh`). Lines go to whatever `sys.stderr` is at that moment, so a rich
@@ -40,7 +40,7 @@ def on_terminal() -> bool:
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Looks up `sys.stderr` for every line instead of keeping the one of its birth."""
+    """Stream handler that looks up `sys.stderr` for every line instead of once."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,15 +1,16 @@
 """The training loss: cross entropy, summed over the targets that count.
 
-Of each token it takes two numbers, the log-sum-exp l of its logits and the logit t of its target:
-the loss is l - t. Both can be had in parts. Parts of the vocabulary on several ranks give one l and
-t each, which three numbers a token merge (Shoeybi et al., 2019, arXiv:1909.08053, section 3):
+It needs two numbers per token, the log-sum-exp l of its logits and the logit t of its target: the
+loss is l - t. Both can be computed in parts. Shards of the vocabulary on several ranks have one l
+and t each, merged from three numbers a token (Shoeybi et al., 2019, arXiv:1909.08053, section 3):
 
     m = max of l,  l = m + log(sum of exp(l - m)),  t = sum of t, 0 where the target is not
 
-And a rank need not have all logits of its part at once. Llama 3's 128,256 of each token take far
-more memory than its hidden state. `linear_cross_entropy` makes them of a chunk of the vocabulary,
-adds them to l (Milakov and Gimelshein, 2018, arXiv:1805.02867) and drops them; the backward makes
-them again, since exp(logit - l) is all it takes. That costs one more matrix product beside three.
+And a rank need not store all logits of its shard at once. Llama 3's 128,256 logits per token take
+far more memory than its hidden state. `linear_cross_entropy` computes them for a chunk of the
+vocabulary, adds them to l (Milakov and Gimelshein, 2018, arXiv:1805.02867) and drops them; the
+backward recomputes them, since it needs only exp(logit - l). That costs one more matrix product in
+addition to three.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ IGNORED = -100  # the default of torch: a target that does not count
 
 
 class LossConfig(Config):
-    """How the loss is computed."""
+    """Settings of the loss computation."""
 
     vocabulary_chunk: int = Field(
         0,
@@ -38,14 +39,14 @@ class LossConfig(Config):
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """In which sums over a vocabulary are right."""
+    """Cast logits to at least float32, for accurate sums over a vocabulary."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropy of every target that counts, in nats, computed in float32.
+    """Return the sum of the cross entropy of every target that counts, in nats, in float32.
 
-    A sum, because only the global batch knows how many targets to divide by.
+    A sum, because only the global batch knows the number of targets to divide by.
 
     Args:
         logits: (batch, sequence, vocabulary), any floating dtype.
@@ -61,7 +62,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocabulary: int
 ) -> Tensor:
-    """`cross_entropy` of logits that are split on the vocabulary over the ranks of `group`.
+    """Compute `cross_entropy` of logits sharded on the vocabulary over the ranks of `group`.
 
     Args:
         logits: (batch, sequence, this rank's part of the vocabulary): equal parts but the last.
@@ -77,7 +78,7 @@ def vocabulary_parallel_cross_entropy(
 def squared_normalizer(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The sum of (log-sum-exp of the logits)^2 over every target that counts: the z-loss.
+    """Return the z-loss: the sum of (log-sum-exp of the logits)^2 over targets that count.
 
     Args:
         logits: (batch, sequence, vocabulary), or this rank's part of the vocabulary.
@@ -89,12 +90,12 @@ def squared_normalizer(
 
 
 def summed_squares(lse: Tensor, targets: Tensor) -> Tensor:
-    """The same from the log-sum-exp of whole rows (batch, sequence)."""
+    """Return the z-loss from the log-sum-exp of whole rows (batch, sequence)."""
     return torch.where(targets == IGNORED, 0.0, lse.square()).sum()
 
 
 def linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    """`cross_entropy` of `F.linear(hidden, weight)`: see `linear_losses`."""
+    """Compute `cross_entropy` of `F.linear(hidden, weight)`: see `linear_losses`."""
     return linear_losses(*args, **kwargs)[0]
 
 
@@ -107,7 +108,7 @@ def linear_losses(
     vocabulary: int,
     backend: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy` of `F.linear(hidden, weight)`, of which `chunk` columns exist at a time.
+    """Compute `cross_entropy` of `F.linear(hidden, weight)`, in chunks of `chunk` columns.
 
     Args:
         hidden: (batch, sequence, dim).
@@ -115,7 +116,7 @@ def linear_losses(
         targets: (batch, sequence) int64, as for `cross_entropy`.
         group: the ranks that have the other rows, if there are any.
         vocabulary: size of the whole vocabulary.
-        backend: of torch.compile, for what is done with each chunk of logits; "": not compiled.
+        backend: backend of torch.compile for each chunk of logits; "" disables compilation.
 
     Returns:
         The sum of the loss, and the log-sum-exp of the whole logits of each token.
@@ -129,36 +130,37 @@ def linear_losses(
 
 
 def _first(group: dist.ProcessGroup, vocabulary: int) -> int:
-    """Where this rank's part of the vocabulary begins."""
+    """Return the start of this rank's shard of the vocabulary."""
     return dist.get_rank(group) * -(-vocabulary // dist.get_world_size(group))
 
 
 def _find(local: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Which targets, counted from the begin of a part, stand in it, and where; elsewhere: 0."""
+    """Return a mask of the targets in a vocabulary shard, and their local indices (0 outside)."""
     is_mine = (local >= 0) & (local < size)
     return is_mine, torch.where(is_mine, local, 0)
 
 
 def merged(lse: Tensor, of_target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Both of the whole vocabulary, from what each rank found in its part."""
+    """Merge the log-sum-exp and target logit of each rank's shard over the whole vocabulary."""
     return merged_normalizer(lse, group), sum_over_ranks(of_target, group)
 
 
 def merged_normalizer(lse: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The log-sum-exp over the whole vocabulary."""
+    """Return the log-sum-exp over the whole vocabulary."""
     largest = lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest + sum_over_ranks((lse - largest).exp(), group).log()
 
 
 def summed(lse: Tensor, of_target: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the losses."""
+    """Return the sum of the losses."""
     return torch.where(targets == IGNORED, 0.0, lse - of_target).sum()
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """A total in place of `x`, one of its parts: what follows is the same on all ranks, so the
-    gradient passes as it is."""
+    """Replacement of `x`, one summand, by the total: later operations are the same on all ranks,
+    so the gradient passes unchanged.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, total: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` of all ranks added up; each finds its own share of the gradient."""
+    """Sum `x` over all ranks; each computes its own share of the gradient."""
     # Not within the function above: torch 2.11 would compile it to one without a gradient.
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
@@ -182,20 +184,20 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def chunked_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Of each token, the log-sum-exp of its logits, and that of its target or 0.
+    """Return the log-sum-exp of each token's logits, and the logit of its target or 0.
 
-    It is an operator because a compiler that saw into it would find the logits of the forward in
-    the backward again, and keep them.
+    It is an operator because a compiler that saw its operations would reuse the logits of the
+    forward in the backward, and keep them.
 
     Args:
         hidden: (N, D).
         weight: (V, D).
-        targets: (N,) int64; below 0 or from V on: it stands elsewhere, or does not count.
-        chunk: rows of `weight` to work with at a time.
+        targets: (N,) int64; below 0 or from V on: in another shard, or does not count.
+        chunk: rows of `weight` per iteration.
         backend: as for `linear_cross_entropy`.
 
     Returns:
-        Two tensors (N,) in float32 at least.
+        Two tensors (N,) in at least float32.
     """
     statistics = _compiled(_statistics, backend)
     lse = hidden.new_full(targets.shape, -torch.inf, dtype=_precise(hidden))
@@ -208,7 +210,7 @@ def chunked_statistics(
 
 
 def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a chunk of the logits (N, C), which it may overwrite."""
+    """Compute the statistics of a chunk of the logits (N, C), which may be overwritten."""
     x = logits.to(_precise(logits))
     is_mine, place = _find(local, x.shape[-1])
     of_target = torch.where(is_mine, x.gather(-1, place[:, None])[:, 0], 0.0)
@@ -227,7 +229,7 @@ def chunked_gradients(
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `hidden`, which is summed in float32 at least, and of `weight`."""
+    """Return the gradients of `hidden`, summed in at least float32, and of `weight`."""
     gradient_of = _compiled(_gradient, backend)
     grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype)
     grad_weight = torch.empty_like(weight)
@@ -236,18 +238,18 @@ def chunked_gradients(
         gradient = gradient_of(F.linear(hidden, rows), lse, grad_lse, local, grad_of_target)
         grad_hidden += gradient @ rows
         torch.mm(gradient.T, hidden, out=grad_weight[start : start + len(rows)])
-        del gradient  # before the next logits take its place
+        del gradient  # before the next logits are allocated
     return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _gradient(
     logits: Tensor, lse: Tensor, grad_lse: Tensor, local: Tensor, grad_of_target: Tensor
 ) -> Tensor:
-    """The gradient of a chunk of the logits (N, C), which it may overwrite."""
+    """Return the gradient of a chunk of the logits (N, C), which may be overwritten."""
     dtype, x = logits.dtype, logits.to(lse.dtype)
     del logits
     x = x.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None])
-    if torch.compiler.is_compiling():  # all in one kernel, which then keeps nothing of this size
+    if torch.compiler.is_compiling():  # one kernel, without intermediates of this size
         columns = torch.arange(x.shape[-1], device=x.device)
         x += torch.where(columns == local[:, None], grad_of_target[:, None], 0.0)
     else:
@@ -262,13 +264,13 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _chunks(weight: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of `weight`, `chunk` at a time, and where they begin."""
+    """Yield the rows of `weight`, `chunk` at a time, and their start."""
     return ((start, weight[start : start + chunk]) for start in range(0, len(weight), chunk))
 
 
 @cache
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The last chunk may be smaller, so sizes are left open, and one compilation serves all."""
+    """Compile with dynamic sizes: the last chunk may be smaller, and one compilation suffices."""
     if not backend:
         return function
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=True)

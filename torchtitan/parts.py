@@ -1,4 +1,4 @@
-"""The objects of a run, made from its recipe in the order in which they need each other."""
+"""The objects of a run, built from its recipe in the order of their dependencies."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -42,19 +42,19 @@ from torchtitan.torch_private.dtensor import allocate as allocate_weights
 
 @dataclass(frozen=True)
 class Observer:
-    """Who looks on while a run is trained, such as `verify`."""
+    """Observer of a training run, such as `verify`."""
 
     before_step: Callable[[int], None] = lambda step: None
-    """Given the step that begins."""
+    """Called with the step that starts."""
     on_microbatch: Callable[[Batch], Batch] = lambda batch: batch
-    """Given each microbatch of this rank as it was read; what it returns is trained on."""
+    """Called with each microbatch of this rank; training uses the returned one."""
     after_step: Callable[[TrainState], None] = lambda state: None
     sinks: Sequence[Sink] | None = None
-    """In place of those of the recipe."""
+    """Sinks that replace those of the recipe."""
 
 
 class Parts:
-    """The objects of a run before `build` places them around its step."""
+    """Objects of a run, before `build` assembles its step."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Parts:
         observer: Observer | None = None,
         stop: StopSignal | None = None,
     ) -> None:
-        """Make them, for this rank of `world`.
+        """Build them, for this rank of `world`.
 
         Raises:
-            ConfigError: where what the task needs, or the data, turn out not to fit the recipe.
+            ConfigError: if the task's files, or the data, turn out not to fit the recipe.
         """
         set_determinism(job)
         self.job, self.world = job, world
@@ -117,13 +117,13 @@ class Parts:
         )
 
     def is_finished(self) -> bool:
-        """Whether no step is to follow."""
+        """Whether no steps are left."""
         if self.stop.is_agreed or self.divergence.is_diverged:
             return True
         return self.state.step >= self.job.training.steps
 
     def wait_until_writable(self) -> None:
-        """Return when nothing copies the weights for a checkpoint any more."""
+        """Wait until no checkpoint is copying the weights."""
         if self.checkpoint.is_staging:
             with self.timeline.pause("checkpoint"):
                 self.checkpoint.wait_staging()
@@ -139,7 +139,7 @@ def open_stream(
     groups: int = 1,
     device: Device | None = None,
 ) -> DataStream:
-    """The data of this rank, for a device."""
+    """Open the data of this rank, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
@@ -154,7 +154,7 @@ def open_stream(
 
 
 def resume_policy(job: JobConfig) -> ResumePolicy:
-    """What decides where this run starts from."""
+    """Return the policy that determines the checkpoint to start from."""
     folder = local_path(job.job.dump_folder)
     return ResumePolicy(
         *(job.checkpoint, folder, job.in_effect(), job.same_run(), job.optimizer),
@@ -163,12 +163,12 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
 
 
 def open_task(job: JobConfig) -> Task:
-    """What the model is trained to do, with what that needs beside the data: a tokenizer, say."""
+    """Open the training task, with its requirements in addition to the data: a tokenizer, say."""
     return TASKS[MODELS[job.model.name].task](job.model, job.model_args())
 
 
 def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """Build the network without memory, lay it out, then fill in only what this rank owns."""
+    """Build the network without memory, parallelize it, then fill in only this rank's parts."""
     model = lay_out(job, world, timeline)
     allocate(model, job, world)
     spec = MODELS[job.model.name]
@@ -179,7 +179,7 @@ def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelMod
 
 
 def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """The network in the recipe's layout, still on the meta device."""
+    """Return the network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = job.model_args()
     layout = job.layout()
@@ -200,7 +200,7 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
 
 
 def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
-    """Give the parts of a model memory, uninitialised, and fill their buffers."""
+    """Allocate the parts of a model, uninitialized, and fill their buffers."""
     device = world.device.torch_device
     for part in model.parts:
         allocate_weights(part, "cpu" if job.training.enable_cpu_offload else device)
@@ -211,7 +211,7 @@ def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
 
 
 def update_compiler(job: JobConfig) -> Compiled | None:
-    """What compiles the costly part of an update; None where the recipe compiles nothing."""
+    """Return a compiler for the expensive part of an update; None if nothing is compiled."""
     # Results of CUDA graphs would be overwritten while they are sent.
     config = job.compile.model_copy(update={"cuda_graphs": False})
     return partial(compiled, config=config) if config.enable else None
@@ -225,7 +225,7 @@ def build_meter(
     timeline: Timeline,
     sinks: Sequence[Sink] | None,
 ) -> Meter:
-    """The meter with `sinks`, or else those that the recipe enables."""
+    """Build the meter with `sinks`, or else those that the recipe enables."""
     spec = MODELS[job.model.name]
     context = SinkContext(
         folder=folder,
@@ -261,10 +261,10 @@ def set_determinism(job: JobConfig) -> None:
     """Seed the generators and, if asked, allow only deterministic algorithms."""
     torch.manual_seed(job.debug.seed)
     if job.debug.deterministic:
-        # Read by cuBLAS when it is first used; without it torch refuses matrix products on CUDA.
+        # Read by cuBLAS on first use; without it torch refuses matrix products on CUDA.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Torch imports its compiler to set it, which takes a second, so it is left as it is where it is
-    # right.
+    # Torch imports its compiler for this setting, which takes a second, so it is set only if
+    # needed.
     if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(
             job.debug.deterministic, warn_only=job.debug.deterministic_warn_only

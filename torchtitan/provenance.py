@@ -1,4 +1,4 @@
-"""What is written beside a run, so that it is known later what ran: recipe and versions."""
+"""Provenance of a run, written to its folder: recipe and versions."""
 
 import functools
 import json
@@ -22,12 +22,12 @@ ENVIRONMENT_FILE = "environment.json"
 
 
 def about_run(job: JobConfig) -> dict[str, Any]:
-    """What a checkpoint says of the run that saved it."""
+    """Return the facts about a run that its checkpoints store."""
     return {"recipe": job.in_effect(), "seed": job.debug.seed, "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that results may depend on, and the git commit of this code if it has one."""
+    """Return versions that results may depend on, and the git commit of this code if it has one."""
     return {
         "torchtitan": __version__,
         "git_commit": git_commit(),
@@ -38,7 +38,7 @@ def versions() -> dict[str, str | None]:
 
 @functools.cache
 def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, with "+changes" where it was edited."""
+    """Return the commit of the checkout this package runs from, with "+changes" if modified."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -55,9 +55,9 @@ def git_commit() -> str | None:
 
 
 def to_toml(job: JobConfig) -> str:
-    """A recipe as TOML, every key written out; loading it gives an equal recipe.
+    """Format a recipe as TOML with every key; loading it returns an equal recipe.
 
-    The sizes that the flavor says stand there as a comment.
+    The sizes set by the flavor are in a comment.
     """
     import tomlkit
 
@@ -69,10 +69,10 @@ def to_toml(job: JobConfig) -> str:
 
 
 def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:
-    """Write the resolved recipe and the environment; what an earlier launch wrote is kept.
+    """Write the resolved recipe and the environment, keeping the files of earlier launches.
 
     `recipe.toml` and `environment.json` are of the latest launch, `recipe.1.toml` and so on of
-    those before it.
+    earlier ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
     environment = {

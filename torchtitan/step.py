@@ -1,7 +1,7 @@
-"""What a step is made of: its batches, the loss over all ranks, the update, and the one agreement.
+"""The parts of a step: its batches, the loss over all ranks, the update, and the one agreement.
 
-`torchtitan.build` puts them together with the hooks of `torchtitan.features`, which `Trainer.step`
-does not see.
+`torchtitan.build` assembles them with the hooks of `torchtitan.features`, which `Trainer.step` does
+not see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,51 +17,51 @@ from torchtitan.parallel import ParallelModel, World
 from torchtitan.timeline import Timeline
 
 Losses = dict[str, Tensor]
-"""Global means by name, 0-d and equal on all ranks; "loss" is what is trained on."""
+"""Global means by name, 0-d and equal on all ranks; "loss" is the training loss."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What this rank trains on in one step."""
+    """Training data of this rank in one step."""
 
     microbatches: list[Batch]
-    """On the device, and of whole sequences."""
+    """Microbatches, on the device, of whole sequences."""
     count: Tensor
-    """0-d: targets that count in the global batch."""
+    """Number of targets that count in the global batch, 0-d."""
 
 
 @dataclass
 class StepStatus:
-    """What all ranks know of a step, the same to the bit, before its update is applied."""
+    """Status of a step before its update, equal to the bit on all ranks."""
 
     losses: Losses
     grad_norm: Tensor
-    """Where replicas run apart, the largest of theirs."""
+    """Gradient norm; the largest one if replicas run apart."""
     highest_loss: float
-    """Of all ranks; infinite where one of them is not finite."""
+    """Highest loss of all ranks; infinite if any is not finite."""
     highest_norm: float
     count: int
-    """Targets of the global batch."""
+    """Number of targets in the global batch."""
     notes: dict[str, str | float] = field(default_factory=dict)
-    """What the metrics of the step say besides."""
+    """Additional entries in the metrics of the step."""
     is_skipped: bool = False
-    """Whether the update is not applied."""
+    """Whether the update is skipped."""
     is_void: bool = False
-    """Whether the step does not count at all, and is done again."""
+    """Whether the step does not count at all, and is repeated."""
 
 
 class Batches(Protocol):
-    """An endless iterator over the steps' batches."""
+    """Endless iterator over the steps' batches."""
 
     def __next__(self) -> StepBatch: ...
 
     @property
     def close(self) -> Callable[[], None]:
-        """Stops the threads that read ahead."""
+        """Stop the threads that prefetch."""
 
 
 class RankBatches:
-    """Reads this rank's microbatches of each step, and counts the targets of all ranks."""
+    """Reader of this rank's microbatches of each step, which counts the targets of all ranks."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RankBatches:
     ) -> None:
         """
         Args:
-            accumulation: microbatches of a step.
+            accumulation: microbatches per step.
             close: closes the source of the stream.
             before_step: calls to make before anything is read.
         """
@@ -94,7 +94,7 @@ class RankBatches:
 
 
 class StepModel(Protocol):
-    """The model as a step sees it."""
+    """Interface of the model in a step."""
 
     @property
     def parts(self) -> list[nn.Module]: ...
@@ -102,7 +102,7 @@ class StepModel(Protocol):
 
 
 class GlobalLosses:
-    """The parallel model, whose shares of the loss are added up over ranks."""
+    """Parallel model whose shares of the loss are summed over ranks."""
 
     def __init__(self, model: ParallelModel, world: World, timeline: Timeline) -> None:
         self.model, self.world, self.timeline = model, world, timeline
@@ -113,7 +113,7 @@ class GlobalLosses:
         return self.model.parts
 
     def forward_backward(self, batch: StepBatch) -> Losses:
-        """Forward and backward of a step; gradients accumulate."""
+        """Run the forward and backward of a step; gradients accumulate."""
         shares = self.model.forward_backward(batch.microbatches, batch.count)
         with self.timeline.phase("sync"):
             means = self.world.sum(torch.stack(list(shares.values())), over="loss")
@@ -121,14 +121,14 @@ class GlobalLosses:
 
 
 class ReplicaLosses(GlobalLosses):
-    """A parallel model of which each copy makes updates of its own.
+    """Parallel model whose replicas make their own updates.
 
-    Its gradient is that of the mean over its own targets; losses are global means all the same, of
-    which each copy's weights have their share.
+    Its gradient is that of the mean over its own targets; losses are still global means, to which
+    each replica contributes.
     """
 
     def forward_backward(self, batch: StepBatch) -> Losses:
-        """Forward and backward of a step; gradients accumulate."""
+        """Run the forward and backward of a step; gradients accumulate."""
         count = torch.stack([each.count() for each in batch.microbatches]).sum()
         with self.timeline.phase("sync"):
             own = self.world.sum(count, over="dp_shard").clamp(min=1)
@@ -140,7 +140,7 @@ class ReplicaLosses(GlobalLosses):
 
 
 class HookedModel:
-    """A model with calls before and after its forward and backward."""
+    """Model with calls before and after its forward and backward."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class HookedModel:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The parts of the network on this rank."""
+        """This rank's parts of the network."""
         return self.inner.parts
 
     def forward_backward(self, batch: StepBatch) -> Losses:
@@ -166,7 +166,7 @@ class HookedModel:
 
 
 class StepOptimizers:
-    """The optimizers as a step sees them."""
+    """Interface of the optimizers in a step."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class StepOptimizers:
     ) -> None:
         """
         Args:
-            max_norm: limit of the global gradient norm; 0: none.
+            max_norm: limit of the global gradient norm; 0 disables clipping.
             norm_of_all: takes the norm of these ranks, and returns that of all replica groups.
             before_update: calls to make before weights change.
             after_update: calls to make after they have changed.
@@ -195,18 +195,19 @@ class StepOptimizers:
         return self.inner.begin(factor)
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients, 0-d."""
+        """Return the global norm of the gradients, 0-d."""
         with self.timeline.phase("clip"):
             norm = self.inner.norm()
             return self.norm_of_all(norm) if self.norm_of_all else norm
 
     def step(self, norm: Tensor, highest_norm: float) -> None:
-        """Update the parameters, by gradients that are clipped to the limit of their norm.
+        """Update the parameters, with gradients clipped to the limit of their norm.
 
         Args:
-            norm: what `norm` gave.
-            highest_norm: the highest of all ranks. It is known without waiting for the device, and
-                well below the limit it spares passing over all gradients to multiply them by 1.
+            norm: result of `norm`.
+            highest_norm: highest norm of all ranks. It is known without waiting for the device;
+                well below the limit, the pass over all gradients that would scale them by 1 is
+                skipped.
         """
         self._before_update()
         with self.timeline.phase("optimizer"):
@@ -224,37 +225,37 @@ class StepOptimizers:
 
 
 class UpdateGuard(Protocol):
-    """Decides whether the update of a step is applied."""
+    """Decision whether the update of a step is applied."""
 
     def accepts(self, status: StepStatus) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A number that components of all ranks agree on with the step: the largest is what counts."""
+    """Number that components of all ranks agree on with the step: the largest one."""
 
     mine: Callable[[], float]
     agreed: Callable[[float], None]
 
 
 class Agreement:
-    """The one wait for the device in a step.
+    """The only wait for the device in a step.
 
-    All ranks then have read the same numbers, so they decide alike whether to apply the update, and
+    All ranks then read the same numbers, so they decide alike whether to apply the update, and
     whether to stop.
     """
 
     def __init__(
         self, world: World, timeline: Timeline, flags: Sequence[Flag], norms_differ: bool = False
     ) -> None:
-        """`norms_differ` says that ranks may come with other gradient norms."""
+        """`norms_differ`: whether gradient norms may differ between ranks."""
         self.world, self.timeline, self.flags = world, timeline, flags
         self.norms_differ = norms_differ
 
     def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
-        """What all ranks know of the step; the flags are handed on."""
+        """Return the status of the step on all ranks, and pass on the flags."""
         loss = losses["loss"]
-        # Offloaded gradients have theirs in host memory.
+        # The norm of offloaded gradients is in host memory.
         grad_norm = grad_norm.to(loss.device)
         flags = [torch.full_like(loss, float(flag.mine())) for flag in self.flags]
         with self.timeline.phase("sync"):

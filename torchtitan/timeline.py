@@ -1,14 +1,13 @@
-"""Where the time of this rank goes: one row of moments, each the end of one phase and the beginning
-of the next.
+"""Time of this rank by phase: timestamps, each the end of one phase and the start of the next.
 
-So the phases never overlap and never leave a gap: together they are the time that went by. A moment
-on CUDA is an event in the stream, read when a report is due, so that noting it waits for nothing.
+So the phases never overlap and never leave a gap: they add up to the elapsed time. On CUDA a
+timestamp is an event in the stream, read when a report is due, so recording it waits for nothing.
 
-A phase within a phase is counted apart from it (the forward of a stage within a pipeline's
-schedule). A pause (a checkpoint, a validation) counts as a whole, whatever happens in it.
+A nested phase is counted separately (the forward of a stage within a pipeline's schedule). A pause
+(a checkpoint, a validation) counts as a whole, whatever happens in it.
 
-On a CPU the processor time of the thread is noted too. A rank that waits for another uses none, so
-of ranks that are kept in step by their collectives it still tells which one has more to do.
+On a CPU the processor time of the thread is recorded too. A rank that waits for another uses none,
+so even among ranks synchronized by collectives it shows which one has more to do.
 """
 
 import os
@@ -23,20 +22,20 @@ from torch.profiler import record_function
 from torchtitan.device import Device, Stamp
 
 PHASES = ("data", "forward", "backward", "pipeline", "clip", "sync", "optimizer", "other")
-"""What a step consists of:
+"""Phases of a step:
 
     data       waiting for the next batch
     forward    of the model, with its collectives
     backward   the same; updates in the backward are in it
-    pipeline   in a pipeline's schedule, but neither forward nor backward: neighbours are waited for
+    pipeline   in a pipeline's schedule, but neither forward nor backward: waiting for neighbours
     clip       the gradient norm, over all ranks, and the scaling by it
     sync       sums over ranks of targets and loss, and the one wait for the status of the step
     optimizer  the update
-    other      what is left
+    other      the rest
 """
 REST = "other"
 TRACED = "phase: "
-"""What the name of a phase begins with in a trace of torch's profiler."""
+"""Prefix of a phase's name in a trace of torch's profiler."""
 
 
 class Spent(NamedTuple):
@@ -44,11 +43,11 @@ class Spent(NamedTuple):
 
     wall: float
     busy: float
-    """Of which the thread computed; on CUDA, where that is not known, the same."""
+    """Seconds of these in which the thread computed; on CUDA, where that is unknown, all."""
 
 
 class Timeline:
-    """Notes when this rank goes from one phase to the next."""
+    """Recorder of this rank's transitions between phases."""
 
     def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device, self.clock = device, clock
@@ -58,17 +57,17 @@ class Timeline:
         self.is_traced = False
         """Whether a profiler runs; to be changed between steps."""
         self.left_in: str | None = None
-        """The phase that an error came out of, the innermost."""
+        """Innermost phase that raised an error."""
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was; the time that is reported begins now."""
+        """Reset; the reported time starts now."""
         self._moments.clear()
         self._note()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is done inside belongs to a phase; in a pause it belongs to the pause."""
+        """Count the time inside as a phase; in a pause it belongs to the pause."""
         if self._paused:
             yield
             return
@@ -87,7 +86,7 @@ class Timeline:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """The work of training does not go on inside; a pause in a pause belongs to the outer."""
+        """Count the time inside as a pause of training; a nested pause belongs to the outer one."""
         with self.phase(name):
             outer, self._paused = self._paused, True
             try:
@@ -96,7 +95,7 @@ class Timeline:
                 self._paused = outer
 
     def take(self) -> dict[str, Spent]:
-        """Seconds by phase since this was last asked; waits for the device."""
+        """Return the seconds by phase since the last call; waits for the device."""
         self._note()
         spent: dict[str, Spent] = {}
         for (name, begin, busy), (_, end, busy_then) in zip(
@@ -115,7 +114,7 @@ class Timeline:
 
 
 def age_of_process() -> float | None:
-    """Seconds since this process was started, where the system tells (Linux)."""
+    """Return the seconds since this process was started, if the system knows (Linux)."""
     stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
     if not (stat.exists() and uptime.exists()):
         return None

@@ -1,7 +1,7 @@
 """Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
 
-Started by itself it is one process; started by torchrun it is one of several. Exit status: 0 when
-the run is finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
+It trains in one process, or under torchrun in several. Exit status: 0 when the run is finished, or
+was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
@@ -43,7 +43,7 @@ DEBUG_RECIPE = Path("train_configs/debug_model.toml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns the exit status."""
+    """Train; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
         about = "".join(words[asked[0] + 1 : asked[0] + 2])
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str], held: ExitStack) -> int:
-    """Train on this rank; `held` lets go at the end of what rank 0 has to hold meanwhile."""
+    """Train on this rank; `held` releases rank 0's lock at the end."""
     launch = Launch.read()
     if launch.by_agent:
         stop_without_launcher()
     try:
         device = pick(launch.local_rank)
-        # Before all else, as CUDA makes a context on the current device when it is first used.
+        # First of all, as CUDA creates a context on the current device on first use.
         device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
@@ -74,7 +74,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         if launch.rank == 0:
             held.enter_context(lock(folder))
     except ConfigError as error:
-        # Every rank finds the same mistakes; one of them tells.
+        # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
     if launch.rank == 0:
         log_recipe(recipe)
@@ -113,20 +113,20 @@ def run(words: Sequence[str], held: ExitStack) -> int:
 
 
 def exit_status(job: JobConfig, step: int, stop: StopSignal, launch: Launch) -> int:
-    """Of a run that finished, or was stopped after `step`."""
+    """Return the exit status of a run that finished, or was stopped after `step`."""
     steps = job.training.steps
     if step < steps and not saves(job):
         logger.warning(
             "stopped at step %d of %d, and nothing is saved: see [checkpoint]", step, steps
         )
-    # An elastic agent would start again after any other; our launcher knows that it was a stop.
+    # An elastic agent would restart after any other; our launcher knows that it was a stop.
     if step >= steps or launch.by_agent:
         return 0
     return status_of_stop(stop.by, saves(job))
 
 
 def saves(job: JobConfig) -> bool:
-    """Whether a run that is stopped can go on where it was."""
+    """Whether a stopped run can resume where it was."""
     return job.checkpoint.enable and not job.checkpoint.load_only
 
 
@@ -138,7 +138,7 @@ def read(
     local_ranks: int,
     may_restart: bool = False,
 ) -> Recipe[JobConfig]:
-    """Read and check the recipe for `ranks` ranks, so many of which are on this machine.
+    """Read and check the recipe for `ranks` ranks, `local_ranks` of them on this machine.
 
     Raises:
         ConfigError: with every mistake found.
@@ -161,7 +161,7 @@ def read(
 
 
 def problems_of_files(job: JobConfig) -> Iterator[Problem]:
-    """What a first look at files of data tells."""
+    """Find problems in a first look at data files."""
     task = TASKS[MODELS[job.model.name].task]
     held_out = job.validation.data(job.data) if job.validation.enable else {}
     for section, configs in (("data", [job.data]), ("validation", held_out.values())):
@@ -174,7 +174,7 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
 
 
 def no_recipe() -> str:
-    """What to do where no recipe is given: the defaults alone train ten thousand steps."""
+    """Explain the options without a recipe: the defaults alone train ten thousand steps."""
     in_tree = Path(__file__).parents[1] / DEBUG_RECIPE
     debug = next((path for path in (DEBUG_RECIPE, in_tree) if path.is_file()), "RECIPE.toml")
     return (
@@ -185,7 +185,7 @@ def no_recipe() -> str:
 
 
 def problems_of_task(job: JobConfig) -> Iterator[Problem]:
-    """What only reading a task's files tells: the tokenizer, say."""
+    """Find problems that only reading a task's files shows, in its tokenizer, say."""
     try:
         open_task(job).packing(job.data, job.training.seq_len, job.debug.seed)
     except ConfigError as error:
@@ -193,18 +193,18 @@ def problems_of_task(job: JobConfig) -> Iterator[Problem]:
 
 
 def choose(job: JobConfig) -> ResumePoint:
-    """What the run starts from; one rank decides, before any of them writes."""
+    """Choose the checkpoint to start from, on one rank, before any of them writes."""
     return resume_policy(job).start()
 
 
 def refuse(error: ConfigError) -> int:
-    """Print what is wrong with the recipe; returns the exit status."""
+    """Print the mistakes in the recipe; return the exit status."""
     print(error.report(), file=sys.stderr, flush=True)
     return 2
 
 
 def log_recipe(recipe: Recipe[JobConfig]) -> None:
-    """Say what was read otherwise than it was written, and the recipe itself if asked."""
+    """Log settings read differently from how they are written, and the recipe if requested."""
     for notice in recipe.notices:
         logger.info("%s", notice)
     if recipe.config.job.print_config:
@@ -212,7 +212,7 @@ def log_recipe(recipe: Recipe[JobConfig]) -> None:
 
 
 def report_reference(job: JobConfig) -> None:
-    """Log the loss that needs no model, once, for the eye to compare with."""
+    """Log the baseline loss that needs no model, once, for comparison."""
     if job.data.report_unigram_loss and (
         words := open_task(job).reference(job.data, job.debug.seed)
     ):

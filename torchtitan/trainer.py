@@ -1,4 +1,4 @@
-"""The loop and the step. What is on beside them stands where `torchtitan.build` has put it."""
+"""The training loop and its step. Optional features are attached in `torchtitan.build`."""
 
 from torchtitan.build import Run
 from torchtitan.checkpoint import ResumePoint
@@ -6,7 +6,7 @@ from torchtitan.logging import logger
 
 
 class Trainer:
-    """Moves a run forward, one optimizer step at a time."""
+    """Advances a run, one optimizer step at a time."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -16,7 +16,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: after too many skipped steps in a row (`resilience.divergence`).
-            SaveFailed: where the last state could not be saved.
+            SaveFailed: if the last state could not be saved.
         """
         run, state = self.run, self.run.state
         run.checkpoint.load(start)
@@ -33,7 +33,7 @@ class Trainer:
                 run.after_step(state)
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         run, state = self.run, self.run.state
         batch = next(run.batches)
         lr = run.optimizers.begin(run.schedule(state.step + 1))

@@ -1,21 +1,21 @@
-"""Loss on held-out data, at a set pace, through the same forward as training."""
+"""Loss on held-out data, at regular intervals, through the same forward as training."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.data import DATASETS, DataConfig, DataStream
 from torchtitan.parallel import ParallelModel, World
 from torchtitan.tasks import Task
 
 
 class ValidationConfig(Config):
-    """When to validate, and on what."""
+    """Schedule and data sets of validation."""
 
     enable: bool = Field(False, description="Measure the loss on held-out data while training.")
     dataset: str | tuple[str, ...] = Field(
@@ -52,11 +52,11 @@ class ValidationConfig(Config):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The data sets, by the names that the recipe gives them."""
+        """Data sets, by their names in the recipe."""
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
 
     def data(self, training: DataConfig) -> dict[str, DataConfig]:
-        """The data section for each data set: the training one, reading other documents."""
+        """Return the data section of each data set: the training one with other documents."""
         held_out, path = training.held_out(), self.dataset_path
         return {
             name: held_out.model_copy(update={"dataset": name, "dataset_path": path})
@@ -69,7 +69,7 @@ class ValidationConfig(Config):
         "them to pictures/ in job.dump_folder, if the task draws one.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:
             return
         if self.steps == 0:
@@ -77,9 +77,9 @@ class ValidationConfig(Config):
         if self.local_batch_size and self.unit == "global":
             message = 'a global batch is that of training; write self.unit = "local"'
             yield Problem("local_batch_size", message, ("unit",))
-        names, several = self.datasets, self.data(recipe.data)
+        names, several = self.datasets, self.data(context.recipe.data)
         if len(names) == 1:
-            yield from several[names[0]].problems(recipe, world)
+            yield from several[names[0]].problems(context)
             return
         if not names:
             yield Problem("dataset", "wanted at least one data set")
@@ -94,7 +94,7 @@ class ValidationConfig(Config):
                 message = f'write the file or folder itself in place of "{name}"'
                 yield Problem("dataset", message)
                 continue
-            for problem in config.problems(recipe, world):
+            for problem in config.problems(context):
                 yield Problem("dataset", f'"{name}": {problem.message}')
 
 
@@ -102,28 +102,28 @@ Values = dict[str, float | None]
 
 
 class Sums(NamedTuple):
-    """What was measured of one data set, or of all."""
+    """Sums over one data set, or over all."""
 
     loss: float
     units: int
-    """How many it is the sum over."""
+    """Number of units in the sum."""
     measured: tuple[int, ...]
-    """What the task counts besides."""
+    """Additional counts of the task."""
 
     def values(self, task: Task) -> Values:
-        """The mean loss, and what the task derives from these."""
+        """Return the mean loss, and the metrics that the task derives from these sums."""
         derived = {f"validation_{key}": value for key, value in task.derived(*self).items()}
         return {"validation_loss": self.loss / self.units} | derived
 
 
 def together(sums: Collection[Sums]) -> Sums:
-    """Of several data sets as if they were one."""
+    """Add the sums of several data sets."""
     losses, counts, measured = zip(*sums, strict=True)
     return Sums(sum(losses), sum(counts), tuple(map(sum, zip(*measured, strict=True))))
 
 
 class Validator:
-    """Measures the validation loss when due."""
+    """Measurement of the validation loss when due."""
 
     def __init__(
         self,
@@ -146,9 +146,9 @@ class Validator:
         return self.config.enable and (step % self.config.freq == 0 or step == last)
 
     def run(self) -> Values:
-        """The row of a validation: over all data sets and, if they are several, of each by name.
+        """Return the metrics of a validation: over all data sets and, if several, of each by name.
 
-        Each is over all targets of the held-out batches; the same on every rank.
+        Each is over all targets of the held-out batches, and the same on every rank.
         """
         sums = {name: self._measure(name) for name in self.open_streams}
         row = together(sums.values()).values(self.task)
@@ -158,9 +158,9 @@ class Validator:
         return row
 
     def picture(self) -> Tensor | None:
-        """The task's picture of the first held-out batch; None where no rank has all outputs.
+        """Return the task's picture of the first held-out batch; None if no rank has all outputs.
 
-        All ranks call it together; each sees its own samples.
+        All ranks call it together; each draws its own samples.
         """
         stream = self._rewound(next(iter(self.open_streams)))
         batch = next(stream).to(self.world.device.torch_device)
@@ -168,7 +168,7 @@ class Validator:
         return None if outputs is None else self.task.picture(batch, outputs)
 
     def _rewound(self, name: str) -> DataStream:
-        """A data set, before its first batch."""
+        """Return a data set, before its first batch."""
         if name not in self.streams:
             self.streams[name] = self.open_streams[name]()
         self.streams[name].rewind()
@@ -183,7 +183,7 @@ class Validator:
             batches = [next(stream).to(device) for _ in range(self.accumulation)]
             found = [torch.cat([b.count()[None], self.task.measure(b)]) for b in batches]
             counts.append(torch.stack(found).sum(0))
-            # Ranks come to the end of their documents at different steps, and leave together.
+            # Ranks reach the end of their documents at different steps, and stop together.
             if self.config.steps == -1 and not self.world.sum(counts[-1][0].clone(), over="data"):
                 break
             total += self.model.evaluate(batches)

@@ -15,7 +15,7 @@ from tests.layouts import GATHERED, MICROSCALED, ROWWISE, TENSORWISE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
 from torchtitan import convert
-from torchtitan.config import PlannedWorld
+from torchtitan.config import Context, PlannedWorld
 from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
@@ -78,9 +78,11 @@ def test_what_a_device_lacks(
     assert config.lacks(capability) == lack
     monkeypatch.setattr(Device, "capability", capability)
     here = PlannedWorld(1, "cuda" if capability else "cpu", is_here=True)
-    assert [problem.path for problem in config.problems(None, here)] == ["emulate"] * bool(lack)
+    assert [problem.path for problem in config.problems(Context(world=here))] == ["emulate"] * bool(
+        lack
+    )
     emulated = config.model_copy(update={"emulate": True})
-    assert not list(emulated.problems(None, here))
+    assert not list(emulated.problems(here))
 
 
 def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:

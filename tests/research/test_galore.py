@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.config import PlannedWorld
+from torchtitan.config import Context
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
@@ -221,7 +221,7 @@ def test_state_elements_are_those_of_the_formula() -> None:
 
 
 def messages(config: GaLore) -> list[str]:
-    own = config.problems(None, PlannedWorld())
+    own = config.problems(Context())
     return [f"{problem.path}: {problem.message}" for problem in own]
 
 
@@ -238,7 +238,7 @@ def test_ranks_and_shapes_that_cannot_be_are_refused_by_name() -> None:
         for name, shape in shapes.items()
     ]
     config = GaLore(rank=7, groups=({"names": ["b"], "rank": 30},))  # type: ignore[arg-type]
-    found = [f"{p.path}: {p.message}" for p in config.misfits(parameters)]
+    found = [f"{p.path}: {p.message}" for p in config.parameter_problems(parameters)]
     assert found == [
         "name: only matrices of two dims are projected, and experts have others",
         "rank: it is above the smaller side of a.*.w (8 x 6); use at most 6",

@@ -32,6 +32,7 @@ SMALL = [
     *("--training.steps=3", "--training.seq_len=32", "--training.local_batch_size=2"),
     *("--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=1"),
     *("--data.report_unigram_loss=false", "--job.dump_folder=unused"),
+    "--metrics.save_events=false",
     *("--model.n_layers=2", "--model.dim=64", "--model.n_heads=4", "--model.n_kv_heads=2"),
     *("--model.ffn_dim=192", "--lr_scheduler.warmup_steps=2"),
 ]

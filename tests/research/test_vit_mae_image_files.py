@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.config import ConfigError, Context
 from torchtitan.data import DataConfig
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
@@ -262,5 +262,5 @@ def test_a_decoder_that_is_not_installed_is_named(
 
 def test_settings_of_images_are_refused_together() -> None:
     config = ImagesConfig(crop="none", min_area=0.5, flips=("vertical", "vertical"), bands=(-1,))
-    found = {problem.path for problem in config.problems(None, PlannedWorld())}
+    found = {problem.path for problem in config.problems(Context())}
     assert found == {"min_area", "flips", "bands"}

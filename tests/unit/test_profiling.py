@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from tests.named import named
-from torchtitan.config import PlannedWorld
+from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.optim import AdamW, Optimizers
 from torchtitan.profiling import (
@@ -301,7 +301,7 @@ def test_another_error_leaves_no_evidence(tmp_path):
 
 
 def refused(config, device_type):
-    found = config.problems(None, PlannedWorld(device_type=device_type))
+    found = config.problems(Context(world=PlannedWorld(device_type=device_type)))
     return [problem[:2] for problem in found]
 
 

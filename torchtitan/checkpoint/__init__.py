@@ -1,4 +1,4 @@
-"""Saving a run and going on with it."""
+"""Saving and resuming runs."""
 
 from torchtitan.checkpoint.contents import Checkpointable
 from torchtitan.checkpoint.folder import lock, saved_steps

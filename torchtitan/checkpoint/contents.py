@@ -1,11 +1,11 @@
-"""What a checkpoint is of: weights, optimizer state, random generators, data position, counters.
+"""Contents of a checkpoint: weights, optimizer state, random generators, data position, counters.
 
-Tensors have names that no layout changes: `model.<parameter>`, `optimizer.<parameter>.<state>` and
-`rng.<rank>.<device>`; only `communication.<rank>.<name>`, what a way to send keeps on a rank, is of
-one layout. Where copies of the model run apart, these names are those of the first copy, and what
-copy r has is `replica.<r>.model.<parameter>` and so on. They are the live ones, to save as they are
-and to load in place; but states in few bits give what they stand for, and take it back by
-`take_optimizer` after loading.
+Tensors have names that do not depend on the layout: `model.<parameter>`,
+`optimizer.<parameter>.<state>` and `rng.<rank>.<device>`; only `communication.<rank>.<name>`, the
+per-rank state of communication, belongs to one layout. If replicas make local updates, these names
+are those of the first, and replica r has `replica.<r>.model.<parameter>` and so on. Tensors are
+live, saved directly and loaded in place, except that low-bit states give the values they represent
+and take them back in `take_optimizer` after loading.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -30,29 +30,29 @@ from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 
 SHOWN = 3
-"""Differences, at most, in the message that a checkpoint does not fit."""
+"""Maximum number of differences in the message that a checkpoint does not match."""
 
 
 class SavedRun(NamedTuple):
-    """A full checkpoint, of this project or of another, under our names."""
+    """Full checkpoint, in this project's or another format, under our names."""
 
     path: Path
     tensors: TensorSource
     counters: Mapping[str, Any]
-    """Of `TrainState`."""
+    """Fields of `TrainState`."""
     data: Mapping[str, Any] | None = None
-    """What of the data was consumed; None: that is not known."""
+    """Position in the data; None: unknown."""
     ranks: int = 0
-    """How many have a state of their own in it: of their random generators, say."""
+    """Number of ranks with state of their own in it, such as random generators."""
     layout: Mapping[str, int] = {}
-    """The degrees of parallelism of these ranks, as far as they are known."""
+    """Degrees of parallelism of these ranks, if known."""
 
 
 def open_run(path: Path) -> SavedRun:
-    """A full checkpoint of ours.
+    """Open a full checkpoint of ours.
 
     Raises:
-        Damaged: where it is not what was saved.
+        Damaged: if it is not what was saved.
     """
     manifest = read_manifest(path)
     saved = read_state(path, manifest)
@@ -63,12 +63,12 @@ def open_run(path: Path) -> SavedRun:
 
 
 def of_copy(copy: int) -> str:
-    """What the names of a copy of the model begin with; the first has no prefix."""
+    """Return the prefix of the names of a replica of the model; empty for the first."""
     return f"replica.{copy}." if copy else ""
 
 
 class Checkpointable:
-    """All that training changes; methods are called by every rank."""
+    """Everything that training changes; methods are called by every rank."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Checkpointable:
     ) -> None:
         """
         Args:
-            of_techniques: gives what techniques keep on this rank, by name.
-            start_over: has techniques begin without what they kept, from the weights there are.
-            copies: of the model whose weights may differ.
+            of_techniques: returns the state of techniques on this rank, by name.
+            start_over: resets the state of techniques, given the current weights.
+            copies: number of replicas of the model whose weights may differ.
         """
         self.copies = copies
         self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
@@ -94,32 +94,32 @@ class Checkpointable:
         self.data, self.world = data, world
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters of this rank's stages."""
+        """Return the parameters of this rank's stages."""
         return {f"model.{n}": p for part in self.model for n, p in part.state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a full checkpoint holds of this rank."""
+        """Return all tensors of this rank in a full checkpoint."""
         own, prefix = self.weights() | self.of_optimizer(), of_copy(self.copy)
         named = {f"{prefix}{name}": tensor for name, tensor in own.items()}
-        # The next backward changes these before a save may have copied them.
+        # Cloned, since the next backward may change these before a save has copied them.
         sending = {name: tensor.clone() for name, tensor in self._of_sending().items()}
         return named | self._of_generators() | sending
 
     def weights_of_one(self) -> dict[str, Tensor]:
-        """The weights of this rank's stages, if it belongs to the first of several copies."""
+        """Return the weights of this rank's stages if it is in the first replica, else nothing."""
         return {} if self.copy else self.weights()
 
     def position(self) -> dict[str, Any]:
-        """On rank 0 the counters, and what all ranks consumed of the data; empty elsewhere."""
+        """Return the counters and the data position of all ranks on rank 0; empty elsewhere."""
         everyones = self.world.collect(self.data.state_dict())
         merged = on_all_ranks(self.world, lambda: merge_states(everyones) if everyones else None)
         return {"train_state": asdict(self.state), "data": merged} if merged else {}
 
     def load_weights(self, path: Path, source: TensorSource) -> None:
-        """Take over weights alone.
+        """Load weights alone.
 
         Raises:
-            ConfigError: where they do not fit; `path` says where they are.
+            ConfigError: if they do not match; the message names `path`.
         """
         self._read(path, self.weights(), source, {"model"})
         self.optimizers.weights_changed()
@@ -130,10 +130,10 @@ class Checkpointable:
             )
 
     def restore(self, saved: SavedRun, skip: Collection[str] = ()) -> None:
-        """Be where a checkpoint stands, in everything but `skip`.
+        """Restore everything except `skip` from a checkpoint.
 
         Raises:
-            ConfigError: where it does not fit the model, the optimizer or the data.
+            ConfigError: if it does not match the model, the optimizer or the data.
         """
         has_rng = "rng" not in skip and saved.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
@@ -157,7 +157,7 @@ class Checkpointable:
             self.state.schedule_start = self.state.step
 
     def _of_this_copy(self, saved: SavedRun) -> TensorSource:
-        """What a checkpoint has of this copy of the model, or else of the first."""
+        """Return the tensors of this replica of the model, or else of the first."""
         names = {name: name for name in saved.tensors.shapes()}
         there = {int(name.split(".")[1]) for name in names if name.startswith("replica.")}
         if there and there != set(range(1, self.copies)):
@@ -174,8 +174,8 @@ class Checkpointable:
     def _read(
         self, path: Path, tensors: Mapping[str, Tensor], source: TensorSource, parts: Set[str]
     ) -> None:
-        """Take over `tensors`; of these `parts` the source has to have no others."""
-        # A pipeline's ranks hold different names, and all must end if one does.
+        """Load `tensors` in place; the source must have no others of these `parts`."""
+        # A pipeline's ranks hold different names, and all must fail if one does.
         everyones = self.world.collect((differences(tensors, source), list(tensors))) or ()
 
         def compare() -> None:
@@ -195,7 +195,7 @@ class Checkpointable:
         on_all_ranks(self.world, lambda: load_into(tensors, source))
 
     def _not_finite(self) -> str:
-        """The parameters, by name, in which any rank has a value that is not finite."""
+        """Return the names of parameters with a value that is not finite on any rank."""
         weights = self.weights().items()
         own = [n for n, w in weights if not _is_finite(stored(local(w.detach())))]
         names = list(dict.fromkeys(name for names in self.world.gather(own) for name in names))
@@ -203,16 +203,16 @@ class Checkpointable:
         return ", ".join(names[:SHOWN]) + more
 
     def of_optimizer(self) -> dict[str, Tensor]:
-        """Its state; made first where there is none, by a step that moves nothing."""
+        """Return the optimizer's state; a step without effect creates it if there is none."""
         return {f"optimizer.{name}": t for name, t in self.optimizers.state_dict().items()}
 
     def take_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `of_optimizer` gave, after it was loaded into; weights may be others."""
+        """Take back the tensors of `of_optimizer` after loading; weights may have changed."""
         prefix = "optimizer."
         self.optimizers.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()})
 
     def _restore_sending(self, saved: SavedRun) -> None:
-        """Take over what ways to send keep, if all of this layout's ranks find their own."""
+        """Restore the state of communication, if every rank of this layout finds its own."""
         own, source = self._of_sending(), saved.tensors
         is_same = dict(saved.layout) == self.world.degrees._asdict()
         fits = is_same and not differences(own, source)
@@ -238,5 +238,5 @@ class Checkpointable:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Their sum tells in a quarter of the time, unless finite ones add up to more than there is."""
+    """Whether all elements are finite; the sum tells in a quarter of the time, if no overflow."""
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: which are complete, which one a run starts from, which are deleted.
+"""Folder of a run's checkpoints: complete, unfinished, damaged and old ones, and its lock.
 
     <dump_folder>/lock                         held by the run that writes here
     <dump_folder>/checkpoint/step-500          a complete checkpoint
     <dump_folder>/checkpoint/step-1000.saving  being written, or left by a run that was killed
     <dump_folder>/checkpoint/step-10.deleting  being deleted
-    <dump_folder>/checkpoint/step-20.damaged   found not to be what was saved, and set aside
+    <dump_folder>/checkpoint/step-20.damaged   found to be damaged, and set aside
 
 See `store` for why the first name always means a checkpoint that was complete, and for folders
 that are not on a disk.
@@ -37,21 +37,21 @@ from torchtitan.logging import logger
 
 LOCK_FILE = "lock"
 LOCK_SECONDS = 2.0
-"""How long to try. What a run was about to start (git, a compiler) when it was killed has its lock
-until it is another program, for a moment after the run is gone."""
+"""Time to try for the lock. A process that a killed run had just forked (git, a compiler) holds the
+run's lock until its exec, a moment after the run is gone."""
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints by step, in order."""
+    """Return the complete checkpoints by step, in order."""
     found = store_of(folder).checkpoints(folder)
     return dict(sorted((int(path.name.removeprefix("step-")), path) for path in found))
 
 
 def look_at(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint whose state is whole, and whose files are as long as saved.
+    """Return the manifest of a checkpoint after verifying its state and the sizes of its files.
 
     Raises:
-        Damaged: where they are not.
+        Damaged: if verification fails.
     """
     manifest = read_manifest(checkpoint)
     name = NAME.fullmatch(checkpoint.name)
@@ -64,7 +64,7 @@ def look_at(checkpoint: Path) -> Manifest:
 
 
 def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    """What is not tensors: counters, data position, recipe, versions."""
+    """Read everything except tensors: counters, data position, recipe, versions."""
     state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, _state_file(manifest)))
     counters = state.get("train_state", {})
     counters = {OLD_COUNTERS.get(name, name): value for name, value in counters.items()}
@@ -72,9 +72,9 @@ def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Give a checkpoint another state; at every moment it has one of the two, whole.
+    """Replace the state of a checkpoint atomically.
 
-    The old one stays in its file, for people.
+    The old state is kept in its file, for inspection.
     """
     manifest = read_manifest(checkpoint)
     number = 1
@@ -89,14 +89,14 @@ def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
 
 
 def _state_file(manifest: Manifest) -> str:
-    """STATE_FILE, or what has replaced it."""
+    """Return the name of STATE_FILE or of its replacement."""
     return next(name for name in manifest.files if name.startswith("train_state"))
 
 
 def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
     """Delete all but the latest `keep` checkpoints and those of multiples of `every`.
 
-    Those after step `newest` are of a run that went further; they are left alone, and do not count.
+    Checkpoints after step `newest` are of a run that went further: they are kept and do not count.
     """
     try:
         steps = {step: path for step, path in saved_steps(folder).items() if step <= newest}
@@ -108,7 +108,7 @@ def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Delete what a killed run left unfinished; return the names."""
+    """Delete the unfinished saves of a killed run; return their names."""
     store, swept = store_of(folder), []
     for path in store.unfinished(folder):
         try:
@@ -121,12 +121,12 @@ def sweep(folder: Path) -> list[str]:
 
 @contextmanager
 def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
-    """Nobody else writes into the folder meanwhile; the kernel lets go when this process ends.
+    """Hold an exclusive lock on the folder; the kernel releases it when this process ends.
 
-    `key` is what names the folder.
+    `key` is the setting that names the folder.
 
     Raises:
-        ConfigError: where another run does, or nobody can.
+        ConfigError: if another run has the lock, or the folder cannot be locked.
     """
     try:
         dump_folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Headers of safetensors files: which tensors a file has, and in which of its bytes.
+"""Headers of safetensors files: the tensors of a file, and their byte ranges.
 
-A file begins with the length of its header in 8 bytes; the header is JSON, and the tensors follow
-(https://github.com/huggingface/safetensors#format). So a block of a tensor costs no more than its
-own bytes, on a disk and in a store.
+A file starts with the length of its header in 8 bytes; the header is JSON, and the tensors follow
+(https://github.com/huggingface/safetensors#format). Reading a block of a tensor therefore takes
+only its own bytes, on a disk and in a store.
 """
 
 import json
@@ -17,38 +17,38 @@ from torchtitan.checkpoint.ranges import Files
 from torchtitan.checkpoint.storage import CODES, Sizes
 
 LONGEST = 100 * 10**6
-"""Bytes of a header, as the safetensors library has it."""
+"""Maximum bytes of a header, as in the safetensors library."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """Location and type of a tensor in a file."""
 
     code: str
-    """Its dtype, as safetensors calls it."""
+    """Name of the dtype in safetensors."""
     shape: Sizes
     begin: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
     end: int
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None if it is not supported."""
+        """Torch's dtype; None if it is not supported."""
         return DTYPES.get(self.code)
 
 
 class Header(NamedTuple):
-    """Tensors by name, and what else the header says."""
+    """Header of a file: tensors by name, and metadata."""
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
 
 
 def read_header(path: Path, files: Files) -> Header:
-    """The header of a file among `files`.
+    """Read the header of a file among `files`.
 
     Raises:
-        Damaged: where it makes no sense, or the file is cut.
+        Damaged: if it is malformed, or the file is truncated.
     """
     where, size = f"{path}: not a complete safetensors file", files.size(path.name)
     data = 8 + int.from_bytes(files.read(path.name, 0, min(8, size)), "little")
@@ -78,7 +78,7 @@ def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
 
 
 def sizes(value: Any) -> Sizes:
-    """Numbers of elements, or positions; ValueError where they are none."""
+    """Return `value` as a tuple of sizes or offsets; raise ValueError if it is anything else."""
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"found {value!r:.80} in place of sizes")
     return tuple(value)

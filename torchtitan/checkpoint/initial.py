@@ -1,4 +1,4 @@
-"""Where a run begins that has no checkpoint of its own: with what `initial_load_path` names."""
+"""Starting point of a run that has no checkpoint of its own: `initial_load_path`, if any."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from torchtitan.optim import OptimizerConfig
 
 
 class ResumePoint(NamedTuple):
-    """What a run starts from: nothing (`path` is None), its own past, or another run's."""
+    """Starting point of a run: nothing (`path` is None), its own checkpoint, or another run's."""
 
     path: Path | None
     model_only: bool = False
@@ -31,11 +31,11 @@ class ResumePoint(NamedTuple):
     changes: tuple[str, ...] = ()
     """Differences between the recipe of the checkpoint and this one, one line each."""
     damaged: tuple[tuple[Path, str], ...] = ()
-    """Newer checkpoints that are not what was saved, and why; they are to be set aside."""
+    """Newer checkpoints that are damaged and will be set aside, with the reasons."""
     format: str = "ours"
-    """Of the checkpoint: a key of `weights.opening.OPEN`, or "dcp" as TorchTitan saves it."""
+    """Format of the checkpoint: a key of `weights.opening.OPEN`, or "dcp" as TorchTitan saves."""
     skip_samples: int = 0
-    """Samples of the data to step over, where its position is not in the checkpoint."""
+    """Number of samples to skip, if the checkpoint lacks the data position."""
 
 
 def initial_point(
@@ -44,13 +44,13 @@ def initial_point(
     optimizer: OptimizerConfig,
     factor: Callable[[int], float],
 ) -> ResumePoint:
-    """Where a run begins; all that is to be loaded is known to be there, in the right shapes.
+    """Return the starting point of a run, verified to have all tensors in the right shapes.
 
     Args:
-        factor: of the peak learning rate, by the step of the schedule.
+        factor: fraction of the peak learning rate, by step of the schedule.
 
     Raises:
-        ConfigError: where `initial_load_path` is not what the recipe can begin with.
+        ConfigError: if the recipe cannot start from `initial_load_path`.
     """
     if config.initial_load_path is None:
         return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
@@ -64,7 +64,7 @@ def initial_point(
         state = read_state(path, manifest)
         skips = model_only or "data" in config.exclude_from_loading
         has_position = "data" in state and not skips
-        # One that was converted from TorchTitan's only knows the tokens.
+        # A checkpoint converted from TorchTitan has only the number of tokens.
         tokens = state["train_state"]["tokens"] if holds_run else None
         samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
     elif kind == "dcp":
@@ -94,12 +94,12 @@ def initial_point(
 
 
 def _samples(recipe: Mapping[str, Any], tokens: int | None) -> int | None:
-    """How many samples have so many tokens; None where that is not known."""
+    """Return the number of samples with this many tokens; None if unknown."""
     return None if tokens is None else math.ceil(tokens / recipe["training.seq_len"])
 
 
 def _to_skip(recipe: Mapping[str, Any], path: Path, samples: int | None) -> int:
-    """Samples to step over, given on how many the checkpoint was trained, if it says so."""
+    """Return the samples to skip, given the number that the checkpoint was trained on, if known."""
     wanted: int = recipe["data.skip_samples"]
     if wanted >= 0:
         return wanted
@@ -112,7 +112,7 @@ def _to_skip(recipe: Mapping[str, Any], path: Path, samples: int | None) -> int:
 
 
 def open_initial(start: ResumePoint, recipe: Mapping[str, Any]) -> SavedRun:
-    """The full checkpoint that a run resumes from, or begins with."""
+    """Open the full checkpoint that a run resumes or starts from."""
     assert start.path is not None, "there is something to begin with"
     if start.format == "dcp":
         return TorchTitanCheckpoint(start.path, in_recipe(recipe)).run()
@@ -129,17 +129,17 @@ def _look_at(path: Path) -> Manifest:
 
 
 def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:
-    """Weights of any format, under our names.
+    """Open weights of any format, under our names.
 
     Raises:
-        ConfigError: where they are not those of the recipe's model.
+        ConfigError: if they do not match the recipe's model.
     """
     if kind == "ours":
         return SavedTensors(path)
     if kind == "dcp":
         return TorchTitanCheckpoint(path, in_recipe(recipe))
     if kind == "hf" and not (path / CONFIG).exists():
-        # No config.json says what they are: DCP wrote them, under one naming or the other.
+        # Without config.json: DCP wrote them, under either naming.
         network = in_recipe(recipe)
         if DcpCheckpoint(path).shapes().keys() & network.parameters().keys():
             return TorchTitanCheckpoint(path, network)

@@ -1,4 +1,4 @@
-"""The state of a run as it is in memory, to be handed to another run that has the same ranks."""
+"""The in-memory state of a run, for transfer to another run with the same ranks."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,15 +14,15 @@ from torchtitan.optim.group import local
 
 
 class InMemoryState:
-    """What this rank holds of everything that training changes; nothing here communicates."""
+    """This rank's part of everything that training changes; no method communicates."""
 
     def __init__(self, contents: Checkpointable, wait_until_writable: Callable[[], None]) -> None:
-        """`wait_until_writable` returns when weights may change."""
+        """Wrap `contents`; `wait_until_writable` returns when weights may change."""
         self.contents, self.state, self.data = contents, contents.state, contents.data
         self.wait_until_writable = wait_until_writable
 
     def get(self) -> dict[str, Any]:
-        """All of it, as tensors, which are the live ones where they can be, and plain values."""
+        """Return the state as tensors, live ones if possible, and plain values."""
         return {
             "tensors": self._tensors(with_optimizer=self.state.step > 0),
             "train_state": asdict(self.state),
@@ -31,14 +31,14 @@ class InMemoryState:
 
     @torch.no_grad()
     def put(self, given: dict[str, Any]) -> None:
-        """Take over what `get` gave on the same rank of another run.
+        """Load the result of `get` on the same rank of another run.
 
         Raises:
-            ConfigError: where that run has another model, layout, optimizer or other data.
+            ConfigError: if that run has another model, layout, optimizer or other data.
         """
         self.wait_until_writable()
         step = given["train_state"]["step"]
-        # Before the first step there is no state of the optimizer; asking for it would make some.
+        # Before the first step there is no optimizer state; asking for it would create it.
         own, found = self._tensors(with_optimizer=step > 0), given["tensors"]
         for name in sorted({*own, *found}):
             there, here = (list(t[name].shape) if name in t else "absent" for t in (found, own))

@@ -1,4 +1,4 @@
-"""When a run is saved, and what it goes on from."""
+"""Coordinates saving and resuming a run."""
 
 import time
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from torchtitan.parallel import World
 
 
 class SaveFailed(RuntimeError):
-    """The last state of a run could not be saved."""
+    """Error that the final state of a run could not be saved."""
 
 
 class Checkpointer:
@@ -33,25 +33,25 @@ class Checkpointer:
     def __init__(
         self, choice: ResumePolicy, contents: Checkpointable, world: World, about: Mapping[str, Any]
     ) -> None:
-        """`about` is what rank 0 writes of the run; the other ranks need not know it."""
+        """`about` is the description of the run that rank 0 writes; other ranks may omit it."""
         self.choice, self.config, self.world = choice, choice.config, world
         self.folder = self.config.path_in(choice.dump_folder)
         self.store = store_of(self.folder)
         self.contents, self.state, self.about = contents, contents.state, dict(about)
         self.saver = Saver(self.config, self.folder, world)
         self.foreign: set[int] = set()
-        """Checkpoints of a run that went further than the step this one was told to load."""
+        """Steps of checkpoints of a run that went further than `load_step`."""
         self.exports = False
-        """Whether the last save is to be written for Hugging Face transformers, too."""
+        """Whether the last save is also exported for Hugging Face transformers."""
 
     # --- loading ---
 
     def load(self, start: ResumePoint) -> None:
-        """Bring the run to where `start` says; without a path it stays as it is.
+        """Load the state that `start` specifies; without a path, change nothing.
 
         Raises:
-            ConfigError: where the checkpoint does not fit the model, the optimizer or the data, or
-                is damaged and nothing else can be used.
+            ConfigError: if the checkpoint does not match the model, the optimizer or the data, or
+                is damaged without a usable alternative.
         """
         if self.config.enable and not self.config.load_only:
             self._make_folder()
@@ -89,7 +89,7 @@ class Checkpointer:
             logger.info("data: stepped over them in %.1f s", time.monotonic() - began)
 
     def _make_folder(self) -> None:
-        """Know that every rank can write where checkpoints go, and clear what was unfinished."""
+        """Verify that every rank can write to the checkpoint folder, and clear unfinished saves."""
 
         def make() -> None:
             try:
@@ -109,7 +109,7 @@ class Checkpointer:
             )
 
     def _verified(self, start: ResumePoint) -> ResumePoint:
-        """`start`, or an older one, whose every file is known to be what was saved."""
+        """Return `start`, or an older checkpoint, with every file verified."""
         damaged: dict[Path, str] = {}
         while start.path and start.format == "ours" and (found := self._problems_of(start.path)):
             damaged[start.path] = found[0]
@@ -130,7 +130,7 @@ class Checkpointer:
         on_rank_0(self.world, set_aside)
 
     def _problems_of(self, path: Path) -> list[str]:
-        """What is damaged in a checkpoint; each rank reads a part of its files."""
+        """Return the damages of a checkpoint; each rank verifies a part of its files."""
 
         def read() -> list[str]:
             manifest = read_manifest(path)
@@ -148,10 +148,10 @@ class Checkpointer:
     # --- going back ---
 
     def roll_back(self, before_step: int) -> bool:
-        """Go back to the newest checkpoint before a step, but not to its data, which goes on.
+        """Roll back to the newest checkpoint before a step, but not to its position in the data.
 
-        From now on the checkpoint says so too, and a run that is killed and resumes from it does
-        not meet that data again. Returns False if there is no such checkpoint.
+        The checkpoint records this, so that a run that is killed and resumes from it does not see
+        that data again. Returns False if there is no such checkpoint.
         """
         self.saver.wait_until_idle()
         position = self.contents.position()
@@ -178,7 +178,7 @@ class Checkpointer:
                 logger.info("deleted %s: it is of steps that were skipped", later)
 
     def _newest_before(self, step: int) -> Path | None:
-        """The newest checkpoint before a step that is known to be what was saved."""
+        """Return the newest verified checkpoint before a step."""
         saved = on_rank_0(self.world, self._own_steps)
         for path in [saved[n] for n in reversed(saved) if n < step]:
             try:
@@ -198,14 +198,14 @@ class Checkpointer:
     # --- saving ---
 
     def is_due(self, final: bool) -> bool:
-        """Whether the current step is to be saved; `final` says that no step will follow."""
+        """Whether the current step must be saved; `final`: no step will follow."""
         step = self.state.step
         return self.config.saves_at(step, is_final=final) and step != self.saver.saved_step
 
     def save(self, finished: bool) -> None:
-        """Save the current step; unless it is asynchronous, every byte is then on disk.
+        """Save the current step; on return every byte is on disk, unless it is asynchronous.
 
-        `finished` says that the run is complete, which a run that was only stopped is not.
+        `finished`: the run is complete rather than only stopped.
         """
         self.saver.wait_until_idle()
         step = self.state.step
@@ -231,18 +231,18 @@ class Checkpointer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank still writes or reads what all ranks wait for."""
+        """Whether this rank is still writing or reading for a stage that all ranks wait for."""
         return self.saver.is_busy
 
     def advance(self) -> None:
-        """Go on to the next stage of a save; to be called when no rank is busy."""
+        """Continue with the next stage of a save; call it when no rank is busy."""
         self.saver.advance()
 
     def finish(self) -> None:
-        """Return when all that was saved is on disk and was read back.
+        """Wait until all saves are on disk and were read back.
 
         Raises:
-            SaveFailed: where the state the run ends with could not be saved.
+            SaveFailed: if the final state of the run could not be saved.
         """
         self.saver.wait_until_idle()
         if self.saver.failed_step == self.state.step:
@@ -254,7 +254,7 @@ class Checkpointer:
             raise SaveFailed(f"the weights could not be written for Hugging Face: {problem}")
 
     def _export(self) -> str | None:
-        """Write the weights of the last save; what went wrong, if so."""
+        """Export the weights of the last save; return the error, if any."""
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
         options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: which files it has, how long they are, and their hashes.
+"""The manifest of a checkpoint: its files, their sizes and their hashes.
 
-It is written last, and hashes itself too, so a checkpoint whose files agree with its manifest is
+It is written last, and includes a hash of itself, so a checkpoint whose files match its manifest is
 the one that was saved, to the bit: a torn write, a flipped bit and a file of another checkpoint are
-all found. The hash is XXH3 with 128 bits (https://xxhash.com), faster than any disk; it guards
-against accidents, not against somebody who forges both file and manifest.
+all detected. The hash is XXH3 with 128 bits (https://xxhash.com), faster than any disk; it protects
+against accidents, not against forgery of both file and manifest.
 """
 
 import json
@@ -21,18 +21,18 @@ from torchtitan.config import ConfigError
 STATE_FILE = "train_state.json"
 FORMAT = 3
 XOR_FORMAT = 2
-"""The format before, whose digests are blind to the order of elements."""
+"""Previous format, whose digests do not depend on the order of elements."""
 HASH = "xxh3_128"
 BLOCK = 8 * 2**20
 
 
 class Damaged(ConfigError):
-    """A checkpoint is not what was saved; the message names the file."""
+    """Error that a checkpoint is not what was saved; the message names the file."""
 
 
 @dataclass(frozen=True)
 class File:
-    """What a file has to be."""
+    """Expected size and hash of a file."""
 
     bytes: int
     xxh3_128: str
@@ -40,7 +40,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was saved, and in which files."""
+    """Description of a checkpoint and its files."""
 
     step: int
     model_only: bool
@@ -48,18 +48,18 @@ class Manifest:
     layout: Mapping[str, int]
     """Sizes of the mesh axes."""
     digest: str
-    """Of all tensors, whatever the layout; see `storage`."""
+    """Digest of all tensors, independent of the layout; see `storage`."""
     files: Mapping[str, File]
     format: int = FORMAT
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Total size of all files."""
         return sum(file.bytes for file in self.files.values())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> File:
-    """Write a line for each key, all or none; returns what the file has to be."""
+    """Write a line for each key, atomically; return the file's size and hash."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value[key])}" for key in value)
     data = f"{{\n{lines}\n}}\n".encode()
     store_of(path).write(path, data)
@@ -67,17 +67,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> File:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Write it with a hash of its own content."""
+    """Write the manifest with a hash of its own content."""
     content = asdict(manifest)
     write_json(checkpoint / MANIFEST, content | {HASH: _hash_of(content)})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, known to be whole.
+    """Read and verify the manifest of a checkpoint.
 
     Raises:
-        Damaged: where it is missing, unreadable or changed.
-        ConfigError: where it is whole, but of another format.
+        Damaged: if it is missing, unreadable or changed.
+        ConfigError: if it is intact, but of another format.
     """
     path = checkpoint / MANIFEST
     try:
@@ -92,7 +92,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             ) from None
         raise Damaged(f"{checkpoint}: it has no {MANIFEST}") from None
     except StoreError:
-        raise  # that it cannot be read now says nothing about what it is
+        raise  # a failed read does not mean that the file is damaged
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,7 +109,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
-    """The bytes of a small file of a checkpoint, known to be those that were saved."""
+    """Read and verify a small file of a checkpoint."""
     data = _read(checkpoint / name)
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (
         manifest.files[name].bytes,
@@ -129,7 +129,7 @@ def _read(path: Path) -> bytes:
 
 
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that are missing or have another size: what costs no reading."""
+    """Yield the files that are missing or have another size, without reading any."""
     size_of = store_of(checkpoint).sizes(checkpoint)
     for name, file in manifest.files.items():
         try:
@@ -144,10 +144,10 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
 def problems_of_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
 ) -> Iterator[str]:
-    """Files, of all or of `names`, that are not what was saved, by size and hash.
+    """Yield the files, of all or of `names`, whose size or hash differs from the manifest.
 
     Args:
-        cached: whether what the kernel still has in memory counts; False reads the disk.
+        cached: whether to accept the kernel's page cache; False reads the disk.
     """
     for name in manifest.files if names is None else names:
         path, file = checkpoint / name, manifest.files[name]
@@ -165,7 +165,7 @@ def problems_of_files(
 
 
 def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:
-    """Size and hash of a file."""
+    """Return the size and hash of a file."""
     state, size, block = xxhash.xxh3_128(), 0, bytearray(BLOCK)
     with store_of(path).open(path, cached) as file:
         while count := file.readinto(block):

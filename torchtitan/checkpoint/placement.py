@@ -1,8 +1,8 @@
-"""Which rank writes which piece of a tensor, and which blocks a rank reads: DCP's planners.
+"""Assignment of tensor pieces to the ranks that write them, and of blocks to read: DCP's planners.
 
-A piece that several ranks hold is written by one of them, chosen so that all write about as much.
-When loading, each rank reads the blocks that it holds now, however they were cut when they were
-saved; no rank needs another for that.
+A piece that several ranks hold is written by one of them, balancing the load. When loading, each
+rank reads the blocks that it holds now, however they were sharded when they were saved, without
+communication.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class Writers:
-    """Remembers the plan of each kind of save, since a run's tensors keep their layout."""
+    """Plans of who writes what, cached by kind of save, since a run's tensors keep their layout."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._plans: dict[str, list[WriteItem]] = {}
 
     def pieces(self, kind: str, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """What this rank writes of `tensors`, which every rank of the world asks together."""
+        """Return the pieces of `tensors` that this rank writes; all ranks call it together."""
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -61,7 +61,7 @@ def _tensor(value: object) -> Tensor:
 
 
 def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
-    """Copy from `source` the blocks of `tensors` that this rank holds; they are known to fit."""
+    """Copy the blocks of `tensors` that this rank holds from `source`, which must match."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
@@ -86,16 +86,16 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
 
 
 class FailedOnRank(RuntimeError):
-    """Another rank met an error that nobody expects; its own message has the traceback."""
+    """Unexpected error on another rank, whose own message has the traceback."""
 
 
 def on_all_ranks(world: World, work: Callable[[], T]) -> T:
-    """What `work` returns; if it failed on any rank, all ranks raise what the first of them met.
+    """Return the result of `work`; if it fails on any rank, all raise the first rank's error.
 
     Raises:
-        ConfigError: where something is not as it should be: damaged, say, or a store that failed.
-        OSError: where a disk failed.
-        FailedOnRank: where another rank met anything else, which that rank raises itself.
+        ConfigError: if data is damaged, for example, or a store failed.
+        OSError: if a disk failed.
+        FailedOnRank: if another rank met any other error, which that rank raises itself.
     """
     value, problem = _attempt(work)
     everyones = world.gather(_for_others(world.rank, problem))
@@ -108,7 +108,7 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def on_rank_0(world: World, work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
+    """Return on every rank the result of `work` on rank 0; raise as `on_all_ranks` does."""
     value, problem = _attempt(work) if world.rank == 0 else (None, None)
     value, found = world.share((value, _for_others(0, problem)))
     if found is not None:
@@ -124,14 +124,14 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _for_others(rank: int, error: Exception | None) -> Exception | None:
-    """What other ranks raise; not every error can be sent to them."""
+    """Return the error that other ranks raise; not every error can be pickled."""
     if error is None or isinstance(error, ConfigError | OSError):
         return error
     return FailedOnRank(f"rank {rank} failed: {type(error).__name__}: {error}")
 
 
 def differences(tensors: Mapping[str, Tensor], source: TensorSource) -> list[str]:
-    """Names and shapes in which a source does not fit, a line each."""
+    """Return the names and shapes in which a source does not match, one line each."""
     found = source.shapes()
     mistakes = []
     for name, tensor in tensors.items():

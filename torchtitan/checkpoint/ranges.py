@@ -1,4 +1,4 @@
-"""Files of tensors, of which only the bytes that are asked for are read.
+"""Files of tensors, of which only the requested bytes are read.
 
 On a disk a file is mapped into memory, and what is read is a view of it. From a store ranges are
 fetched: long ones by several requests at once, short ones out of blocks that are kept for a while,
@@ -19,24 +19,24 @@ from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.remote import PART, RemotePath
 
 AHEAD = 4
-"""Blocks that are fetched together where files are read from the front to the back."""
+"""Number of blocks fetched together when files are read sequentially."""
 KEPT = 8
-"""Blocks that are kept."""
+"""Number of cached blocks."""
 MAPPED = 256
-"""Files that are mapped at once; each counts among the open files of a process, often 1,024."""
+"""Number of files mapped at once; each counts toward a process's open files, often 1,024."""
 SPAN = 64 * 2**20
-"""Bytes of rows that are copied or fetched together to take a part out of each."""
+"""Bytes of rows that are copied or fetched together, to slice a part of each."""
 
 
 class Files(Protocol):
-    """The files of a folder, by name."""
+    """Interface to the files of a folder, by name."""
 
     def size(self, name: str) -> int:
-        """Of a file, in bytes."""
+        """Return the size of a file in bytes."""
         ...
 
     def read(self, name: str, begin: int, end: int) -> memoryview:
-        """These bytes of a file; to be copied, not to be changed."""
+        """Read a range of bytes of a file; copy them, do not modify them."""
         ...
 
     def block(
@@ -47,20 +47,20 @@ class Files(Protocol):
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> Tensor:
-        """A part of an array that begins at `place`, a file and a byte of it.
+        """Read a part of an array that starts at `place`, a file and an offset in it.
 
-        `strides` are of the array, in elements.
+        `strides` are the array's, in elements.
         """
         ...
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array without gaps, in elements."""
+    """Return the strides of a contiguous array, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def files_in(folder: Path) -> Files:
-    """The files of a folder on a disk or a store."""
+    """Open the files of a folder on a disk or a store."""
     return FetchedFiles(folder) if isinstance(folder, RemotePath) else MappedFiles(folder)
 
 
@@ -93,13 +93,13 @@ class MappedFiles:
         if name not in self._maps:
             try:
                 with (self.folder / name).open("rb") as opened:
-                    # A private copy of what is written to it, which is nothing; torch warns of
-                    # memory that cannot be written to.
+                    # Writable (copy-on-write), though nothing writes: torch warns of read-only
+                    # memory.
                     whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise Damaged(f"{self.folder / name}: {error.strerror}") from None
             if len(self._maps) == MAPPED:
-                del self._maps[next(iter(self._maps))]  # lives on while a view of it does
+                del self._maps[next(iter(self._maps))]  # views keep it alive
             self._maps[name] = memoryview(whole)
         return self._maps[name]
 
@@ -161,7 +161,7 @@ def _taken_by_rows(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> Tensor:
-    """A block, as a copy; of long rows no more than SPAN is copied before a part is taken out."""
+    """Return a copy of a block; at most SPAN bytes of long rows are copied before slicing."""
     if 0 in sizes or not sizes:
         return _spanned(files, place, dtype, strides, offsets, sizes)
     rows = max(1, SPAN // (strides[0] * dtype.itemsize)) if strides[0] else sizes[0]
@@ -184,10 +184,10 @@ def _spanned(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> Tensor:
-    """A block, as a view of the bytes from its first element to its last.
+    """Return a block as a view of the bytes from its first element to its last.
 
-    Compiled loops may crash on elements that are not at a multiple of their size; such bytes are
-    copied first.
+    Compiled loops may crash on elements that are not aligned to their size; such bytes are copied
+    first.
     """
     if 0 in sizes:
         return torch.empty(tuple(sizes), dtype=dtype)

@@ -1,8 +1,8 @@
 """Paths on object stores, by fsspec (https://filesystem-spec.readthedocs.io): `s3://bucket/run`.
 
-A `RemotePath` is a `Path` whose methods that touch files go to the store, and read only the bytes
-that are asked for. What client libraries raise has nothing in common, so everything but a missing
-file becomes `StoreError` here, an `OSError` as of a disk. fsspec is imported where a URL is used.
+A `RemotePath` is a `Path` whose file operations use the store, and read only the requested bytes.
+Client libraries' errors have no common base, so every error except a missing file becomes a
+`StoreError`, an `OSError` like a disk's. fsspec is imported only when a URL is used.
 """
 
 import errno
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 URL = re.compile(r"([a-zA-Z][\w.+:-]*)://(/?)(.*)", re.DOTALL)
 ATTEMPTS = 4
 RETRY_SECONDS = 1.0
-"""Before the second attempt of a request; twice as long before each further one."""
+"""Delay before the first retry of a request; doubled for each further one."""
 PART = 8 * 2**20
-"""Bytes of a request; a longer range is read by several at once."""
+"""Bytes per request; a longer range is read by several at once."""
 AT_ONCE = 8
-"""Requests at the same time, where the filesystem can."""
+"""Number of concurrent requests, if the filesystem supports them."""
 HOPELESS = (*(FileExistsError, PermissionError, ImportError, ValueError, NotImplementedError),)
-"""What another attempt would raise again."""
+"""Errors that a retry would raise again."""
 
 
 class StoreError(ConfigError, OSError):
-    """An object store did not do what was asked; the message names the URL."""
+    """Error of a failed request to an object store; the message names the URL."""
 
 
 def is_url(text: str) -> bool:
@@ -45,7 +45,7 @@ def is_url(text: str) -> bool:
 
 
 def location(text: str) -> Path:
-    """The path that a setting or an argument names: on a disk, or by a URL."""
+    """Return the path that a setting or an argument names: on a disk, or by a URL."""
     match = URL.match(text)
     if match is None:
         return local_path(text)
@@ -54,7 +54,7 @@ def location(text: str) -> Path:
 
 
 def problem_of_url(url: str) -> str | None:
-    """Why no filesystem can be had for a URL, if so."""
+    """Return the reason why a URL's filesystem is not available, or None."""
     from fsspec.registry import get_filesystem_class, known_implementations, registry
 
     match = URL.match(url)
@@ -77,12 +77,12 @@ def problem_of_url(url: str) -> str | None:
 
 
 def missing(path: Path) -> FileNotFoundError:
-    """The error that there is no such file."""
+    """Return the error for a missing file."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 class RemotePath(PosixPath):
-    """A path of an object store.
+    """Path on an object store.
 
     Its first part is the protocol, `s3:`, or `file::` if no host or bucket follows.
     """
@@ -113,13 +113,13 @@ class RemotePath(PosixPath):
         return self._type() == "file"
 
     def stat(self, **_: Any) -> os.stat_result:
-        """With the size, and whether it is a folder; nothing else."""
+        """Return only the size and whether it is a folder."""
         found = self._info()
         mode = stat.S_IFDIR if found["type"] == "directory" else stat.S_IFREG
         return os.stat_result((mode, 0, 0, 1, 0, 0, found["size"] or 0, 0, 0, 0))
 
     def iterdir(self) -> Generator["Self", None, None]:
-        """The files and folders in a folder; FileNotFoundError if there is none."""
+        """Yield the files and folders in a folder; FileNotFoundError if it does not exist."""
         return (self / name for name in sorted(self._list()))
 
     def glob(self, pattern: str) -> Generator["Self", None, None]:  # type: ignore[override,unused-ignore]
@@ -131,7 +131,7 @@ class RemotePath(PosixPath):
                 yield from path.glob(rest) if rest else (path,)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of the files in a folder by name; none if there is no folder."""
+        """Return the sizes of the files in a folder by name; empty if it does not exist."""
         try:
             found = self._list()
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class RemotePath(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8")
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each range (begin, end), read at the same time where the store can."""
+        """Read the bytes of each range (begin, end), concurrently if the store supports it."""
         begins, ends = [list(side) for side in zip(*ranges, strict=True)]
         found: list[bytes] = self._call("cat_ranges", begins, ends, many=True)
         for got, (begin, end) in zip(found, ranges, strict=True):
@@ -174,7 +174,7 @@ class RemotePath(PosixPath):
         return found
 
     def read_into(self, view: memoryview, begin: int) -> None:
-        """Fill `view` with the bytes from `begin` on, by several requests at a time."""
+        """Fill `view` with the bytes from `begin` on, by several concurrent requests."""
         parts = [(at, min(at + PART, len(view))) for at in range(0, len(view), PART)]
         for group in (parts[i : i + AT_ONCE] for i in range(0, len(parts), AT_ONCE)):
             found = self.read_ranges([(begin + low, begin + high) for low, high in group])
@@ -182,7 +182,7 @@ class RemotePath(PosixPath):
                 view[low:high] = data
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """A file of bytes: `rb`, with the size of its buffer, or `wb`."""
+        """Open a binary file: `rb`, with the size of its buffer, or `wb`."""
         if mode == "wb":
             return Upload(self)
         assert mode == "rb", mode
@@ -192,7 +192,7 @@ class RemotePath(PosixPath):
     # --- writing ---
 
     def write_bytes(self, data: Any) -> int:
-        """All at once: a store has the whole of it or nothing."""
+        """Write atomically: a store has the whole file or nothing."""
         self._call("pipe_file", bytes(data))
         return len(data)
 
@@ -200,7 +200,7 @@ class RemotePath(PosixPath):
         return self.write_bytes(data.encode(encoding or "utf-8"))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Make a folder where there are such things; never a bucket."""
+        """Create a folder if the store has folders; never a bucket."""
         try:
             self._call("mkdir", create_parents=False)
         except FileNotFoundError:
@@ -221,7 +221,7 @@ class RemotePath(PosixPath):
                 raise
 
     def remove(self) -> None:
-        """Delete it, and all that is in it, if it is there."""
+        """Delete the path and everything in it, if it exists."""
         self._call("invalidate_cache")
         with suppress(FileNotFoundError):
             self._call("rm", recursive=True)
@@ -229,7 +229,7 @@ class RemotePath(PosixPath):
     # --- the store ---
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call a method of the filesystem with this path; again, if the store fails."""
+        """Call a method of the filesystem with this path, with retries if the store fails."""
         for attempt in range(ATTEMPTS - 1):
             try:
                 return self._call_once(method, *args, **named)
@@ -240,7 +240,7 @@ class RemotePath(PosixPath):
         return self._call_once(method, *args, **named)
 
     def _call_once(self, method: str, *args: Any, many: bool = False, **named: Any) -> Any:
-        """With `many`, for ranges: those of all arguments."""
+        """Call the method once; `many` reads the ranges given by all arguments."""
         from fsspec.core import url_to_fs
 
         try:
@@ -259,7 +259,7 @@ class RemotePath(PosixPath):
 
 
 class RangedFile(io.RawIOBase):
-    """A file of a store, of which only what is asked for is read."""
+    """File of a store, of which only the requested bytes are read."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path, self.at, self.size = path, 0, path.stat().st_size
@@ -285,7 +285,7 @@ class RangedFile(io.RawIOBase):
 
 
 class Upload(io.RawIOBase):
-    """A file that is being written to a store; it is there once it is closed."""
+    """File being written to a store; it exists once it is closed."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path, self.at = path, 0

@@ -1,13 +1,12 @@
 """Writes checkpoints, and deletes old ones.
 
-A save has stages. What this rank has to write is copied (`Staging`; not with
-`async_mode = "disabled"`), then written and hashed by each rank for itself. When all are done it is
-committed (see `store`): rank 0 writes index, state and manifest, and renames the folder. Then each
-rank reads its file back from the disk; when all have found what they wrote, older checkpoints may
-go.
+A save has stages. Each rank copies its pieces (`Staging`; not with `async_mode = "disabled"`), then
+writes and hashes its own file. When all are done the save is committed (see `store`): rank 0 writes
+index, state and manifest, and renames the folder. Then each rank reads its file back from the disk;
+when all files are verified, older checkpoints may be deleted.
 
-Copying, writing and reading back are the work of threads, which never communicate: training goes on
-meanwhile, asks all ranks once a step whether any is busy, and lets a save advance when none is.
+Copying, writing and reading back run in threads, which never communicate: training continues in the
+meantime, asks all ranks once per step whether any is busy, and lets a save advance when none is.
 """
 
 import time
@@ -37,24 +36,24 @@ from torchtitan.logging import logger
 from torchtitan.parallel import World
 
 RETRY_SECONDS = 1.0
-"""Before the second attempt of a save; twice as long before each further one."""
+"""Delay before the first retry of a save; doubled for each further one."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save whose files are being written."""
+    """Save whose files are being written."""
 
     step: int
     path: Path
     model_only: bool
     state: Mapping[str, Any]
-    """What goes into train_state.json; rank 0's counts."""
+    """Content of train_state.json; only rank 0's is used."""
     writing: Task[Written | None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A checkpoint that is being read back."""
+    """Checkpoint that is being read back."""
 
     step: int
     path: Path
@@ -62,7 +61,7 @@ class Check:
 
 
 class Saver:
-    """One save at a time; all methods are called by every rank."""
+    """Saver of one checkpoint at a time; all methods are called by every rank."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
         self.config, self.folder, self.world = config, folder, world
@@ -77,16 +76,16 @@ class Saver:
             )
             logger.info(message, world.device.type)
         self.saved_step: int | None = None
-        """The newest step on disk."""
+        """Newest step on disk."""
         self.failed_step: int | None = None
-        """The newest step, if it could not be saved."""
+        """Newest step, if it could not be saved."""
         self._stage: Save | Check | None = None
         self._waits: Callable[[], float] = lambda: 0.0
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
     ) -> None:
-        """Save a step; unless it is asynchronous, every byte is then on disk."""
+        """Save a step; on return every byte is on disk, unless it is asynchronous."""
         began, waited = time.perf_counter(), self.staging.waited
         self.wait_until_idle()
         path = self.store.saving(self.folder / f"step-{step}")
@@ -104,14 +103,14 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank still does what all ranks wait for."""
+        """Whether this rank is still in a stage that all ranks wait for."""
         match self._stage:
             case Save(writing=task) | Check(reading=task):
                 return not task.is_done
         return False
 
     def advance(self) -> None:
-        """Go on to the next stage of a save, waiting for this one; free when no rank is busy."""
+        """Wait for the current stage of a save and start the next; free when no rank is busy."""
         match self._stage:
             case Save() as save:
                 self._commit(save)
@@ -125,7 +124,7 @@ class Saver:
             self.advance()
 
     def _begin(self, path: Path) -> str | None:
-        """Make the folder of a save; what went wrong, if so."""
+        """Create the folder of a save; return the error, if any."""
         try:
             self.store.begin(path)
         except OSError as error:
@@ -133,7 +132,7 @@ class Saver:
         return None
 
     def _write(self, path: Path, copies: Callable[[], Pieces]) -> Written | None:
-        """On a thread: write this rank's pieces, again if the disk fails; None if it has none."""
+        """Write this rank's pieces on a thread, with retries; return None if it has none."""
         pieces = copies()
         if not pieces:
             return None
@@ -151,7 +150,7 @@ class Saver:
         return write_file(file, pieces)
 
     def _commit(self, save: Save) -> None:
-        """All ranks have written, or failed: make it a checkpoint, or give it up."""
+        """Commit the checkpoint after all ranks have written, or abandon it if one failed."""
         self._stage = None
         mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
         everyones = self.world.collect(mine) or ()
@@ -172,7 +171,7 @@ class Saver:
     def _complete(
         self, save: Save, everyones: Sequence[Written | str | None]
     ) -> tuple[int, list[str]]:
-        """On rank 0: the bytes of the new checkpoint, and why there is none, if so."""
+        """Complete the checkpoint on rank 0; return its bytes, and the errors, if any."""
         if problems := [one for one in everyones if isinstance(one, str)]:
             return 0, problems
         try:
@@ -191,7 +190,7 @@ class Saver:
         return manifest.bytes, []
 
     def _failed(self, step: int, path: Path, problems: Sequence[str]) -> None:
-        """Say so, and leave nothing half-written; the checkpoints that exist stay."""
+        """Log the failure and delete the partial save; existing checkpoints stay."""
         self.failed_step = step
         if self.world.rank == 0:
             self.store.discard(path)
@@ -202,7 +201,7 @@ class Saver:
         )
 
     def _forget_old(self, check: Check) -> None:
-        """The newest checkpoint was read back: delete what it replaces, or set it aside."""
+        """After the newest checkpoint was read back, delete those it replaces, or set it aside."""
         self._stage = None
         found = self.world.gather(on_all_ranks(self.world, check.reading.result))
         problems = [problem for own, _ in found for problem in own]
@@ -217,7 +216,7 @@ class Saver:
             disk.forget_old(self.folder, check.step, keep, every)
 
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
-        """Put away what is not what was saved; returns the newest step that is left."""
+        """Set a damaged checkpoint aside; return the newest remaining step."""
         try:
             logger.error("%s; set aside as %s", problems[0], self.store.set_aside(check.path))
             return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
@@ -227,7 +226,7 @@ class Saver:
 
 
 def _outcome(writing: Task[Written | None]) -> Written | str | None:
-    """What was written; or why it was not, where that is no reason to end the run."""
+    """Return the written file, or the error if it need not end the run."""
     try:
         return writing.result()
     except (OSError, ConfigError) as error:
@@ -235,9 +234,9 @@ def _outcome(writing: Task[Written | None]) -> Written | str | None:
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """What is wrong with files of a checkpoint, by what is on the disk; or why that is unknown."""
+    """Verify files of a checkpoint on disk; return their problems, or why they are unknown."""
     try:
-        hash_file(path / MANIFEST, cached=False)  # so that it too is read from there
+        hash_file(path / MANIFEST, cached=False)  # so that it too is read from disk
         return list(problems_of_files(path, read_manifest(path), names, cached=False)), None
     except StoreError as error:
         return [], str(error)

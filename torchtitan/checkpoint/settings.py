@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from torchtitan.checkpoint.remote import is_url, location, problem_of_url
-from torchtitan.config import Config, PlannedWorld, Problem, exists, local_path
+from torchtitan.config import Config, Context, Problem, exists, local_path
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
 
 class CheckpointConfig(Config):
-    """When checkpoints are saved, and what a run starts from."""
+    """Saving of checkpoints, and the starting point of a run."""
 
     enable: bool = Field(False, description="Save checkpoints, and resume from them.")
     folder: str = Field(
@@ -77,17 +77,17 @@ class CheckpointConfig(Config):
     )
 
     def path_in(self, dump_folder: Path) -> Path:
-        """Where checkpoints are saved."""
+        """Return the folder in which checkpoints are saved."""
         return location(self.folder) if is_url(self.folder) else dump_folder / self.folder
 
     def saves_at(self, step: int, *, is_final: bool) -> bool:
-        """Whether a step is to be saved; `is_final` says that no step will follow."""
+        """Whether a step must be saved; `is_final`: no step will follow."""
         first = self.enable_first_step_checkpoint and step == 1
         return (
             self.enable and not self.load_only and (is_final or first or not step % self.interval)
         )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         idle = {
             "resume": self.resume == "must",
             "load_step": self.load_step >= 0,
@@ -112,7 +112,7 @@ class CheckpointConfig(Config):
         initial = self.initial_load_path
         if initial is None or is_url(initial):
             return
-        if initial == recipe.model.tokenizer and not exists(initial):
+        if initial == context.recipe.model.tokenizer and not exists(initial):
             return  # said of the tokenizer
         if not (exists(initial) and local_path(initial).is_dir()):
             yield Problem("initial_load_path", "there is no such folder")

@@ -1,10 +1,10 @@
-"""Copies what a save writes, so that training can go on while it is written.
+"""Copies the tensors of a save, so that training can continue while they are written.
 
-The weights of a step stay as they are until the next step's update, so they are copied while its
-forward and backward run; only the update has to wait, and only if it comes first. On CUDA the
-device copies, on a stream of its own; on a CPU a thread does. Tensors are released when they are
-copied, and copies when they are written. Pinned memory returns to torch's cache of it, from which
-the next save takes it: to pin memory takes longer than to copy into it.
+The weights of a step do not change until the next step's update, so they are copied during its
+forward and backward; only the update has to wait, and only if it comes first. On CUDA the device
+copies, on a stream of its own; on a CPU a thread does. Tensors are released when they are copied,
+and copies when they are written. Pinned memory returns to torch's cache, from which the next save
+takes it: pinning memory takes longer than copying into it.
 """
 
 import time
@@ -22,16 +22,16 @@ from torchtitan.digest import digest, unsigned
 T = TypeVar("T")
 Pieces = list[tuple[Piece, Tensor]]
 Copies = list[tuple[Piece, Tensor, Tensor]]
-"""With the digest of each."""
+"""Pieces with their copies and digests."""
 
 
 class Task(Generic[T]):
-    """Work on a thread of its own, which does not keep a process that fails from ending."""
+    """Work on a thread of its own, which does not keep a failing process alive."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.seconds = 0.0
         pool = ThreadPool(1)
-        # Not an attribute: what the work refers to is released when it has ended.
+        # Not an attribute: the work's references are released when it has ended.
         self._result = pool.apply_async(self._run, (work,))
         pool.close()
 
@@ -42,7 +42,7 @@ class Task(Generic[T]):
         return value
 
     def wait(self) -> None:
-        """Return when the work has ended, however it did."""
+        """Wait until the work has ended, with a result or an error."""
         self._result.wait()
 
     @property
@@ -50,34 +50,34 @@ class Task(Generic[T]):
         return self._result.ready()
 
     def result(self) -> T:
-        """Wait for the work; what it returned, or the error that it ended with."""
+        """Wait for the work; return its result, or raise its error."""
         return self._result.get()
 
 
 class Staging:
-    """Copies of what this rank saves, in memory of the host; one save at a time."""
+    """Copies of this rank's pieces in host memory; one save at a time."""
 
     def __init__(self, pinned: bool, device: Device) -> None:
         self.device = device
         self.pinned = pinned and device.type == "cuda"
         self._release: Callable[[], None] | None = None
         self.waited = 0.0
-        """Seconds, in all saves."""
+        """Seconds spent waiting, over all saves."""
 
     def begin(self, pieces: Pieces) -> Callable[[], Pieces]:
-        """Begin to copy; gives what waits for the copies, the pieces as they are now."""
+        """Start copying the pieces' current values; return a function that waits for the copies."""
         if self.device.type == "cpu":
             copying = Task(lambda: self._copy(pieces))
             self._release = copying.wait
         else:
             with self.device.beside() as copied:
                 copies = self._copy(pieces)
-            # Nothing may take the memory of the pieces before they are copied.
+            # The memory of the pieces must not be reused before they are copied.
             copying = Task(lambda: after(copied, copies, self.device, pieces))
             self._release = copied.wait
 
         def collect() -> Pieces:
-            # A thread has the first device, and would make a context there.
+            # A new thread uses the first device, and would create a context there.
             self.device.make_current()
             return [
                 (piece._replace(digest=unsigned(int(found.item()))), copy)
@@ -100,7 +100,7 @@ class Staging:
         return self._release is not None
 
     def wait(self) -> None:
-        """Return when weights may change again; a device waits without its host."""
+        """Wait until weights may change again; a device waits without blocking its host."""
         if self._release is not None:
             began = time.perf_counter()
             self._release()
@@ -109,7 +109,7 @@ class Staging:
 
 
 def after(event: torch.Event, copies: Copies, device: Device, _copied: Pieces) -> Copies:
-    """Wait in a thread, on the device of this rank, until an event is reached; the copies."""
+    """Wait in a thread, on this rank's device, for an event; return the copies."""
     device.make_current()
     event.synchronize()
     return copies

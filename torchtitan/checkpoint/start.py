@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint of its own, one of another run, or nothing."""
+"""Choice of the starting point of a run: its own checkpoint, another run's, or nothing."""
 
 import json
 from collections.abc import Callable, Mapping, Set
@@ -17,27 +17,27 @@ from torchtitan.optim import OptimizerConfig
 
 
 class ResumePolicy(NamedTuple):
-    """What decides on the start of a run."""
+    """Policy that chooses the starting point of a run."""
 
     config: CheckpointConfig
     dump_folder: Path
     recipe: Mapping[str, Any]
-    """Resolved: dotted keys to values."""
+    """Resolved recipe: dotted keys to values."""
     same_run: Set[str]
-    """The keys in which a recipe must agree with the checkpoint's to be the same run."""
+    """Keys in which a recipe must agree with the checkpoint's to be the same run."""
     optimizer: OptimizerConfig
     factor: Callable[[int], float]
-    """Of the peak learning rate, by the step of the schedule."""
+    """Fraction of the peak learning rate, by step of the schedule."""
 
     def start(self, damaged: Mapping[Path, str] | None = None) -> ResumePoint:
-        """What the run starts from; nothing is written.
+        """Choose the starting point of the run, without writing anything.
 
         Args:
-            damaged: checkpoints known to be so, and why; others are found out by what costs no
-                reading.
+            damaged: checkpoints known to be damaged, with the reasons; others are detected as far
+                as possible without reading files.
 
         Raises:
-            ConfigError: where going on or starting afresh would surprise the user.
+            ConfigError: if resuming or starting afresh would surprise the user.
         """
         own = choose_own(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {})
         try:
@@ -46,7 +46,7 @@ class ResumePolicy(NamedTuple):
             raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
 
     def initial(self) -> ResumePoint:
-        """What the run begins with while it has no checkpoint of its own."""
+        """Return the starting point of a run without a checkpoint of its own."""
         return initial_point(self.config, self.recipe, self.optimizer, self.factor)
 
 
@@ -57,7 +57,7 @@ def choose_own(
     same_run: Set[str],
     known_damaged: Mapping[Path, str],
 ) -> ResumePoint | None:
-    """The checkpoint of this run to resume; None: there is none. See `ResumePolicy.start`."""
+    """Choose the run's own checkpoint to resume, or None; see `ResumePolicy.start`."""
     folder = config.path_in(dump_folder)
     steps = saved_steps(folder) if config.enable else {}
     _refuse_others(config, dump_folder, folder, steps)
@@ -96,7 +96,7 @@ def choose_own(
 
 
 class _Own(NamedTuple):
-    """The checkpoints of a folder, by what they can be used for."""
+    """Checkpoints of a folder, by usability."""
 
     full: Mapping[int, Path]
     weights: Mapping[int, Path]
@@ -120,7 +120,7 @@ def _sorted_out(steps: Mapping[int, Path], known_damaged: Mapping[Path, str]) ->
 def _refuse_others(
     config: CheckpointConfig, dump_folder: Path, folder: Path, steps: Mapping[int, Path]
 ) -> None:
-    """Refuse a folder that is another's, or, with "never", that has been used."""
+    """Refuse a folder of another run, or, with "never", one that has been used."""
     if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
         raise ConfigError(
             f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not by "
@@ -137,7 +137,7 @@ def _refuse_others(
 
 
 def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
-    """The one to resume; None: there is none, which is what the recipe allows."""
+    """Return the checkpoint to resume; None if there is none and the recipe allows that."""
     if config.load_step >= 0:
         if config.load_step in own.full:
             return own.full[config.load_step]
@@ -168,7 +168,7 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
 
 
 def taken(path: Path) -> ConfigError:
-    """The error that a save would overwrite the checkpoint of a run that went further."""
+    """Return the error that a save would overwrite the checkpoint of a run that went further."""
     return ConfigError(
         f"checkpoint.load_step: {path}: exists already, from a run that went further than the step "
         "this one was told to load, and would save it again. Delete it; or, to keep it, choose "

@@ -5,29 +5,29 @@ from dataclasses import dataclass, field
 from torchtitan.step import StepStatus
 
 OLD_COUNTERS = {"skipped_in_a_row": "consecutive_skips", "stepped_over": "skipped_samples"}
-"""Names that counters had in checkpoints of version 0.1, to what they are called now."""
+"""Names of counters in checkpoints of version 0.1, mapped to the current names."""
 
 
 @dataclass
 class TrainState:
-    """Where a run stands; the only counters there are."""
+    """Progress of a run: all of its counters."""
 
     step: int = 0
-    """Steps taken, skipped ones included."""
+    """Number of steps taken, including skipped ones."""
     tokens: int = 0
-    """Targets trained on, over all ranks."""
+    """Number of targets trained on, over all ranks."""
     skipped: int = 0
-    """Steps whose update was skipped because of a spike in the loss or the gradient norm."""
+    """Number of steps whose update was skipped because of a spike in loss or gradient norm."""
     consecutive_skips: int = 0
-    """Such steps since the last good one."""
+    """Number of skipped steps since the last good one."""
     rollbacks: int = 0
-    """How often the run went back to an earlier checkpoint because of too many of them in a row."""
+    """Number of rollbacks to an earlier checkpoint because of too many skipped steps in a row."""
     skipped_samples: int = 0
-    """Samples that were read and are, because of this, not in the weights."""
+    """Number of samples that were read but, because of this, are not in the weights."""
     history: dict[str, list[float]] = field(default_factory=dict)
-    """Loss and gradient norm of the last good steps, by which spikes are detected."""
+    """Loss and gradient norm of the last good steps, used to detect spikes."""
     schedule_start: int = 0
-    """The step after which the learning rate schedule began."""
+    """Step after which the learning rate schedule started."""
 
     def advance(self, status: StepStatus) -> None:
         """Count a step, unless it is void."""

@@ -1,18 +1,18 @@
-"""Tensors in files: every rank writes its pieces of them into one, and reads back what it needs.
+"""Tensors in files: every rank writes its pieces into one file, and reads the blocks it needs.
 
     rank-3.safetensors   the pieces that rank 3 wrote, in the safetensors format
-    tensors.json         for every tensor dtype, shape, digest, and where its pieces are
+    tensors.json         dtype, shape, digest and locations of the pieces of every tensor
 
-Who writes what is decided by the planner of torch's distributed checkpoint (DCP): a piece that many
-ranks have is written by one, so that all have about the same work. DCP's own files are pickles,
-which may run anything when they are read; these are numbers and JSON. Each file says in its header,
-as DCP's safetensors do, where in the whole tensor each piece begins: torch alone can load them, by
+The planner of torch's distributed checkpoint (DCP) decides who writes what: a piece that many ranks
+have is written by one, balancing the load. DCP's own files are pickles, which may run anything when
+they are read; these are numbers and JSON. Each file has in its header, as DCP's safetensors do, the
+offset of each piece in the whole tensor: torch alone can load them, by
 `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
-A file is written and hashed at the same time. The digest of a tensor is the sum of those of its
-pieces, whatever these are (`torchtitan.digest`): layouts that hold the same weights have the same
-digest. In format 2 it was the exclusive or of the bits of all elements, which is blind to their
-order; such checkpoints are verified by it.
+A file is written and hashed at the same time. The digest of a tensor is the sum of its pieces'
+digests, however it is cut (`torchtitan.digest`), so it does not depend on the layout. In format 2
+it was the exclusive or of the bits of all elements, which does not depend on their order; such
+checkpoints are verified by it.
 """
 
 import json
@@ -58,28 +58,28 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Dtypes as safetensors calls them."""
+"""Names of dtypes in safetensors."""
 Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A block of a tensor in a file."""
+    """Block of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
     shape: Sizes
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: Sizes
     sizes: Sizes
     begin: int = 0
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
     digest: int | None = None
-    """None until it was read."""
+    """Digest of the block; None until it is computed."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file of tensors, and what is in it."""
+    """File of tensors and its contents."""
 
     name: str
     file: File
@@ -87,40 +87,40 @@ class Written:
 
 
 class TensorSource(Protocol):
-    """Named tensors that can be read one at a time, whole or in part."""
+    """Interface to named tensors that can be read one at a time, whole or in part."""
 
     def shapes(self) -> Mapping[str, tuple[torch.dtype, Sizes]]:
-        """Dtype and shape by name."""
+        """Return dtype and shape by name."""
         ...
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it; to be copied, not to be changed."""
+        """Read a tensor, or a block of it; copy it, do not modify it."""
         ...
 
 
 class Renamed:
-    """Tensors of a source under other names; see `TensorSource`."""
+    """`TensorSource` with the tensors of another under new names."""
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
-        """`names` are new to old; a tensor that is not among them is left out."""
+        """`names` maps new names to old; other tensors are omitted."""
         self.source, self.names = source, names
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Dtype and shape by new name."""
+        """Return dtype and shape by new name."""
         found = self.source.shapes()
         return {new: found[old] for new, old in self.names.items()}
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it; to be copied, not to be changed."""
+        """Read a tensor, or a block of it; copy it, do not modify it."""
         return self.source.read(self.names[name], offsets, sizes)
 
 
 def xor_digest(tensor: Tensor) -> int:
-    """The digest of format 2: the exclusive or of the elements, each widened to 64 bits."""
+    """Compute the digest of format 2: the exclusive or of the elements, widened to 64 bits."""
     if not tensor.numel():
         return 0
     wide = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
@@ -128,7 +128,7 @@ def xor_digest(tensor: Tensor) -> int:
 
 
 def digest_of_all(digests: Mapping[str, int]) -> str:
-    """One digest from those of all tensors."""
+    """Combine the digests of all tensors into one."""
     lines = "".join(f"{name} {digests[name]:016x}\n" for name in sorted(digests))
     return xxhash.xxh3_64_hexdigest(lines.encode())
 
@@ -137,16 +137,16 @@ def digest_of_all(digests: Mapping[str, int]) -> str:
 
 
 def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
-    """Write pieces into one file, down to the disk.
+    """Write pieces into one file, flushed to disk.
 
-    The order is by size of element, so that each begins at a multiple of it. Where a piece has a
-    digest already, made when it was staged, that of its bytes now must be the same.
+    The order is by element size, so that each piece is aligned to its own. If a piece already has a
+    digest, from when it was staged, that of its current bytes must be equal.
     """
     pieces = sorted(pieces, key=lambda pair: -pair[0].dtype.itemsize)
     header, placed = _arrange([piece for piece, _ in pieces])
     state = xxhash.xxh3_128(header)
     digests: list[int] = []
-    # Hashing is faster than writing: a second thread does it meanwhile.
+    # Hashing is faster than writing: a second thread does it concurrently.
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         _write_all(file, memoryview(header))
         hashing = []
@@ -176,7 +176,7 @@ def _write_all(file: RawIOBase, data: memoryview) -> None:
 
 
 def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
-    """The header of a safetensors file, and where in the file each piece begins."""
+    """Return the header of a safetensors file, and the pieces with their offsets in the file."""
     sharding = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
     assert len(sharding) == len(pieces), "a file has room for one piece of each tensor"
     about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
@@ -200,7 +200,7 @@ def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
 
 
 def index_of(written: Iterable[Written]) -> dict[str, Any]:
-    """The content of tensors.json."""
+    """Return the content of tensors.json."""
     index: dict[str, Any] = {}
     for one in written:
         for piece in one.pieces:
@@ -221,7 +221,7 @@ def index_of(written: Iterable[Written]) -> dict[str, Any]:
 
 
 def digest_of_index(index: Mapping[str, Any]) -> str:
-    """One digest of all tensors."""
+    """Return one digest of all tensors."""
     return digest_of_all({name: int(entry["digest"], 16) for name, entry in index.items()})
 
 
@@ -234,8 +234,8 @@ def write_tensors(
     """Write a checkpoint of weights alone, or of a run, into an empty folder, one file at a time.
 
     Args:
-        about: what train_state.json says of them, above all the recipe; of a run the counters too.
-        max_shard_bytes: of the tensors in a file, unless a single one is larger.
+        about: content of train_state.json, above all the recipe; for a run also the counters.
+        max_shard_bytes: maximum size of the tensors in a file, unless a single one is larger.
     """
     written: list[Written] = []
     shard: list[tuple[Piece, Tensor]] = []
@@ -257,7 +257,7 @@ def write_tensors(
     if shard:
         flush()
     state = {"train_state": asdict(TrainState()), **about}
-    ranks = 0 if is_run else 1  # that have a state of their own in it
+    ranks = 0 if is_run else 1  # ranks with state of their own in it
     step = state["train_state"]["step"]
     write_manifest_of(
         folder, written, state, step=step, model_only=not is_run, ranks=ranks, layout={}
@@ -270,7 +270,7 @@ def write_manifest_of(
     """Write the rest of a checkpoint whose tensors are on disk: index, state, manifest.
 
     Args:
-        what: the fields of the manifest that do not follow from these.
+        what: fields of the manifest that do not follow from the other arguments.
     """
     index = index_of(written)
     files = {one.name: one.file for one in written}
@@ -287,7 +287,7 @@ Place = TypeVar("Place")
 
 
 class Block(NamedTuple, Generic[Place]):
-    """A block of a tensor, and where it is kept."""
+    """Block of a tensor and its location."""
 
     offsets: Sizes
     sizes: Sizes
@@ -301,10 +301,10 @@ def assemble(
     blocks: Iterable[Block[Place]],
     read: Callable[[Block[Place], Sizes, Sizes], Tensor],
 ) -> Tensor:
-    """A part of a tensor that is kept in blocks; not copied where it is within one of them.
+    """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
 
     Args:
-        read: gives a part of a block by its offsets in the block, and sizes.
+        read: reads a part of a block, given offsets in the block and sizes.
     """
     found: Tensor | None = None
     for block in blocks:
@@ -326,10 +326,10 @@ def assemble(
 
 
 class SavedTensors:
-    """The tensors of a checkpoint of ours."""
+    """Tensors of a checkpoint of ours."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises Damaged where the manifest or the index is not what was saved."""
+        """Open a checkpoint; raise Damaged if the manifest or the index is not what was saved."""
         self.checkpoint = checkpoint
         manifest = read_manifest(checkpoint)
         self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
@@ -337,21 +337,21 @@ class SavedTensors:
         self._files = files_in(checkpoint)
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Dtype and shape by name."""
+        """Return dtype and shape by name."""
         return {
             name: (getattr(torch, entry["dtype"]), tuple(entry["shape"]))
             for name, entry in self.index.items()
         }
 
     def is_intact(self, name: str, tensor: Tensor) -> bool:
-        """Whether `tensor`, all of what `name` names, has the digest that was saved."""
+        """Whether `tensor`, the whole tensor `name`, has the digest that was saved."""
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
         return found == int(self.index[name]["digest"], 16)
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it: a view of the file where one piece holds all of it."""
+        """Read a tensor, or a block of it: a view of the file if one piece contains it."""
         entry = self.index[name]
         dtype: torch.dtype = getattr(torch, entry["dtype"])
         sizes = tuple(entry["shape"] if sizes is None else sizes)

@@ -1,9 +1,9 @@
-"""Where checkpoints are, and what makes a folder one: on a disk its name, else its manifest.
+"""Stores of checkpoints: on a disk a folder's name marks it as complete, elsewhere its manifest.
 
 On a disk a checkpoint is written under another name, and renamed when every byte is on disk;
-renaming a folder is atomic. An object store has no rename: files are written where they stay, and
-the folder is a checkpoint from the moment its manifest is there, which is written last, and is
-deleted first. A folder without one is an unfinished save.
+renaming a folder is atomic. An object store has no rename: files are written in place, and the
+folder is a checkpoint while it has a manifest, which is written last and deleted first. A folder
+without a manifest is an unfinished save.
 """
 
 import os
@@ -23,46 +23,46 @@ NAME = re.compile(r"step-(\d+)")
 
 
 def store_of(path: Path) -> "Disk":
-    """What holds a path."""
+    """Return the store of a path."""
     return OBJECTS if isinstance(path, RemotePath) else DISK
 
 
 class Disk:
-    """A file system: the name of a folder says whether it is a checkpoint."""
+    """File system, on which the name of a folder tells whether it is a checkpoint."""
 
     def checkpoints(self, folder: Path) -> Iterator[Path]:
-        """Complete ones, in any order."""
+        """Yield complete checkpoints, in any order."""
         paths = folder.iterdir() if folder.is_dir() else ()
         return (path for path in paths if NAME.fullmatch(path.name))
 
     def unfinished(self, folder: Path) -> list[Path]:
-        """Folders of saves and deletions that did not end."""
+        """Return the folders of unfinished saves and deletions."""
         return [p for p in folder.glob("step-*") if p.suffix in (".saving", ".deleting")]
 
     def is_taken(self, checkpoint: Path) -> bool:
-        """Whether there is a checkpoint; False where that cannot be found out."""
-        # Not `Path.exists`, which fails where a disk does; a save that fails has its own words.
+        """Whether there is a checkpoint; False if that cannot be determined."""
+        # Not `Path.exists`, which raises if the disk fails; a failing save has its own message.
         return os.path.exists(checkpoint)
 
     def make_shared(self, folder: Path) -> None:
-        """On one rank make the folder that all ranks are to write into."""
+        """Create the folder that all ranks write into; called on one rank."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def is_shared(self, folder: Path, rank: int) -> bool:
-        """Whether this rank sees the folder that one of them has made, and can write into it."""
+        """Whether this rank sees the folder that one rank created, and can write into it."""
         return os.access(folder, os.W_OK)
 
     def saving(self, checkpoint: Path) -> Path:
-        """The name of the folder to write a checkpoint into."""
+        """Return the folder to write a checkpoint into."""
         return checkpoint.with_name(f"{checkpoint.name}.saving")
 
     def begin(self, saving: Path) -> None:
-        """Make that folder, empty."""
+        """Create an empty `saving` folder."""
         self.discard(saving)
         saving.mkdir(parents=True)
 
     def commit(self, saving: Path) -> Path:
-        """Turn a finished folder, with its manifest, into a checkpoint, down to the disk."""
+        """Turn a finished folder, with its manifest, into a checkpoint, flushed to disk."""
         self.sync(saving)
         done = saving.with_suffix("")
         saving.rename(done)
@@ -70,25 +70,25 @@ class Disk:
         return done
 
     def delete(self, checkpoint: Path) -> None:
-        """Delete a checkpoint so that no moment shows half of one."""
+        """Delete a checkpoint such that a partial one is never visible."""
         doomed = checkpoint.with_name(f"{checkpoint.name}.deleting")
         checkpoint.rename(doomed)
         self.remove(doomed)
 
     def remove(self, path: Path) -> None:
-        """Delete what is no checkpoint."""
+        """Delete a folder that is not a checkpoint."""
         shutil.rmtree(path)
 
     def discard(self, path: Path) -> None:
-        """Delete what is no checkpoint, as far as that can be done."""
+        """Delete a folder that is not a checkpoint, ignoring errors."""
         shutil.rmtree(path, ignore_errors=True)
 
     def is_exported(self, folder: Path, last: str) -> bool:
-        """Whether there are exported weights, of which the file `last` is written last."""
+        """Whether the folder has complete exported weights; the file `last` is written last."""
         return folder.exists()
 
     def set_aside(self, checkpoint: Path) -> str:
-        """Keep a damaged checkpoint for people, under a name that no run takes for one."""
+        """Keep a damaged checkpoint for inspection, under a name that runs ignore."""
         number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
         while aside.exists():
             number += 1
@@ -96,7 +96,7 @@ class Disk:
         return checkpoint.rename(aside).name
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a small file, down to the disk, all or none."""
+        """Write a small file atomically, flushed to disk."""
         new = path.with_name(f"{path.name}.new")
         with new.open("wb") as file:
             file.write(data)
@@ -104,23 +104,23 @@ class Disk:
         new.replace(path)
 
     def open(self, path: Path, cached: bool = True) -> RawIOBase:
-        """A file to read from; unless `cached`, from the disk and not from the kernel's memory."""
+        """Open a file for reading; unless `cached`, from the disk and not the page cache."""
         file = path.open("rb", buffering=0)
         if not cached and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
     def sizes(self, folder: Path) -> Callable[[str], int]:
-        """Tells the size of a file in a folder by its name; OSError if there is none."""
+        """Return a function from a file's name to its size; OSError if the file is missing."""
         return lambda name: (folder / name).stat().st_size
 
     def flush(self, file: IOBase) -> None:
-        """Have on the disk what was written to a file."""
+        """Flush a file's written data to disk."""
         file.flush()
         os.fsync(file.fileno())
 
     def sync(self, path: Path) -> None:
-        """Have a file, or the names in a folder, on the disk."""
+        """Flush a file, or the names in a folder, to disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -129,7 +129,7 @@ class Disk:
 
 
 class ObjectStore(Disk):
-    """A store without renames: a folder with a manifest is a checkpoint."""
+    """Store without renames, in which a folder with a manifest is a checkpoint."""
 
     def checkpoints(self, folder: Path) -> Iterator[Path]:
         return (path for path in _steps(folder) if (path / MANIFEST).exists())
@@ -183,14 +183,14 @@ class ObjectStore(Disk):
             return
 
     def is_exported(self, folder: Path, last: str) -> bool:
-        """As on a disk; deletes what an export that was cut short has left."""
+        """Check as on a disk, and delete the remains of an interrupted export."""
         if (folder / last).exists():
             return True
         self.remove(folder)
         return False
 
     def set_aside(self, checkpoint: Path) -> str:
-        """As on a disk, but only until the run saves this step again."""
+        """Set aside as on a disk, but only until the run saves this step again."""
         try:
             found = (checkpoint / MANIFEST).read_bytes()
         except FileNotFoundError:
@@ -218,10 +218,10 @@ class ObjectStore(Disk):
         return size_of
 
     def flush(self, file: IOBase) -> None:
-        """Nothing to do: closing the file waits for the store."""
+        """Do nothing: closing the file waits for the store."""
 
     def sync(self, path: Path) -> None:
-        """Nothing to do: what was written is there."""
+        """Do nothing: written data is already stored."""
 
 
 def _steps(folder: Path) -> list[Path]:

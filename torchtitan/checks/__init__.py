@@ -1,10 +1,10 @@
-"""Reads a recipe, and says which settings, each valid, cannot work together, and what would.
+"""Checks of a recipe: settings, each valid, that cannot work together, with a remedy.
 
-Each section says what is wrong with itself (`Config.problems`), and one that is chosen by name what
-else it cannot work with (`Config.conflicts`). A rule here says what cannot work between sections:
-one file a subject, one function a rule, all of one form. Training, `check`, `compare`, `verify` and
-the launcher collect them all by `problems`, before any process group exists and without touching
-more than file names, and the tokenizer of a debug model.
+Each section finds its own problems (`Config.problems`), and one that is chosen by name also those
+between it and others. A rule here finds all other problems between sections: one file per subject,
+one function per rule, all with one signature. Training, `check`, `compare`, `verify` and the
+launcher collect them all by `problems`, before any process group exists, reading nothing but file
+names and the tokenizer of a debug model.
 """
 
 import importlib
@@ -33,6 +33,7 @@ from torchtitan.checks import (
 from torchtitan.checks.vocabulary import follow_tokenizer
 from torchtitan.config import (
     Config,
+    Context,
     KeyPath,
     PlannedWorld,
     Problem,
@@ -104,19 +105,18 @@ def load_job(
     spared: Collection[str] = (),
     over: Sequence[Settings] = (),
 ) -> Recipe[JobConfig]:
-    """Read and check a recipe for so many ranks; None: for any number that fits it.
+    """Read and check a recipe for a number of ranks; None: for any number that fits it.
 
     Args:
-        ranks: a range: for each of these numbers, as the run may change from one to another.
-        is_here: whether what this very machine lacks is a mistake, too.
-        may_restart: whether processes that die are started again; with a range they are.
-        local_ranks: how many of them share this machine, whose memory they have to fit in.
+        ranks: a range is checked for each of its numbers, as the run may change between them.
+        is_here: whether capabilities that this machine lacks are mistakes, too.
+        may_restart: whether failed processes are restarted; with a range they are.
+        local_ranks: number of ranks that share this machine, whose memory must suffice.
         spared: keys that need not fit the others and this machine.
         over: settings that win over those of the recipe.
 
     Raises:
-        RecipeError: with all mistakes, one line each; CannotRun where each setting by itself is
-            valid.
+        RecipeError: with all mistakes, one line each; CannotRun if each setting by itself is valid.
     """
 
     def check(job: JobConfig) -> Iterator[Problem]:
@@ -133,7 +133,7 @@ def load_job(
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
-    """Import the modules of `job.imports`, which may add names that the recipe uses."""
+    """Import the modules of `job.imports`, which may register names that the recipe uses."""
     setting = settings.get(("job", "imports"))
     if setting is None or not isinstance(setting.value, list):
         return
@@ -149,7 +149,7 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
 
 
 def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Everything about a recipe, valid in form, that cannot work or deserves a word."""
+    """Find errors and warnings of a well-formed recipe."""
     if too_large := list(limits.numbers(job, world)):
         yield from too_large
         return
@@ -161,11 +161,10 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def of_sections(
     config: Config, job: JobConfig, world: PlannedWorld, path: KeyPath = ()
 ) -> Iterator[Problem]:
-    """What each section says of itself and of others, those within it included."""
+    """Find the problems reported by each section and those within it."""
     name = ".".join(path)
-    for problem in config.problems(job, world):
+    for problem in config.problems(Context(job, world, name)):
         yield problem.within(name)
-    yield from config.conflicts(job, world, name)
     for key, value in config:
         if isinstance(value, Config):
             yield from of_sections(value, job, world, (*path, key))
@@ -175,7 +174,7 @@ def of_sections(
 
 
 def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iterator[Problem]:
-    """Everything that cannot work in a run whose number of ranks may change, once each."""
+    """Find all problems of a run whose number of ranks may change, once each."""
     batch, found = "training.global_batch_size", dict[Problem, list[int]]()
     for size in sizes:
         for problem in problems(job, replace(world, ranks=size)):

@@ -1,4 +1,4 @@
-"""What the auxiliary losses of a recipe cannot work with."""
+"""Checks of auxiliary losses."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ SECTIONS = ("auxiliary_losses", "model", "loss", "compile", "sharding", "paralle
 
 
 def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Each is there once, and can be made of this model on this layout."""
+    """Check that each loss is given once, and possible with this model and layout."""
     model, seen = model_of(job), dict[str, int]()
     for number, config in enumerate(job.auxiliary_losses):
         key = f"auxiliary_losses.{number}"
@@ -32,7 +32,7 @@ def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Those that a model's own blocks have are added up once, also where they are recomputed."""
+    """Check that losses of a model's own blocks are summed once, also with recomputation."""
     model, recompute = model_of(job), job.activation_checkpoint
     if model is None or not (recompute.every or recompute.by_operator):
         return
@@ -52,12 +52,12 @@ def of_own_blocks(model: Model) -> bool:
 
 
 def is_inside(config: AuxiliaryLossConfig, job: JobConfig) -> bool:
-    """Whether the model computes a loss, and not what is given its outputs."""
+    """Whether a loss is computed inside the model, not from its outputs."""
     return bool(job.loss.vocabulary_chunk) or not isinstance(config, ZLoss)
 
 
 def in_graphs(job: JobConfig) -> bool:
-    """Whether a compiled graph of the model adds up losses."""
+    """Whether a compiled graph of the model sums losses."""
     model = model_of(job)
     if model is None or not job.compile.compiles("model"):
         return False
@@ -66,7 +66,7 @@ def in_graphs(job: JobConfig) -> bool:
 
 
 def against(config: AuxiliaryLossConfig, job: JobConfig, model: Model) -> Iterator[str]:
-    """Why a loss cannot be, each with what to do."""
+    """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
     if in_one and is_inside(config, job) and (config.warmup_steps or config.decay_steps):

@@ -1,4 +1,4 @@
-"""What works only where the model is compiled, or does not work there."""
+"""Checks of features that need a compiled model, or do not work with one."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ OVERWRITE = (
 
 
 def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The compiler finds what can travel while ranks multiply."""
+    """Check that the compiler can overlap communication with matrix products."""
     key, c = "parallelism.enable_async_tensor_parallel", job.compile
     if not job.parallelism.enable_async_tensor_parallel:
         return
@@ -32,7 +32,7 @@ def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Pr
 
 
 def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The compiler can recompute what it is asked to."""
+    """Check that the compiler supports the requested recomputation."""
     key, c, p = "activation_checkpoint.mode", job.compile, job.parallelism
     config, also = job.activation_checkpoint, ("activation_checkpoint", *SECTIONS)
     if config.mode == "memory_budget" and not c.compiles("model"):
@@ -44,7 +44,7 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     elif config.mode == "memory_budget" and c.backend == "eager":
         message = 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
         yield Problem(key, message, also)
-    # Context parallelism attends by an operator of its own, which this does not concern.
+    # Context parallelism has its own attention operator, which is not affected.
     on_a_mesh = p.tensor_parallel_degree > 1 or job.sharding.in_graph
     on_a_mesh = on_a_mesh and p.context_parallel_degree == 1
     recomputes_attention = config.every > 0 and not config.by_operator
@@ -65,7 +65,7 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def cuda_graphs(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Between two replays of a recorded graph nothing moves and nothing is added up."""
+    """Check that nothing moves or accumulates between two replays of a recorded graph."""
     for message in _unreplayable(job, world) if job.compile.cuda_graphs else ():
         yield Problem("compile.cuda_graphs", message, SECTIONS)
 

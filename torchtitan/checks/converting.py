@@ -1,4 +1,4 @@
-"""Whether layers can be converted, and the loss computed in chunks, as the recipe says."""
+"""Checks of converted layers, and of the loss in chunks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -21,21 +21,21 @@ SECTIONS = ("convert", "model", "training", "parallelism")
 
 
 def linear_converters(job: JobConfig) -> Iterator[tuple[int, LinearConverterConfig]]:
-    """Those of linear layers, with their numbers in the recipe."""
+    """Yield the converters of linear layers, with their numbers in the recipe."""
     for number, converter in enumerate(job.convert):
         if isinstance(converter, LinearConverterConfig):
             yield number, converter
 
 
 def precision(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is something to report the precision of."""
+    """Check that there is a converter whose precision can be reported."""
     if job.metrics.precision_freq and not job.convert:
         message = "nothing is converted, so there is nothing to report; add [[convert]], or use 0"
         yield Problem("metrics.precision_freq", message, ("convert",))
 
 
 def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What a converter has sent in its own way is sent."""
+    """Check that tensors with a converter's own format are communicated at all."""
     p = job.parallelism
     for number, converter in enumerate(job.convert):
         key = f"convert.{number}"
@@ -54,7 +54,7 @@ def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Each converter has layers to convert, whose parts on a rank it can round."""
+    """Check that each converter has layers to convert, with shards that it can round."""
     model, p = model_of(job), job.parallelism
     if not job.convert or model is None:
         return
@@ -107,7 +107,7 @@ def _uneven_parts(
     wanted: Mapping[str, Sequence[int]],
     plan: Mapping[str, TensorRole],
 ) -> Iterator[Problem]:
-    """A linear is converted by its whole shape, so that layouts agree; its parts must fit too."""
+    """Check the shards of linears, which are chosen by their whole shape on all layouts."""
     for name, (outputs, inputs) in wanted.items() if tp > 1 else ():
         roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
         split = inputs if roles == ["rowwise"] else outputs
@@ -122,7 +122,7 @@ def _uneven_parts(
 
 
 def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A model that computes its loss itself ends in what does so, by weights as they are."""
+    """Check that a model that computes its loss ends in an unconverted linear loss."""
     model, key = model_of(job), "loss.vocabulary_chunk"
     if not job.loss.vocabulary_chunk or model is None:
         return

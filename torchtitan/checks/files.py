@@ -1,4 +1,4 @@
-"""Whether a run can write what the recipe names."""
+"""Checks of the files and folders that a run writes."""
 
 import errno
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ FOLDERS = (
 
 
 def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What is written lies in the dump folder."""
+    """Check that all outputs are inside the dump folder."""
     values, dump = job.flat(), local_path(job.job.dump_folder)
     for key in FOLDERS:
         if key == "checkpoint.folder" and is_url(job.checkpoint.folder):
@@ -36,7 +36,7 @@ def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def _refused(path: Path) -> str | None:
-    """Why the file system has no such name."""
+    """Return the reason why the file system does not allow a name."""
     try:
         path.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether degrees, sequences and batches come out even on the ranks there are."""
+"""Checks that degrees, sequences and batches are divisible by the number of ranks."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ GROUPS = ("fault_tolerance.enable", "fault_tolerance.group_size")
 
 
 def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The degrees multiply to the ranks there are."""
+    """Check that the product of the degrees is the number of ranks."""
     p, world_size = job.parallelism, world.ranks
     if p.data_parallel_shard_degree == 0:
         yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
@@ -55,10 +55,10 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The ranks that share a sequence have equal parts of it."""
+    """Check that a sequence is divisible by the ranks that share it."""
     p = job.parallelism
     if not TASKS[MODELS[job.model.name].task].splits_sequences:
-        return  # the rules for the model refuse it
+        return  # reported by the rules for the model
     factors = {}
     if p.tensor_parallel_degree > 1 and not p.disable_sequence_parallel:
         factors["tensor_parallel_degree"] = p.tensor_parallel_degree
@@ -81,10 +81,10 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A global batch is so many microbatches on each rank, and so many samples of each lane."""
+    """Check that a global batch is divisible into microbatches on each rank, and into lanes."""
     t, degrees = job.training, job.degrees(world.ranks)
     if t.global_batch_size == 0 or (ranks := job.data_ranks(degrees)) < 1:
-        return  # said of the training already, or of the degrees, or of the groups
+        return  # already reported for training, the degrees, or the groups
     once = t.local_batch_size * ranks
     rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES, *GROUPS)
     if job.global_batch(degrees) % once:
@@ -95,7 +95,7 @@ def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         )
         yield Problem("training.global_batch_size", message, rests_on)
         return
-    for problem in job.data.uneven(job.global_batch(degrees), ranks):
+    for problem in job.data.batch_problems(job.global_batch(degrees), ranks):
         yield problem.within("data")._replace(also=("data", *rests_on))
 
 

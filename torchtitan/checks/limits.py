@@ -1,4 +1,4 @@
-"""Numbers beyond what any run has: refused first, as other rules would count up to them."""
+"""Upper bounds of numbers, checked first, as other rules would loop up to them."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ MOST = {
 
 
 def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """None is beyond what a run could have."""
+    """Check that no number is beyond that of any run."""
     values = job.flat()
     sizes = {f"model.{key}": MAX_SIZE for key in job.model.sizes()}
     for key, limit in (MOST | sizes | {"model.n_layers": MAX_LAYERS}).items():

@@ -1,4 +1,4 @@
-"""Whether what a run holds at the least fits in the memory of this machine, or of any."""
+"""Checks that a lower bound on the memory of a run fits in this machine, or in any."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torchtitan.estimate.memory import Memory, Plan
 from torchtitan.job import JobConfig
 
 ANY_MACHINE = 64 * 1024
-"""GiB; more than one process has on any machine."""
+"""GiB; more than a process has on any machine."""
 SMALLER = (
     "a smaller batch or sequence, activation_checkpoint, more shards, training.dtype, "
     "optimizer.state_dtype or training.enable_cpu_offload make it less"
@@ -18,19 +18,19 @@ SMALLER = (
 
 
 def of_rank(job: JobConfig, ranks: int) -> Plan | None:
-    """What decides on the memory of a rank; None if there is no such model or layout."""
+    """Return the memory plan of a rank; None if there is no such model or layout."""
     if model_of(job) is None or min(job.degrees(ranks)) < 1:
         return None
     return Plan(job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is room for the ranks of this machine, whatever else it does."""
+    """Check that the ranks of this machine fit in its memory, even if it were all free."""
     ranks = world.ranks or job.parallelism.least_ranks
     needs = of_rank(job, ranks)
     if needs is None:
         return
-    # Without making the network: it has as many blocks at the least.
+    # Lower bound without building the network: it has at least as many blocks.
     of_samples = needs.of_samples([*map(str, range(needs.work.args.n_layers))])
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
@@ -53,10 +53,10 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterator[Problem]:
-    """Notes where the ranks of this machine may not fit in the memory that is free.
+    """Note when the ranks of this machine may not fit in the free memory.
 
     Args:
-        device: that of this process, since to ask for its free memory takes some of it.
+        device: device of this process, since querying its free memory allocates some of it.
     """
     if needs := of_rank(job, ranks):
         estimated = needs.estimate()
@@ -70,16 +70,16 @@ def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterat
 
 
 class Place(NamedTuple):
-    """A memory of this machine, and the ranks that share it."""
+    """Memory pool of this machine, and the ranks that share it."""
 
     device: Device
     ranks: int
     holds: float
-    """GiB, of all of them."""
+    """GiB of all its ranks."""
 
     @property
     def whose(self) -> str:
-        """The subject of a sentence on `holds`."""
+        """Subject of a sentence on `holds`."""
         return f"{self.ranks} ranks hold" if self.ranks > 1 else "a rank holds"
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
 
 def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
-    """Each memory that is used by ranks on devices such as `device`."""
+    """Return each memory pool used by ranks on devices such as `device`."""
     if device.type == "cpu":
         return [Place(device, local, local * of_rank.total / GIB)]
     return [
@@ -97,6 +97,6 @@ def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
 
 
 def key(held: Memory) -> str:
-    """What of the recipe makes it most."""
+    """Return the setting that dominates the estimate."""
     of_samples = held.activations + held.logits
     return "training.local_batch_size" if 2 * of_samples > held.total else "model.flavor"

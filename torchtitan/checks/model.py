@@ -1,4 +1,4 @@
-"""Whether the model exists, and can be split as the recipe says."""
+"""Checks that the model exists, and can be sharded."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,37 +18,37 @@ TENSOR = "parallelism.tensor_parallel_degree"
 
 
 class Model(NamedTuple):
-    """The model of a recipe."""
+    """Model of a recipe."""
 
     spec: ModelSpec[Any]
     args: Any
     title: str
 
     def empty(self) -> nn.Module:
-        """It, without memory."""
+        """Return the network without memory."""
         return build_empty(self.spec.build, self.args, 1)
 
 
 def model_of(job: JobConfig) -> Model | None:
-    """The model of a recipe; None where there is no such flavor, or its sizes cannot be."""
+    """Return the model of a recipe; None if the flavor is unknown, or its sizes are invalid."""
     spec, flavor = MODELS[job.model.name], job.model.flavor
-    if flavor not in spec.flavors or any(job.model.misfits(job.model_args())):
+    if flavor not in spec.flavors or any(job.model.size_problems(job.model_args())):
         return None
     return Model(spec, job.model_args(), f"{spec.name} {flavor}")
 
 
 def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The family has the flavor, and can have the sizes."""
+    """Check that the family has the flavor, and that its sizes are valid."""
     flavors = MODELS[job.model.name].flavors
     if job.model.flavor not in flavors:
         yield Problem("model.flavor", allowed_names(job.model.flavor, flavors), ("model.name",))
         return
-    for problem in job.model.misfits(job.model_args()):
+    for problem in job.model.size_problems(job.model_args()):
         yield problem.within("model")._replace(also=("model",))
 
 
 def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Heads, vocabulary and matrices come out even on the tensor ranks."""
+    """Check that heads, vocabulary and matrices are divisible by the tensor-parallel degree."""
     model, p, tp = model_of(job), job.parallelism, job.parallelism.tensor_parallel_degree
     if model is None or tp == 1:
         return
@@ -85,7 +85,7 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
 
 
 def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The model's attention can span ranks, and batches can be split over a sequence."""
+    """Check that attention can span ranks, and that batches can be split over a sequence."""
     model, key = model_of(job), "parallelism.context_parallel_degree"
     if model is None or job.parallelism.context_parallel_degree == 1:
         return
@@ -98,7 +98,7 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
 
 
 def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What is no sequence has no length."""
+    """Check that no sequence length is set for a model without sequences."""
     if TASKS[MODELS[job.model.name].task].splits_sequences:
         return
     for section, config in (("training", job.training), ("validation", job.validation)):
@@ -108,7 +108,7 @@ def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The data set holds what the model is trained on."""
+    """Check that the data set has the kind of content that the model is trained on."""
     reads = TASKS[MODELS[job.model.name].task].content
     held_out = job.validation.datasets if job.validation.enable else ()
     for key, names in {"data.dataset": (job.data.dataset,), "validation.dataset": held_out}.items():
@@ -123,5 +123,5 @@ def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def _names(content: str) -> str:
-    """The data sets that hold what a model reads."""
+    """Return the data sets with the kind of content that a model reads."""
     return ", ".join(name for name, each in DATASETS.items() if each.content == content)

@@ -1,4 +1,4 @@
-"""Whether the optimizer's updates and states go together with the rest of the recipe."""
+"""Checks that the optimizer's updates and states work with the rest of the recipe."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -26,11 +26,11 @@ NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
     "metrics.precision_freq": (0, "a microbatch that is only looked at would change weights"),
     "metrics.statistics_freq": (0, "a gradient is gone before it is looked at"),
 }
-"""Of keys that updates in the backward rule out: the one value that can be, and why no other."""
+"""Keys ruled out by updates in the backward: the one allowed value, and why."""
 
 
 def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Gradients that are used as they are complete are there for nothing else."""
+    """Check that nothing needs a gradient after its update in the backward."""
     if not job.optimizer.early_step_in_backward:
         return
     values = job.flat()
@@ -49,7 +49,7 @@ def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
 
 
 def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Copies of the model agree on a gradient while it is there."""
+    """Check that gradients still exist when replicas agree on them."""
     replicas = job.communication.replicas
     copies = job.degrees(world.ranks).dp_replicate
     after_backward = copies > 1 and not (replicas.in_backward or replicas.runs_apart)
@@ -63,7 +63,7 @@ def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
 
 
 def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """States are moved to the host once, and updated there in float32."""
+    """Check that states on the host are updated there alone, in float32 and not rounded."""
     o, t = job.optimizer, job.training
     rests_on = ("training.enable_cpu_offload", "optimizer")
     if o.rounds_state and (t.enable_cpu_offload or o.offload_states):
@@ -85,7 +85,7 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
 
 
 def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Gradients that are clipped unit by unit are seldom to be clipped as a whole too."""
+    """Note gradients that are clipped both by unit and as a whole."""
     if job.training.max_norm and getattr(job.optimizer, "adaptive_clip", 0):
         message = (
             "gradients are clipped to it before optimizer.adaptive_clip clips those of each unit, "
@@ -98,11 +98,11 @@ NOT_WITH_LOGITS: Mapping[str, tuple[Any, str]] = {
     "fault_tolerance.enable": (False, "groups do not tell each other how large theirs are"),
     "compile.cuda_graphs": (False, "nobody has recorded graphs that keep the largest"),
 }
-"""Of keys that a limit of attention logits rules out: the one value that can be, and why."""
+"""Keys ruled out by a limit of attention logits: the one allowed value, and why."""
 
 
 def attention_logits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The largest logits of all heads are known, and so are the weights that make them."""
+    """Check that the largest logits of all heads, and the weights of these heads, are available."""
     key, model, values = "optimizer.qk_clip", model_of(job), job.flat()
     if not job.optimizer.logit_limit or model is None:
         return
@@ -132,19 +132,19 @@ def attention_logits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The optimizer can update all parameters, and each group has some, with what it sets."""
+    """Check that the optimizer can update all parameters, and that each group has some."""
     o = job.optimizer
     model = model_of(job) if o.groups or o.by_role else None
     if model is None:
         return
     heads = partial(model.spec.heads, model.args)
     parameters = name_parameters([model.empty()], model.spec.role, heads)
-    for problem in (*o.misfits(parameters), *group_problems(o, parameters)):
+    for problem in (*o.parameter_problems(parameters), *group_problems(o, parameters)):
         yield problem.within("optimizer")._replace(also=("optimizer", "model"))
 
 
 def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Warm-up and decay fit into the steps there are."""
+    """Check that warm-up and decay fit into the number of steps."""
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
     warmup, decay = s.shares(steps)
     if s.warmup_steps > warmup == steps:

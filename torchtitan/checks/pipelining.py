@@ -1,4 +1,4 @@
-"""What a recipe can get wrong about its pipeline, and what would work instead."""
+"""Checks of pipelines, with a remedy for each mistake."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ PARTS = "parallelism.module_fqns_per_model_part"
 
 
 def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The model can be cut into stages, and a batch into microbatches, as the schedule wants."""
+    """Check that the schedule's stages and microbatches are possible with this model and batch."""
     model, p, batch = model_of(job), job.parallelism, job.training.local_batch_size
     if model is None or p.pipeline_parallel_degree == 1:
         return
@@ -60,17 +60,17 @@ def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipeline as a recipe has it."""
+    """Pipeline of a recipe."""
 
     config: ParallelismConfig
     spec: ModelSpec[Any]
     args: Any
     microbatches: int
-    """Of one batch of a rank."""
+    """Microbatches per batch of a rank."""
     recompute: ActivationCheckpointConfig
     compile: CompileConfig
     functions: Sequence[str]
-    """Keys that have the model compute by autograd functions written in Python."""
+    """Keys of features that use autograd functions written in Python."""
 
     @cached_property
     def network(self) -> nn.Module:
@@ -79,11 +79,11 @@ class Planned:
 
     @property
     def layers(self) -> int:
-        """Blocks of the model."""
+        """Number of blocks of the model."""
         return len(self.spec.blocks(self.network))
 
     def problems(self) -> Iterator[Problem]:
-        """All that cannot work."""
+        """Find all problems."""
         name = self.config.pipeline_parallel_schedule
         if self.spec.tied(self.args):
             message = (
@@ -111,7 +111,7 @@ class Planned:
             yield Problem(CSV, str(error))
             return
         found = list(
-            schedule_csv.faults(orders, config.pipeline_parallel_degree, self.microbatches)
+            schedule_csv.order_problems(orders, config.pipeline_parallel_degree, self.microbatches)
         )
         yield from (Problem(CSV, fault) for fault in found)
         if found:
@@ -157,7 +157,7 @@ class Planned:
         config, spec = self.config, self.spec
         if config.module_fqns_per_model_part:
             known = units(spec, self.network)
-            for fault in part_faults(config.module_fqns_per_model_part, known):
+            for fault in part_problems(config.module_fqns_per_model_part, known):
                 yield Problem(PARTS, fault)
             return
         most = self.layers + bool(spec.before_blocks) + bool(spec.after_blocks)
@@ -194,7 +194,7 @@ class Planned:
         yield Problem(SCHEDULE, message)
 
     def of_split_backward(self, key: str) -> Iterator[Problem]:
-        """What torch cannot do where a backward is in two parts (seen with torch 2.11 to 2.13)."""
+        """Find features that torch lacks with a split backward (seen with torch 2.11 to 2.13)."""
         for reason in self.against_split_backward():
             yield Problem(key, f"it runs each backward in two parts, {reason}")
 
@@ -223,8 +223,8 @@ class Planned:
             )
 
 
-def part_faults(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]:
-    """Why parts by hand are no cut of a model with the `known` units; the first kind of fault."""
+def part_problems(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]:
+    """Find reasons why stages by hand are not a partition of `known` units; the first kind only."""
     names = [name for unit in known for name in unit]
     given = [name for part in parts for name in part]
     if unknown := [name for name in given if name not in names]:

@@ -1,4 +1,4 @@
-"""Whether a run can be saved, and started again, as the recipe says."""
+"""Checks that a run can be saved, and restarted."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from torchtitan.models import MODELS
 
 
 def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The model says how its weights are written for others."""
+    """Check that the model supports the export formats."""
     spec = MODELS[job.model.name]
     if job.checkpoint.last_save_in_hf and "hf" not in spec.formats:
         message = f"the spec of {spec.name} does not say how its weights are written so"
@@ -16,7 +16,7 @@ def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """How much data there is to step over."""
+    """Check that the number of samples to skip is known."""
     if job.data.skip_samples == -1 and job.checkpoint.initial_load_path is None:
         message = (
             "it asks checkpoint.initial_load_path, which is absent; wanted a number of samples"
@@ -25,10 +25,10 @@ def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def restarts(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What keeps a run that is started again from continuing where it was."""
+    """Find settings that keep a restarted run from resuming."""
     c = job.checkpoint
     wrong = {
-        # What a replica group has lost the other groups still have.
+        # The other groups still have the state of a lost replica group.
         "enable": (not c.enable and not job.fault_tolerance.enable, True),
         "load_only": (c.load_only, False),
         "load_step": (c.load_step >= 0, -1),

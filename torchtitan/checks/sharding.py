@@ -1,4 +1,4 @@
-"""Whether parameters can be sharded as the recipe says, with what it computes by."""
+"""Checks that parameters can be sharded as set, in this computation."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 
 def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What gathers outside of the computation leaves no graph whole."""
+    """Check that no full graph is required where hooks gather parameters."""
     c, degrees = job.compile, job.degrees(world.ranks)
     has_work = degrees.data * degrees.cp > 1 or job.training.enable_cpu_offload
     in_one = c.compiles("model") and c.granularity == "model"
@@ -23,13 +23,13 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def others_in_graph() -> str:
-    """The ways to shard that gather within the computation, as settings to choose instead."""
+    """Return the settings that select shardings that gather within the computation."""
     names = [f'"{name}"' for name, config in SHARDING.items() if config.in_graph]
     return f"sharding.name = {' or '.join(names)}, or " if names else ""
 
 
 def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A way to shard sends as `[communication]` says, and there is something to send."""
+    """Check that the sharding supports `[communication]`, and that it has an effect."""
     for what in ("weights", "gradients"):
         key = f"communication.{what}.name"
         if getattr(job.communication, what).name == "plain":
@@ -56,7 +56,7 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There are replicas, and they can be in a run like this."""
+    """Check that there are replicas, and that the run supports them."""
     way, copies = job.communication.replicas, job.degrees(world.ranks).dp_replicate
     if copies == 1 and (way.name != "all_reduce" or way.runs_apart):
         key = "every" if way.name == "all_reduce" else "name"
@@ -79,12 +79,12 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What is freed can stay split over neighbors alone."""
+    """Check that freed parameters can stay sharded over a subset of neighboring ranks."""
     size, p, degrees = job.sharding.neighbors, job.parallelism, job.degrees(world.ranks)
     if not size:
         return
     key = "sharding.regather_size"
-    is_known = degrees.fsdp > 0  # else it follows from the number of ranks
+    is_known = degrees.fsdp > 0  # else it depends on the number of ranks
     if is_known and (not 1 < size < degrees.fsdp or degrees.fsdp % size):
         fits = [n for n in range(2, degrees.fsdp) if degrees.fsdp % n == 0]
         wanted = f"use {' or '.join(map(str, fits))}, or 0" if fits else "use 0"
@@ -108,7 +108,7 @@ def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """There is something to put off to a step's last microbatch."""
+    """Check that there is communication to defer to a step's last microbatch."""
     key, degrees = "sharding.accumulate_whole", job.degrees(world.ranks)
     if not job.sharding.accumulates_whole:
         return

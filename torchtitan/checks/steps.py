@@ -1,4 +1,4 @@
-"""Whether steps can be skipped, and a run rolled back, as the recipe says."""
+"""Checks that steps can be skipped, and a run rolled back."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ ROLLBACKS = "spikes.max_rollbacks"
 
 
 def rollbacks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A run rolls back to a checkpoint of before the first skipped step."""
+    """Check that there can be a checkpoint from before the first skipped step to return to."""
     if not job.spikes.max_rollbacks:
         return
     c, row = job.checkpoint, job.training.max_skipped_steps
@@ -29,7 +29,7 @@ def rollbacks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def spikes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The window of what is usual fills within the run."""
+    """Check that the window of spike detection fills within the run."""
     window, steps = job.spikes.window, job.training.steps
     if job.spikes.sigma and window >= steps:
         message = (

@@ -1,4 +1,4 @@
-"""Whether held-out data can be read and computed as the recipe says."""
+"""Checks that held-out data can be read and computed."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from torchtitan.models import MODELS
 from torchtitan.tasks import TASKS
 
 EMBEDDED = "python_stdlib"
-"""The data set that needs nothing, and with a suffix its held-out part."""
+"""Data set that needs no files; with a suffix, its held-out part."""
 
 
 def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """The model, built for training, takes the batches of a validation."""
+    """Check that the model, built for training, takes the batches of a validation."""
     v, t, p = job.validation, job.training, job.parallelism
     if not v.enable:
         return
@@ -36,7 +36,7 @@ def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A data set that is to be read once has an end."""
+    """Check that a data set to be read once has an end."""
     if not job.validation.enable or job.validation.steps != -1:
         return
     task = MODELS[job.model.name].task
@@ -50,7 +50,7 @@ def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """A rank has all of what is drawn."""
+    """Check that one rank has all outputs for the picture."""
     v, p = job.validation, job.parallelism
     draws = v.enable and v.picture and TASKS[MODELS[job.model.name].task].has_picture
     if draws and not p.has_outputs:
@@ -62,7 +62,7 @@ def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def held_out(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """What nobody chose to validate on is of the kind that is trained on."""
+    """Check that, by default, validation uses the kind of data that is trained on."""
     validation, trained = job.validation, job.data.dataset
     is_said = validation.model_fields_set & {"dataset", "dataset_path"}
     if validation.enable and not is_said and not trained.startswith(EMBEDDED):

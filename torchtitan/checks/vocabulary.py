@@ -1,4 +1,4 @@
-"""The vocabulary of a model that follows its tokenizer."""
+"""Vocabulary size of a model that follows its tokenizer."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ SIZE: KeyPath = ("model", "vocab_size")
 
 
 def follow_tokenizer(gathered: Gathered) -> None:
-    """Set the size of the vocabulary where the flavor leaves it open and its tokenizer has more."""
+    """Set the vocabulary size, if the flavor leaves it open and the tokenizer has more."""
     settings = gathered.settings
     name, flavor = _said(settings, "name", "llama3"), _said(settings, "flavor", "debugmodel")
     spec, path = MODELS.get(name), settings.get(("model", "tokenizer_path"))
@@ -21,7 +21,7 @@ def follow_tokenizer(gathered: Gathered) -> None:
     try:
         tokens = load_tokenizer(path.value).vocab_size
     except ConfigError:
-        return  # the task says it
+        return  # reported by the task
     if tokens > (size := spec.flavors[flavor].vocab_size):
         settings[SIZE] = Setting(tokens, path.origin)
         gathered.notices.append(

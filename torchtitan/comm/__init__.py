@@ -1,6 +1,6 @@
-"""What ranks that share a model send each other, by the names that a recipe gives.
+"""Communication between ranks that share a model, by the names in recipes.
 
-Adding a way to send is a file here and a line in one of the dictionaries below. A way is handed a
+Adding a method is a file here and a line in one of the dictionaries below. A method receives a
 process group, and knows no mesh.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class CommunicationConfig(Config):
-    """What ranks that share a model send each other."""
+    """Communication between ranks that share a model."""
 
     weights: Annotated[WeightsConfig, OneOf(WEIGHTS, "plain")] = PlainWeights()
     gradients: Annotated[GradientsConfig, OneOf(GRADIENTS, "plain")] = PlainGradients()

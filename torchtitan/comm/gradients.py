@@ -1,4 +1,4 @@
-"""How the ranks of a shard group add up gradients: the section `[communication.gradients]`."""
+"""Reduction of gradients over a shard group: the section `[communication.gradients]`."""
 
 from typing import ClassVar, Literal
 
@@ -13,19 +13,19 @@ from torchtitan.torch_private.collectives import reduce_scatter_into
 
 
 class Reduce(Way):
-    """Reduces the gradients of a unit."""
+    """Reducer of the gradients of a unit."""
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
         """Fill `part` (p) with this rank's row of the sum over all ranks of `whole` (ranks * p).
 
-        It is called for every microbatch. What is added up are shares of the gradient of a global
-        mean: nothing is to be divided.
+        It is called for every microbatch. The summands are shares of the gradient of a global mean,
+        so nothing is divided.
         """
         raise NotImplementedError
 
 
 class PlainReduce(Reduce):
-    """By a reduce-scatter."""
+    """Reducer that uses a reduce-scatter."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -35,29 +35,29 @@ class PlainReduce(Reduce):
 
 
 class GradientsConfig(Config):
-    """Settings of a way to reduce; `name` picks the subclass."""
+    """Settings of a reducer; `name` picks the subclass."""
 
     operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "reduce_scatter"
-    """The collective that it is made of."""
+    """Collective that it uses."""
     remembers: ClassVar[bool] = False
-    """Whether gradients that nobody uses would change those of later steps."""
+    """Whether unused gradients would change those of later steps."""
 
     is_exact: ClassVar[bool] = False
-    """Whether it gives the sum of what ranks have."""
+    """Whether it returns the exact sum over ranks."""
 
     name: str = Field(description="Which way: a key of torchtitan.comm.GRADIENTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
-        """What reduces the gradients of `unit` over `group`."""
+        """Open a reducer for the gradients of `unit` over `group`."""
         raise NotImplementedError
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes of the whole of a unit in `dtype`, as it is reduced over `ranks`."""
+        """Return the bytes of a whole unit in `dtype`, as it is reduced over `ranks`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
 class PlainGradients(GradientsConfig):
-    """Gradients are added up in training.mixed_precision_reduce."""
+    """Gradients are summed in training.mixed_precision_reduce."""
 
     is_exact: ClassVar[bool] = True
 

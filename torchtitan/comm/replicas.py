@@ -1,8 +1,8 @@
-"""How copies of the model agree: the section `[communication.replicas]`.
+"""Agreement of model replicas: the section `[communication.replicas]`.
 
 They agree on gradients in each step. Or, with `every` = n, each makes updates by its own gradients,
-and after every n-th they agree on how far their weights have moved since the last agreement; where
-all of it is sent, that is the mean of their weights (local SGD; Stich, 2019, arXiv:1805.09767).
+and after every n-th they agree on the movement of their weights since the last agreement; if all of
+it is sent, that is the mean of their weights (local SGD; Stich, 2019, arXiv:1805.09767).
 """
 
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ from torchtitan.config import Config
 
 
 class Agree(Way):
-    """Lets copies of the model agree."""
+    """Agreement between replicas of the model."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> None:
-        """Change the gradients to what the copies agree on, in place: a sum over them.
+        """Replace the gradients by the sum over replicas, in place.
 
-        It is called once a step, after the last backward and before the norm is taken, with what
-        this rank has of the gradient of each parameter, by name; all copies have the same parts.
-        Where copies run apart, it is called at each agreement, with the copy's share of the mean
+        It is called once a step, after the last backward and before the norm is computed, with this
+        rank's part of the gradient of each parameter, by name; all replicas have the same parts.
+        Replicas that run apart call it at each agreement, with the replica's share of the mean
         movement of each parameter.
         """
         raise NotImplementedError
 
 
 class AddUp(Agree):
-    """By an all-reduce of each."""
+    """Agreement by an all-reduce of each gradient."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -44,54 +44,53 @@ class AddUp(Agree):
 
 
 class ReplicasConfig(Config):
-    """Settings of a way to agree; `name` picks the subclass."""
+    """Settings of an agreement; `name` picks the subclass."""
 
     name: str = Field(description="Which way: a key of torchtitan.comm.REPLICAS.")
 
     @property
     def in_backward(self) -> bool:
-        """Whether all gradients are added up in the backward, by what shards the model.
+        """Whether all gradients are summed in the backward, by the sharding.
 
-        Then `open` is not asked.
+        Then `open` is not called.
         """
         return False
 
     @property
     def is_exact(self) -> bool:
-        """Whether replicas train the run of one of them on the samples of all."""
+        """Whether replicas equal a single one trained on the samples of all."""
         return False
 
     @property
     def steps_apart(self) -> int | None:
-        """Updates that a copy makes by itself before it agrees with the others: n; None: never."""
+        """Updates of a replica between agreements; None: never agrees."""
         return 1
 
     @property
     def runs_apart(self) -> bool:
-        """Whether weights differ between copies, if only for some steps."""
+        """Whether weights differ between replicas, if only for some steps."""
         return self.steps_apart != 1
 
     @property
     def steps_verified(self) -> int:
-        """Steps between comparisons of the weights of copies; 0: never."""
+        """Steps between comparisons of the replicas' weights; 0: never."""
         return 0
 
     def open(self, unit: Unit, group: ProcessGroup) -> Agree:
-        """What agrees over `group`, each rank of which has another copy.
+        """Open an agreement over `group`, each rank of which has another replica.
 
         Args:
-            unit: what this rank has of all parameters.
+            unit: this rank's parts of all parameters.
         """
         raise NotImplementedError
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        """Each message of a step in which they agree, with the bytes of the whole, for gradients in
-        `dtype`."""
+        """Return the messages of an agreement with their bytes; gradients are in `dtype`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
 class Agreement(ReplicasConfig):
-    """Settings of all ways to agree."""
+    """Settings shared by all agreements."""
 
     every: int = Field(
         1,
@@ -113,7 +112,7 @@ class Agreement(ReplicasConfig):
 
 
 class AllReduce(Agreement):
-    """Gradients are added up; or, with `every`, weights are averaged."""
+    """Gradients are summed; or, with `every`, weights are averaged."""
 
     name: Literal["all_reduce"] = Field("all_reduce", description="Which way to agree.")
     overlap: bool = Field(
@@ -137,12 +136,12 @@ class AllReduce(Agreement):
         return AddUp(group)
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        size = 4 if self.runs_apart else dtype.itemsize  # weights move in float32
+        size = 4 if self.runs_apart else dtype.itemsize  # weights are sent in float32
         return [("all_reduce", shape.numel() * size) for shape in unit.shapes.values()]
 
 
 class Nothing(ReplicasConfig):
-    """Replicas never agree: each trains a model of its own."""
+    """Replicas never agree: each trains its own model."""
 
     name: Literal["none"] = Field("none", description="Which way to agree.")
 

@@ -1,4 +1,4 @@
-"""What is gathered and reduced together, and what a way to send is while it is at work."""
+"""Units that are gathered and reduced together, and the base class of communication methods."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -13,28 +13,28 @@ class Unit(NamedTuple):
     """Parameters that are gathered together, and whose gradients are reduced together."""
 
     name: str
-    """That of a block; "" for all that is in no block."""
+    """Name of the block; "" for all parameters outside of blocks."""
     shapes: Mapping[str, torch.Size]
-    """Of one rank's part of each parameter, filled up to what the first rank has; in a buffer they
-    lie one after the other, in this order."""
+    """Shape of one rank's part of each parameter, padded to the first rank's; in a buffer they
+    are concatenated in this order."""
     device: torch.device
 
     @property
     def elements(self) -> int:
-        """Of one rank's part."""
+        """Elements of one rank's part."""
         return sum(shape.numel() for shape in self.shapes.values())
 
 
 class Way:
-    """A way to send at work; it may keep a state from one call to the next."""
+    """Communicator, possibly with state from one call to the next."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """What of the state a checkpoint has to keep, by name: the live tensors.
+        """Return the state to checkpoint, by name: the live tensors.
 
-        They belong to this rank alone, and are zero at first: that is what they become where a
-        checkpoint of another layout is loaded.
+        They belong to this rank alone, and start as zeros, also after loading a checkpoint of
+        another layout.
         """
         return {}
 
     def end_step(self) -> None:
-        """After the last backward of each step."""
+        """Finish a step, after its last backward."""

@@ -1,4 +1,4 @@
-"""How the ranks of a shard group gather parameters: the section `[communication.weights]`."""
+"""Gathering of parameters over a shard group: the section `[communication.weights]`."""
 
 from typing import ClassVar, Literal
 
@@ -13,19 +13,19 @@ from torchtitan.torch_private.collectives import all_gather_into
 
 
 class Gather(Way):
-    """Gathers a unit."""
+    """Communicator that gathers a unit."""
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         """Fill `whole` (ranks * p) with `part` (p) of every rank, in rank order.
 
-        `part` may be a view into `whole`. Where a parameter says in what form it is gathered, as
-        those in Float8 do, both hold its bytes (uint8).
+        `part` may be a view into `whole`. Parameters with their own format for gathering, such as
+        Float8, are passed as bytes (uint8) in both.
         """
         raise NotImplementedError
 
 
 class PlainGather(Gather):
-    """By an all-gather."""
+    """Gathering by an all-gather."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -35,27 +35,27 @@ class PlainGather(Gather):
 
 
 class WeightsConfig(Config):
-    """Settings of a way to gather; `name` picks the subclass."""
+    """Settings of a gather; `name` picks the subclass."""
 
     reads_numbers: ClassVar[bool] = False
-    """Whether it makes sense of what it sends, which may be bytes for all others."""
+    """Whether it interprets the values it sends; the others may send bytes."""
 
     is_exact: ClassVar[bool] = False
-    """Whether all ranks have what the owners have."""
+    """Whether all ranks receive the owners' values exactly."""
 
     name: str = Field(description="Which way: a key of torchtitan.comm.WEIGHTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
-        """What gathers `unit` over `group`."""
+        """Open a communicator that gathers `unit` over `group`."""
         raise NotImplementedError
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes of the whole of a unit in `dtype`, as it is gathered over `ranks`."""
+        """Return the bytes of a whole unit in `dtype`, as it is gathered over `ranks`."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
 class PlainWeights(WeightsConfig):
-    """Parameters are gathered as they are computed with."""
+    """Parameters are gathered in the dtype of the computation."""
 
     is_exact: ClassVar[bool] = True
 

@@ -1,11 +1,11 @@
-"""Recipes: frozen settings, read strictly, with errors that teach."""
+"""Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
-from torchtitan.config.problems import PlannedWorld, Problem
+from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
 from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
@@ -25,6 +25,7 @@ __all__ = [
     "CannotRun",
     "Config",
     "ConfigError",
+    "Context",
     "Discriminated",
     "Gathered",
     "KeyPath",
@@ -37,6 +38,7 @@ __all__ = [
     "Registry",
     "Setting",
     "allowed_names",
+    "between",
     "exists",
     "find",
     "flat",

@@ -1,4 +1,4 @@
-"""What is wrong with each setting taken by itself, and what could be written instead."""
+"""Validation of each setting by itself, with the allowed values in the errors."""
 
 import json
 import math
@@ -30,12 +30,12 @@ Settings = Mapping[KeyPath, Setting]
 def validate_all(
     schema: type[ConfigT], settings: Settings
 ) -> tuple[ConfigT, dict[KeyPath, str], Settings]:
-    """The tree of settings, what is wrong with them, and those that are right.
+    """Return the tree of settings, the faults by path, and the settings without faults.
 
-    In the tree defaults take the place of those that are wrong.
+    In the tree, defaults replace the faulty settings.
     """
     faults = {**dict(_gaps(schema, settings)), **dict(_unwritable(settings))}
-    # With a name that nothing can have, nothing is known of its section either.
+    # If a name is invalid, nothing is known of its section either.
     homes = [path[:-1] for path in faults if path[-1] == "name"]
     dropped = {
         *faults,
@@ -57,7 +57,8 @@ def validate_all(
                 path = tuple(map(str, details["loc"]))
                 dropped.add(_whole(path, details["type"], sound))
                 if path not in faults:
-                    # Part of a value, or missing in a section, or of what is a list elsewhere.
+                    # Part of a value, or missing in a section, or of a value that is a list
+                    # elsewhere.
                     while path not in settings or _is_in_list(path, settings):
                         path = path[:-1]
                     faults.setdefault(path, _message(schema, path, details, settings))
@@ -71,7 +72,7 @@ def _is_in_list(path: KeyPath, settings: Settings) -> bool:
 
 
 def _whole(path: KeyPath, what: str, settings: Settings) -> KeyPath:
-    """What is left out where there is an error: the section, where it cannot be made without."""
+    """Return the path to drop after an error: the section, if it needs the missing key."""
     if what == "missing" or (what == BAD_CHOICE and path[-1] == "name"):
         path = path[:-1]
     while path not in settings:
@@ -81,7 +82,7 @@ def _whole(path: KeyPath, what: str, settings: Settings) -> KeyPath:
 
 
 def _gaps(schema: type[Config], settings: Settings) -> Iterator[tuple[KeyPath, str]]:
-    """Sections of a list whose numbers do not follow those before."""
+    """Find sections of a list with gaps before their numbers."""
     for *above, last in settings:
         path = tuple(above)
         if not last.isdecimal() or not isinstance(find(schema, path, settings), Several):
@@ -94,7 +95,7 @@ def _gaps(schema: type[Config], settings: Settings) -> Iterator[tuple[KeyPath, s
 
 
 def _unwritable(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
-    """Values that TOML has no form for, or no file and no terminal."""
+    """Find values that TOML, files or terminals cannot represent."""
     for path, setting in settings.items():
         if len(path) > MAX_NESTED:
             yield path, f"it is nested too deeply; wanted {SECTION_AND_KEY}"
@@ -115,15 +116,15 @@ def _why_unwritable(value: Any) -> str:
 
 
 def _nest(settings: Settings) -> Any:
-    """The settings as TOML nests them."""
+    """Return the settings nested as in TOML."""
     tree: dict[str, Any] = {}
     node: Any
-    for path in sorted(settings, key=len):  # a section before what is in it
+    for path in sorted(settings, key=len):  # a section before its contents
         value, node = settings[path].value, tree
         for key in path[:-1]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else {}
         if not isinstance(node, dict):
-            continue  # a section in whose place another source has a value, which is refused
+            continue  # a section whose place has a value from another source, which is an error
         if value == {}:
             node.setdefault(path[-1], {})
         elif not holds_sections(value):
@@ -132,7 +133,7 @@ def _nest(settings: Settings) -> Any:
 
 
 def _with_lists(node: Any) -> Any:
-    """The same with a list wherever keys are numbers, up to the first that is missing."""
+    """Replace mappings with number keys by lists, up to the first missing number."""
     if not isinstance(node, dict):
         return node
     if node and all(key.isdecimal() for key in node):
@@ -160,7 +161,7 @@ def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, setting
 
 
 def wanted(info: FieldInfo, value: Any) -> str:
-    """What a field allows instead of `value`."""
+    """Return the values that a field allows instead of `value`."""
     allowed = field_schema(info)
     known = names(allowed)
     if isinstance(value, list):
@@ -188,7 +189,7 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
 
 
 def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
-    """Where the key is known, or else the nearest name among `known`, those beside it."""
+    """Return the section where the key is known, or else the nearest of the `known` names."""
     homes = [place for place in places(schema) if path[-1] in place.settings.model_fields]
     here = ".".join("0" if part.isdecimal() else part for part in path[:-1])
     owners = [place.choice for place in homes if place.path == here and place.choice]

@@ -1,4 +1,4 @@
-"""Recipes as files: TOML text to settings that know their line, with what each recipe extends."""
+"""Recipe files: TOML text to settings with line numbers, including the recipes they extend."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, shorten, show
 def read_recipe(
     path: Path, problems: list[str], seen: tuple[Path, ...] = ()
 ) -> list[dict[KeyPath, Setting]]:
-    """The settings of a recipe and of everything it extends, the farthest ancestor first."""
+    """Read a recipe and everything it extends, the farthest ancestor first."""
     settings = read_file(path, problems)
     parent = settings.pop(("extends",), None)
     if parent is None:
@@ -41,7 +41,7 @@ def read_recipe(
 
 
 def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
-    """The settings of one file; empty where it cannot be read."""
+    """Read the settings of one file; empty if it cannot be read."""
     if os.path.isdir(path):
         problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
         return {}
@@ -73,7 +73,7 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a recipe, whatever its line ends, and with or without a byte order mark."""
+    """Read the text of a recipe, with any line ends, with or without a byte order mark."""
     return path.read_text(encoding="utf-8-sig")
 
 

@@ -1,9 +1,9 @@
 """The command line: a program's own options, the recipe, and settings as `--section.key value`.
 
-Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is no list where that will do), `none` for
-an optional setting, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first
-section of a list. A hyphen may stand for an underscore. Words get the type of their field: TOML has
-types, a command line has not. Of a flag that is repeated the last one holds, so that a script can
+Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is not a list where a scalar is allowed),
+`none` for an optional setting, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the
+first section of a list. A hyphen may replace an underscore. Words are converted to the type of
+their field, as a command line has no types. The last of repeated flags wins, so that a script can
 append its own.
 """
 
@@ -34,7 +34,7 @@ _SETTING = re.compile(r"\w+\.[\w.]+=")
 def split_options(
     words: Iterable[str], options: Iterable[str], schema: type[Config]
 ) -> tuple[list[str], list[str]]:
-    """The words of a program that has `options`, and the flags of a recipe.
+    """Split a command line into the words of a program with `options` and the flags of a recipe.
 
     Raises:
         ConfigError: if an option is misspelt, or a setting of `schema` has no dashes.
@@ -44,7 +44,7 @@ def split_options(
     known = ["--help", *options]
     for group in groups:
         name = group[0].partition("=")[0]
-        # A key of a recipe has its section before it.
+        # A key of a recipe starts with its section.
         near = [] if "." in name else get_close_matches(name.replace("_", "-"), known, 1, 0.8)
         if near and name not in known:
             raise ConfigError(f"there is no {name}; did you mean {near[0]}?")
@@ -57,7 +57,7 @@ def split_options(
 
 
 def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe's path, given first or as `--job.config_file`, and the other words."""
+    """Return the recipe's path, given first or as `--job.config_file`, and the other words."""
     before, *groups = _split(words)
     paths, rest = before[:1], before[1:]
     for group in groups:
@@ -80,10 +80,10 @@ def read_flags(
     below: Mapping[KeyPath, Setting],
     new_name: Callable[[KeyPath], KeyPath] = lambda path: path,
 ) -> tuple[dict[KeyPath, Setting], list[str]]:
-    """The settings that flags make, their sections included, and what is wrong with the flags.
+    """Return the settings that flags make, their sections included, and the errors in the flags.
 
-    `below` are the settings that the flags go over; they choose the class of a section where no
-    flag does. `new_name` tells the present path of an old key, whose field then gives the type.
+    `below` are the settings that the flags override; they choose the class of a section unless a
+    flag does. `new_name` returns the present path of an old key, whose field then gives the type.
     """
     settings: dict[KeyPath, Setting] = {}
     wrong: dict[KeyPath, str] = {}
@@ -106,14 +106,14 @@ def read_flags(
             wrong[path] = f"{origin}: {name}: {error}"
             continue
         for depth in range(1, len(path)):
-            if not path[depth].isdecimal():  # a list as a whole is not what a flag is about
+            if not path[depth].isdecimal():  # flags do not set a list as a whole
                 settings[path[:depth]] = Setting({}, origin)
         settings[path] = Setting(value, origin)
     return settings, [*map(_not_a_flag, before), *wrong.values()]
 
 
 def _split(words: Iterable[str]) -> list[list[str]]:
-    """The words before the first flag, and each flag with the words that follow it."""
+    """Return the words before the first flag, and each flag with the words that follow it."""
     groups: list[list[str]] = [[]]
     for word in words:
         if re.match(r"--[A-Za-z]", word):
@@ -123,7 +123,7 @@ def _split(words: Iterable[str]) -> list[list[str]]:
 
 
 def _key_and_values(words: Sequence[str]) -> tuple[KeyPath, list[str]]:
-    """The key of a flag, and its values."""
+    """Return the key of a flag, and its values."""
     name, equals, value = words[0][2:].partition("=")
     return tuple(name.replace("-", "_").split(".")), [*([value] if equals else []), *words[1:]]
 
@@ -134,7 +134,7 @@ def _not_a_flag(word: str) -> str:
 
 
 def _choosing(flags: Iterable[tuple[KeyPath, Sequence[str]]]) -> Iterator[tuple[KeyPath, Setting]]:
-    """What of flags may choose the class of a section: words for values, and sections."""
+    """Yield the settings in flags that may choose the class of a section, and their sections."""
     for path, values in flags:
         for each in filter(None, (path, _without_no(path))):
             yield from ((each[:depth], Setting({}, "")) for depth in range(2, len(each)))
@@ -143,7 +143,7 @@ def _choosing(flags: Iterable[tuple[KeyPath, Sequence[str]]]) -> Iterator[tuple[
 
 
 def _without_no(path: KeyPath) -> KeyPath | None:
-    """The path that `--no-a.b` or `--a.no-b` switches off, None for other paths."""
+    """Return the path that `--no-a.b` or `--a.no-b` disables, None for other paths."""
     for index in (0, len(path) - 1):
         if path[index].startswith("no_"):
             return (*path[:index], path[index].removeprefix("no_"), *path[index + 1 :])
@@ -157,7 +157,7 @@ def _off(values: Sequence[str]) -> bool:
 
 
 def _typed(kind: Kind | None, values: Sequence[str]) -> Any:
-    """The value that words mean for a field; by their looks for what is none."""
+    """Convert words to the type of a field; without a field, by their form."""
     if not isinstance(kind, FieldInfo):
         typed = [_word(value, ANYTHING) for value in values]
         return typed if len(typed) > 1 else typed[0] if typed else True

@@ -11,7 +11,7 @@ from torchtitan.config.words import allowed_names, shorten, show
 
 
 class Entry(NamedTuple):
-    """One setting, in words."""
+    """One setting, as text."""
 
     path: str
     allowed: str
@@ -23,14 +23,14 @@ class Section(NamedTuple):
     """One section, or one choice of a section that has several."""
 
     header: str
-    """As in TOML: `[optimizer]`, `[[convert]]`."""
+    """Header in TOML: `[optimizer]`, `[[convert]]`."""
     choice: str | None
     about: str
     entries: list[Entry]
 
 
 def sections(schema: type[Config]) -> Iterator[Section]:
-    """Every section of a recipe, in order; a class that several choices share is reported once."""
+    """Yield every section of a recipe, in order; a class shared by several choices only once."""
     shown: set[tuple[str, type[Config]]] = set()
     for path, choice, settings, owner in places(schema):
         if (path, settings) in shown:
@@ -48,7 +48,7 @@ def sections(schema: type[Config]) -> Iterator[Section]:
 
 
 def help_text(schema: type[Config], about: str = "") -> str:
-    """What `--help` prints of the settings.
+    """Return the text of `--help` on the settings.
 
     Args:
         about: a section, or one of its keys; all of them if empty.
@@ -74,7 +74,7 @@ def help_text(schema: type[Config], about: str = "") -> str:
 
 
 def _about(section: Section, about: str) -> Section | None:
-    """What of a section has that name: all of it, one key, or nothing."""
+    """Return the part of a section called `about`: all of it, one key, or nothing."""
     about = about.strip("[]").replace("-", "_")
     name = section.header.strip("[]")
     if not about or f"{name}.".startswith(f"{about}."):
@@ -84,7 +84,7 @@ def _about(section: Section, about: str) -> Section | None:
 
 
 def json_schema(schema: type[Config]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a recipe, for editors."""
+    """Return the JSON Schema (2020-12) of a recipe, for editors."""
     tree = schema.model_json_schema()
     extends = {"type": "string", "description": "Recipe to inherit from, relative to this one."}
     return {

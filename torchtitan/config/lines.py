@@ -1,4 +1,4 @@
-"""Where each key of a TOML text stands: tomli gives the values but not their places."""
+"""Line numbers of the keys of a TOML text, which tomli does not report."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from torchtitan.config.settings import KeyPath
 BLANK = r"(?:\s|#[^\n]*)*"
 KEY_PART = r"""[ \t]*(?:"(?:[^"\\]|\\.)*"|'[^']*'|[\w-]+)[ \t]*"""
 STRING = r'''"""(?:[^\\]|\\.)*?"{3,5}|"(?:[^"\\]|\\.)*"''' r"""|'''.*?'{3,5}|'[^']*'"""
-# A date and a time may have a blank between them.
+# A date and a time may be separated by a blank.
 BARE_VALUE = r"\d{4}-\d\d-\d\d \d\d:[^\s,\]}#]*|[^\s,\]}#]+"
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The first line, counted from 1, of every table and key of `text`, which is valid TOML.
+    """Return the first line, from 1, of every table and key of `text`, which is valid TOML.
 
     The path of a table in a list of tables has its number after the name of the list.
     """
@@ -29,7 +29,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 class _Walk:
-    """Goes through valid TOML once, from key to key; strings and comments are stepped over."""
+    """Scanner of valid TOML that visits each key once, skipping strings and comments."""
 
     def __init__(self, text: str) -> None:
         self.text, self.position = text, 0
@@ -47,7 +47,7 @@ class _Walk:
                 yield from self._pair(section)
 
     def _numbered(self, names: KeyPath, *, is_new: bool) -> KeyPath:
-        """The path of a header, which goes through the last table of each list of tables."""
+        """Return the path of a header, through the last table of each list of tables."""
         path: KeyPath = ()
         for depth, name in enumerate(names, 1):
             path = (*path, name)
@@ -92,12 +92,12 @@ class _Walk:
         return tuple(parts)
 
     def _next(self) -> str:
-        """The next character that is not blank nor in a comment, empty at the end."""
+        """Return the next character outside of blanks and comments, empty at the end."""
         self._take(BLANK)
         return self.text[self.position : self.position + 1]
 
     def _take(self, pattern: str) -> str:
-        """What `pattern` matches here, stepped over; empty where it does not match."""
+        """Consume and return the match of `pattern` here; empty if there is none."""
         found = re.compile(pattern, re.DOTALL).match(self.text, self.position)
         self.position = found.end() if found else self.position
         return found[0] if found else ""

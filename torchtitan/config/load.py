@@ -1,10 +1,10 @@
-"""Reads a recipe: TOML and `--section.key value` flags become one frozen tree of settings.
+"""Loading of recipes: TOML and `--section.key value` flags become one frozen tree of settings.
 
-The idea: every source (an extended recipe, the recipe, the flags) is a flat mapping from a path to
-a value and the place it was written. Later sources win, so precedence is one dictionary merge:
-defaults < extended recipe < recipe < flags. Each setting is then validated by itself, strictly, and
-what the settings mean together is checked last, with defaults in the place of those that are wrong:
-so every mistake is reported in one go, each with its place, what was got and what is allowed.
+Every source (an extended recipe, the recipe, the flags) is a flat mapping from a path to a value
+and its location. Later sources win, so precedence is one dictionary merge: defaults < extended
+recipe < recipe < flags. Each setting is then validated by itself, strictly, and settings are
+checked together last, with defaults in place of the invalid ones: so all mistakes are reported at
+once, each with its location, the value and the allowed values.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ Settings = dict[KeyPath, Setting]
 
 @dataclass(frozen=True)
 class Recipe(Generic[ConfigT]):
-    """A loaded recipe: the settings, what deserves a word, and where each value came from."""
+    """A loaded recipe: the settings, their notes, and the source of each value."""
 
     config: ConfigT
     notices: list[str]
@@ -42,7 +42,7 @@ class Recipe(Generic[ConfigT]):
             raise CannotRun(lines, self.config, self.notices)
 
     def line(self, problem: Problem) -> str:
-        """A problem in words: where, which setting, what was got, what is wrong with it."""
+        """Describe a problem: the location, the setting, its value and the fault."""
         path = tuple(problem.path.split("."))
         value: Any = self.config
         for key in path:
@@ -51,7 +51,7 @@ class Recipe(Generic[ConfigT]):
             value = {}
         elif isinstance(value, tuple):
             value = [getattr(item, "name", item) for item in value]
-        # What an entry of a list does not say stands, as it were, under its header.
+        # An absent key of a list entry is reported at the entry's header.
         headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
         places = [self.origins[above] for above in (*headers, path) if above in self.origins]
         origin = places[-1] if places else self.place
@@ -60,11 +60,11 @@ class Recipe(Generic[ConfigT]):
 
 @dataclass
 class Gathered:
-    """The settings of all sources, merged, and what was found while they were read."""
+    """Merged settings of all sources, with the notices and problems from reading them."""
 
     settings: Settings
     place: str
-    """The recipe, for what no source says."""
+    """Location of values that no source sets: the recipe."""
     notices: list[str]
     problems: list[str]
 
@@ -72,16 +72,16 @@ class Gathered:
 def load(
     schema: type[ConfigT], gathered: Gathered, check: Callable[[ConfigT], Iterable[Problem]]
 ) -> Recipe[ConfigT]:
-    """Make the tree of settings, with defaults for what no source says.
+    """Build the tree of settings, with defaults for unset values.
 
     Args:
         schema: the tree of settings.
-        gathered: what was read; its problems are reported with those found here.
-        check: returns what is wrong with settings that are each valid.
+        gathered: the settings read; its problems are reported with those found here.
+        check: finds problems among settings that are each valid.
 
     Raises:
-        RecipeError: with all mistakes of all sources, one line each; CannotRun where each setting
-            is valid by itself.
+        RecipeError: with all mistakes of all sources, one line each; CannotRun if each setting is
+            valid by itself.
     """
     settings, problems, notices = gathered.settings, gathered.problems, gathered.notices
     config, faults, sound = validate_all(schema, settings)
@@ -106,14 +106,14 @@ def load(
 
 
 def _rests_on(problem: Problem, path: KeyPath) -> bool:
-    """Whether a problem is about a setting, or about one in the same section where it says so."""
+    """Whether a problem depends on the setting at `path`, or on one within or around it."""
     dotted = ".".join((*path, ""))
     names = [f"{name}." for name in (problem.path, *problem.also)]
     return any(name.startswith(dotted) or dotted.startswith(name) for name in names)
 
 
 def merge(schema: type[Config], sources: Iterable[Settings], notices: list[str]) -> Settings:
-    """The settings of all sources, of which the later win; notices for those that are left out."""
+    """Merge the settings of all sources, where later ones win; dropped ones get notices."""
     merged: Settings = {}
     for source in sources:
         merged = _merged(schema, merged, source, notices)
@@ -121,10 +121,10 @@ def merge(schema: type[Config], sources: Iterable[Settings], notices: list[str])
 
 
 def _merged(schema: type[Config], below: Settings, above: Settings, notices: list[str]) -> Settings:
-    """The settings of two sources; where `above` chooses anew, what it does not have is left out.
+    """Merge the settings of two sources; a section chosen in `above` replaces the one below.
 
-    A recipe that changes the optimizer of what it extends need not undo the settings of that one. A
-    list of sections takes the place of the one below it: nobody could tell which correspond.
+    A recipe that changes the optimizer of the recipe it extends need not undo its settings. A list
+    of sections replaces the one below it, as their correspondence is unknown.
     """
     lists = {path for path, setting in above.items() if isinstance(setting.value, list)}
     below = {

@@ -1,30 +1,35 @@
-"""What cannot work about settings that are each valid: the one form in which it is said.
+"""Problems of settings that are each valid, in one form.
 
-A settings class says what is wrong with its own section, in `Config.problems`. What settings of
-several sections cannot do together is for a rule, a function of the whole recipe in
-`torchtitan.checks`, so that no section knows the names of another's keys.
+A settings class finds the problems of its own section, and those that only exist if a recipe
+chooses it, in `Config.problems`. All others between sections are found by a rule, a function of the
+whole recipe in `torchtitan.checks`, so that no section knows the names of another's keys.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Problem(NamedTuple):
-    """What is wrong with the value at a dotted path.
+    """Problem with the value at a dotted path.
 
-    `message` follows "got <value>; ". `also` names the other settings, or sections, it rests on:
-    where one of them is wrong itself, nothing is said. Of a section's own problems all paths are
-    within that section, and `self.key` in a message is a key of it.
+    `message` follows "got <value>; ". `also` names the other settings, or sections, it depends on:
+    if one of them is invalid itself, the problem is not reported. All paths of a section's own
+    problems are within that section, and `self.key` in a message is a key of it.
     """
 
     path: str
     message: str
     also: tuple[str, ...] = ()
     severity: Literal["error", "note"] = "error"
-    """A note is of what works, but perhaps not as its writer thinks."""
+    """Severity; a note flags a valid setting that may surprise."""
+    is_between: bool = False
+    """Whether the paths are those of the recipe, instead of relative to a section."""
 
     def within(self, section: str) -> "Problem":
-        """A section's own problem as one of the whole recipe."""
+        """Return a section's own problem as one of the whole recipe."""
+        if self.is_between:
+            return self
         path, *also = (f"{section}.{name}" for name in (self.path, *self.also))
         message = self.message.replace("self.", f"{section}.")
         return Problem(path, message, tuple(also), self.severity)
@@ -32,14 +37,31 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedWorld:
-    """Where a recipe is to run, as far as that is known."""
+    """Ranks and machine a recipe is to run on, as far as known."""
 
     ranks: int | None = None
-    """None: any number that fits the recipe."""
+    """Number of ranks; None: any number that fits the recipe."""
     device_type: str = "cpu"
     is_here: bool = False
-    """On this very machine: what it lacks is a problem too."""
+    """Whether it runs on this machine, so that missing capabilities are problems too."""
     may_restart: bool = False
-    """Processes that die are started again."""
+    """Whether failed processes are restarted."""
     local_ranks: int | None = None
-    """How many of the ranks share this machine's memory; None: that is not asked."""
+    """Number of ranks that share this machine's memory; None skips the memory check."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a section may know when it is asked for its problems."""
+
+    recipe: Any = None
+    """The whole recipe; None if a section is checked alone."""
+    world: PlannedWorld = PlannedWorld()
+    key: str = ""
+    """The section's own key in the recipe."""
+
+
+def between(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Mark problems between sections, whose paths are those of the recipe."""
+    for problem in problems:
+        yield problem._replace(is_between=True)

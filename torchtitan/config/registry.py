@@ -1,4 +1,4 @@
-"""Registries: what a recipe can name, and the class that each name stands for."""
+"""Registries of the names in recipes and their classes."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
@@ -9,15 +9,15 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
-    """Entries by the name that a recipe gives.
+    """Entries by their name in recipes.
 
-    An entry may be given as the place where it is defined, "package.module:name". It is imported
-    when it is first used, so what no recipe asks for costs nothing. The entries of
-    `torchtitan.research`, where that is installed, are such places.
+    An entry may be given as the place where it is defined, "package.module:name", which is imported
+    on first use, so that unused entries cost nothing. The entries of `torchtitan.research`, where
+    that is installed, are such places.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
-        """Make the registry that `torchtitan.research` calls `kind`, with `entries`."""
+        """Make the registry called `kind` in `torchtitan.research`, with `entries`."""
         self._entries: dict[str, T | str] = {**entries, **_research(kind)}
 
     def __getitem__(self, name: str) -> T:
@@ -44,7 +44,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
 
 def _research(kind: str) -> Mapping[str, str]:
-    """The places of the entries of one kind in `torchtitan.research`, if it is there."""
+    """Return the entries of one kind in `torchtitan.research`, if it is installed."""
     if find_spec("torchtitan.research") is None:
         return {}
     entries: Mapping[str, str] = import_module("torchtitan.research").entries(kind)

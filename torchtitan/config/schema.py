@@ -1,4 +1,4 @@
-"""Asks a tree of settings about its sections and fields, and describes what a field holds."""
+"""Lookup of sections and fields in a tree of settings, and descriptions of their values."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
@@ -24,11 +24,11 @@ class Several(NamedTuple):
 
 
 Kind = type[Config] | OneOf | Discriminated | Several | FieldInfo
-"""What is at a path: a section, one chosen by its name or its keys, a list of such, or a value."""
+"""Kind at a path: a section, one chosen by its name or its keys, a list of sections, or a value."""
 
 
 def kind_of(info: FieldInfo) -> Kind:
-    """What a field is."""
+    """Return the kind of a field."""
     for item in info.metadata:
         if isinstance(item, OneOf | Discriminated):
             return item
@@ -43,7 +43,7 @@ def kind_of(info: FieldInfo) -> Kind:
 
 
 def find(schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting]) -> Kind | None:
-    """What is at a path, following the choices that `settings` make by name; None: nothing."""
+    """Return the kind at a path, following the choices by name in `settings`; None if unknown."""
     kind: Kind | None = schema
     for depth, key in enumerate(path):
         if isinstance(kind, Several):
@@ -58,7 +58,7 @@ def find(schema: type[Config], path: KeyPath, settings: Mapping[KeyPath, Setting
 def class_at(
     kind: Kind | None, path: KeyPath, settings: Mapping[KeyPath, Setting]
 ) -> type[Config] | None:
-    """The settings class of what is at a path; None: it is no section, or has a wrong name."""
+    """Return the settings class at a path; None if it is not a section, or its name is invalid."""
     if isinstance(kind, OneOf):
         name = settings.get((*path, "name"))
         return kind.choice(name.value if name else kind.default)
@@ -73,15 +73,15 @@ class Place(NamedTuple):
     """A section of a tree of settings, or one choice of it."""
 
     path: str
-    """Of a list of sections it is the first one: `convert.0`."""
+    """Path; for a list of sections that of the first one: `convert.0`."""
     choice: str | None
     settings: type[Config]
     owner: str
-    """The choice of the section around it that has such a section, if not all of them have."""
+    """Choice of the enclosing section that has such a section, if not all have it."""
 
 
 def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
-    """Every section and every choice of it, those within others after what they are in."""
+    """Yield every section and every choice of it, nested ones after the enclosing one."""
     seen = set()
     for key, info in schema.model_fields.items():
         kind, here = kind_of(info), (*path, key)
@@ -105,7 +105,7 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
 
 
 def flat(config: Config) -> dict[KeyPath, Any]:
-    """Every value of a tree of settings, as TOML could hold it, by its path."""
+    """Return every value of a tree of settings by path, as TOML could hold it."""
     values: dict[KeyPath, Any] = {}
     dump = config.model_dump(mode="json")
     for key, info in type(config).model_fields.items():
@@ -120,7 +120,7 @@ def flat(config: Config) -> dict[KeyPath, Any]:
 
 
 def field_schema(info: FieldInfo) -> dict[str, Any]:
-    """JSON Schema of the value of one field, constraints included."""
+    """Return the JSON Schema of the value of one field, constraints included."""
     return _adapter(info).json_schema()
 
 
@@ -130,7 +130,7 @@ def _adapter(info: FieldInfo) -> TypeAdapter[Any]:
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema in words: `an integer >= 1`, `true or false`, `always, never`."""
+    """Describe a JSON Schema: `an integer >= 1`, `true or false`, `always, never`."""
     if "anyOf" in schema:
         return " or ".join(describe(part) for part in schema["anyOf"] if part != {"type": "null"})
     if names := _values(schema):
@@ -145,12 +145,12 @@ def describe(schema: Mapping[str, Any]) -> str:
 
 
 def names(schema: Mapping[str, Any]) -> list[str]:
-    """The names that a JSON Schema admits, those for the items of a list included."""
+    """Return the names that a JSON Schema allows, including those for the items of a list."""
     return [*_values(schema), *(name for part in _parts(schema) for name in names(part))]
 
 
 def json_types(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits; those of the items of a list included."""
+    """Return the JSON types that a schema allows, including those of the items of a list."""
     own = {schema["type"]} if "type" in schema else set()
     if named := _values(schema):
         own = {"integer" if isinstance(name, int) else "string" for name in named}

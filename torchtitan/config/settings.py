@@ -1,4 +1,4 @@
-"""What settings are made of: frozen sections, choices by name, values with their place."""
+"""Building blocks of settings: frozen sections, choices by name, values with their location."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,23 +8,23 @@ from typing import Any, Final, NamedTuple
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from torchtitan.config.problems import PlannedWorld, Problem
+from torchtitan.config.problems import Context, Problem
 from torchtitan.config.words import allowed_names, show
 
 KeyPath = tuple[str, ...]
 
 BAD_CHOICE: Final = "bad_choice"
-"""The type of pydantic's error about a section without a name, or whose name is in no registry."""
+"""Type of pydantic's error for a section without a name, or with one in no registry."""
 
 
 class ConfigError(ValueError):
-    """Something the user wrote is wrong; the message teaches what to write instead."""
+    """Mistake in the user's input; the message says how to fix it."""
 
     notices: tuple[str, ...] = ()
-    """What deserves a word beside it: how an old key was read, say."""
+    """Notes to report with the message, such as how an old key was read."""
 
     def report(self) -> str:
-        """The message, after the notices."""
+        """Return the message, after the notices."""
         return "\n".join([*(f"note: {notice}" for notice in self.notices), str(self)])
 
 
@@ -37,12 +37,12 @@ class RecipeError(ConfigError):
         super().__init__("\n".join(self.lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Ranks tell each other of it."""
+        """Support pickling, since ranks exchange errors."""
         return RecipeError, (self.lines, self.notices)
 
 
 class CannotRun(RecipeError):
-    """Settings that are each valid cannot work together, or not on this machine."""
+    """Error for settings that are each valid but cannot work together, or not on this machine."""
 
     def __init__(self, lines: Iterable[str], config: Any, notices: Iterable[str] = ()) -> None:
         super().__init__(lines, notices)
@@ -57,19 +57,10 @@ class Config(BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        """What about this section cannot work, by keys relative to it.
+    def problems(self, context: Context) -> Iterator[Problem]:
+        """Find what cannot work about this section, or between it and other sections.
 
-        Args:
-            recipe: the whole, for those that stand high enough to know it.
-        """
-        return iter(())
-
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
-        """What cannot work between this section and others, by keys of the whole recipe.
-
-        Args:
-            key: this section's own.
+        Paths are relative to the section; `between` marks problems with paths of the recipe.
         """
         return iter(())
 
@@ -80,10 +71,10 @@ class OneOf:
 
     registry: Mapping[str, type[Config]]
     default: str | None
-    """None: a section says its name."""
+    """Default name; None if a section must name its class."""
 
     def choice(self, name: Any) -> type[Config] | None:
-        """The settings class called `name`, None where there is none."""
+        """Return the settings class called `name`, None if there is none."""
         return self.registry.get(name) if isinstance(name, str) else None
 
     def _validate(self, value: Any) -> Config:
@@ -118,20 +109,20 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Discriminated:
-    """Annotation of a section whose keys pick its settings class: `base`, or one that extends it.
+    """Annotation of a section whose keys select its settings class: `base`, or one that extends it.
 
-    A class is imported when a recipe has what picks it; all of them are for help and hints.
+    A class is imported when a recipe selects it; help and hints import all of them.
     """
 
     base: type[Config]
     registry: Mapping[str, type[Config]]
-    """The classes that extend `base`."""
+    """Classes that extend `base`."""
     choose: Callable[[Mapping[str, Any]], type[Config]]
-    """The settings class of a section with these keys and values."""
+    """Function from a section's keys and values to its settings class."""
 
     @property
     def widest(self) -> type[Config]:
-        """A settings class with the keys of all."""
+        """Settings class with the keys of all."""
         bases = tuple(self.registry.values()) or (self.base,)
         return type(self.base.__name__, bases, {"__doc__": self.base.__doc__})
 
@@ -153,14 +144,14 @@ class Discriminated:
 class ListOf:
     """Annotation of a list of sections, `[[name]]`, each chosen from a registry by its `name`.
 
-    Where all are of one class it needs no annotation: the field is a tuple of that class.
+    A list with sections of one class needs no annotation: the field is a tuple of that class.
     """
 
     registry: Mapping[str, type[Config]]
 
     @property
     def item(self) -> OneOf:
-        """What one of the sections is."""
+        """Annotation of one of the sections."""
         return OneOf(self.registry, None)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
@@ -185,10 +176,10 @@ def _dump(config: Config, info: SerializationInfo) -> dict[str, Any]:
 
 
 class Setting(NamedTuple):
-    """A value as written and the place where it was written.
+    """Value as written and its location.
 
-    A section is a setting too, with the value `{}`: its place is that of its header. So is a list
-    of sections, with a list of as many `{}`; the path of each section in it ends in its number.
+    A section is a setting too, with the value `{}` and the location of its header. So is a list of
+    sections, with a list of as many `{}`; the path of each section in it ends in its number.
     """
 
     value: Any

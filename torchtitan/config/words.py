@@ -1,4 +1,4 @@
-"""Small phrases of error messages."""
+"""Phrases of error messages."""
 
 import difflib
 import json
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 MAX_SHOWN: Final = 200
-"""Characters of a value or key that a message repeats."""
+"""Maximum characters of a value or key quoted in a message."""
 MAX_NESTED: Final = 32
-"""Levels of lists and tables in a recipe."""
+"""Maximum levels of nested lists and tables in a recipe."""
 SECTION_AND_KEY: Final = "[section] and key = value"
 
 
 def nearest(got: Any, known: Iterable[object], prefix: str = "") -> str:
-    """`; did you mean X?` for the known name nearest to `got`, or nothing."""
+    """Return `; did you mean X?` for the known name nearest to `got`, or nothing."""
     names = {name.lower(): name for name in map(str, known)}
     is_word = isinstance(got, str) and len(got) <= MAX_SHOWN
     near = difflib.get_close_matches(got.lower(), names, n=1) if is_word else []
@@ -25,9 +25,9 @@ def nearest(got: Any, known: Iterable[object], prefix: str = "") -> str:
 
 
 def allowed_names(got: Any, known: Iterable[str]) -> str:
-    """`allowed: a, b; did you mean a?`
+    """Return `allowed: a, b; did you mean a?`.
 
-    Things whose names differ in a number alone, llama3 and llama4, are not meant for each other.
+    Names that differ in a number alone, llama3 and llama4, are not suggested for each other.
     """
     names = list(known)
     likely = [name for name in names if _number(name) == _number(got) or not _alike(name, got)]
@@ -39,12 +39,12 @@ def _number(name: Any) -> list[str]:
 
 
 def _alike(name: str, got: Any) -> bool:
-    """Whether two names are the same but for a number that both have."""
+    """Whether two names differ only in a number that both have."""
     return re.sub(r"\d+", "0", name.lower()) == re.sub(r"\d+", "0", str(got).lower())
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, its beginning if it is long."""
+    """Format a value as TOML, truncated if it is long."""
     if value == {}:
         return "a section"
     if holds_sections(value):
@@ -59,29 +59,29 @@ def show(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text, or its beginning and how long it is."""
+    """Truncate long text, with a note of its length."""
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def dotted(path: Sequence[str]) -> str:
-    """A key as TOML writes it: parts that are no plain words stand in quotes."""
+    """Format a key as TOML: parts other than plain words are quoted."""
     plain = (part.isidentifier() or part.replace("-", "").isalnum() for part in path)
     parts = zip(path, plain, strict=True)
     return shorten(".".join(p if is_plain else show(p) for p, is_plain in parts))
 
 
 def local_path(text: str) -> Path:
-    """The path that a setting names, with `~` for the user's home folder."""
+    """Return the path of a setting, with `~` for the user's home folder."""
     return Path(os.path.expanduser(text))
 
 
 def exists(text: str) -> bool:
-    """Whether there is a file or folder where a setting says; an empty text names none."""
+    """Whether the file or folder of a setting exists; an empty text names none."""
     return os.path.exists(os.path.expanduser(text))  # unlike Path.exists it takes any text
 
 
 def holds_sections(value: Any) -> bool:
-    """Whether a value stands for a list of sections: `[{}, {}]`."""
+    """Whether a value represents a list of sections: `[{}, {}]`."""
     return isinstance(value, list) and bool(value) and all(item == {} for item in value)

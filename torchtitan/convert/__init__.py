@@ -1,7 +1,7 @@
-"""Converters by the name that a recipe gives; adding one is a file here and a line below.
+"""Converters by their name in recipes; adding one is a file here and a line below.
 
-A converter changes a model before it is laid out: a recipe's `[[convert]]` entries are applied in
-order, while the model is whole and has no memory. Each says what it changed and what it left alone.
+A converter changes a model before it is parallelized: a recipe's `[[convert]]` entries are applied
+in order, while the model is whole and has no memory. Each reports what it changed and skipped.
 """
 
 from collections import defaultdict
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 SHOWN = 8
-"""Names, at most, of what was skipped for one reason."""
+"""Maximum number of names listed per reason for skipping."""
 
 
 def apply(
@@ -62,7 +62,7 @@ def apply(
     has_fsdp: bool,
     groups: Mapping[str, ProcessGroup] | None = None,
 ) -> list[Conversion]:
-    """Change `model` in place by all `converters`, in order, and log what each did.
+    """Apply all `converters` to `model` in place, in order, and log the result of each.
 
     Args:
         capability: CUDA compute capability of the device, None on a CPU.
@@ -81,7 +81,7 @@ def apply(
 
 
 def describe(config: ConverterConfig, done: Conversion) -> str:
-    """What a converter did, in a line: `float8: 224 of 225 linears; skipped output (filter)`."""
+    """Describe a conversion in a line: `float8: 224 of 225 linears; skipped output (filter)`."""
     changed, many = len(done.changed), len(done.changed) + len(done.skipped)
     by_reason = defaultdict[str, list[str]](list)
     for name, reason in done.skipped.items():
@@ -96,6 +96,6 @@ def describe(config: ConverterConfig, done: Conversion) -> str:
 
 
 def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module]) -> None:
-    """Let every converter do what the parts of the model need when weights may have changed."""
+    """Prepare the parts of the model for all converters after weights may have changed."""
     for config in converters:
         config.before_pass(parts)

@@ -1,10 +1,10 @@
-"""Linears that multiply in Float8, through torchao (https://github.com/pytorch/ao).
+"""Linear layers with Float8 matrix products, through torchao (https://github.com/pytorch/ao).
 
 Both factors of each matrix product are rounded to 8 bits (e4m3; gradients e5m2 where a tensor has
 one scale; Micikevicius et al., 2022, arXiv:2209.05433) after a scale has brought their largest
 element to the largest that Float8 has. A scale for each row, a power of two, takes more time than
-one for each tensor, but a single outlier costs only its row precision; and what a row holds does
-not depend on the layout, while what a tensor holds of the batch does.
+one for each tensor, but an outlier reduces the precision of its row only; and a row does not depend
+on the layout, while a tensor's part of the batch does.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.convert.settings import (
     Conversion,
     LinearConverterConfig,
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MULTIPLE = 16
-"""What the dims of a Float8 matrix product must be multiples of."""
+"""Divisor required of the dims of a Float8 matrix product."""
 
 
 class Float8(LinearConverterConfig):
-    """Linear layers that multiply in Float8, through torchao."""
+    """Linear layers with Float8 matrix products, through torchao."""
 
     name: Literal["float8"] = Field("float8", description="Which converter.")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
@@ -57,8 +57,8 @@ class Float8(LinearConverterConfig):
         description="Gather activations over tensor-parallel ranks in Float8 (tensorwise only).",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         for name in filter(None, (self.packs_weights, self.gathers_inputs)):
             if self.recipe != "tensorwise":
                 message = (
@@ -115,7 +115,7 @@ class Float8(LinearConverterConfig):
         return done
 
     def _gathers(self, target: Target) -> str:
-        """What is gathered in Float8, or why it is not although it was asked for."""
+        """Describe what is gathered in Float8, or why it is not although requested."""
         said = ""
         if self.enable_fsdp_float8_all_gather:
             said += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
@@ -165,7 +165,7 @@ class Float8(LinearConverterConfig):
 
 
 def _gather_as_bytes() -> None:
-    """Have torchao gather what is in Float8 as plain bytes: gloo knows of no Float8."""
+    """Patch torchao to gather Float8 as plain bytes, as gloo does not support Float8."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -182,7 +182,7 @@ def _gather_as_bytes() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Cast:
-    """Casts what a linear is given, with the scale of the whole tensor."""
+    """Cast of a linear's input, with the scale of the whole tensor."""
 
     linear: Any
 
@@ -201,7 +201,7 @@ class _Cast:
 
 @dataclasses.dataclass(frozen=True)
 class _CastGradient:
-    """Leaves what a linear gives as it is, and casts the gradient that comes back."""
+    """Identity on a linear's output that casts the gradient in the backward."""
 
     linear: Any
 

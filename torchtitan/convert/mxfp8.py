@@ -1,8 +1,8 @@
-"""Linears that multiply in MXFP8: Float8 with a scale for every 32 elements that are added up.
+"""Linear layers with MXFP8 matrix products: Float8 with a scale for every 32 summed elements.
 
 The scale is a power of two, 8 bits (Open Compute Project, "OCP Microscaling Formats (MX)
 Specification" v1.0, 2023; training with it: Mishra et al., 2025, arXiv:2506.08027, whose rounding
-of the scale upwards is used). Blackwell multiplies so in hardware.
+of the scale upwards is used). Blackwell supports these products in hardware.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ BLOCK = 32
 
 
 class MXFP8(LinearConverterConfig):
-    """Linear layers that multiply in MXFP8: Float8 with a power-of-two scale per 32 elements."""
+    """Linear layers with MXFP8 products: Float8 with a power-of-two scale per 32 elements."""
 
     name: Literal["mxfp8"] = Field("mxfp8", description="Which converter.")
     high_precision_weight_gradients: bool = Field(

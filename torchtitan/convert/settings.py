@@ -1,4 +1,4 @@
-"""What all converters have in common: their settings, and the record of what they changed."""
+"""Settings shared by all converters, and the record of their changes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device
 
 if TYPE_CHECKING:
@@ -18,59 +18,59 @@ if TYPE_CHECKING:
 
 
 What = Literal["input", "weight", "gradient"]
-"""What of a linear is rounded; the gradient is that of its output."""
+"""Tensor of a linear that is rounded; the gradient is that of its output."""
 
 
 @dataclass
 class Conversion:
-    """What a converter did to a model, by name of module."""
+    """Record of a converter's changes to a model, by name of module."""
 
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why each of the others was left as it is."""
+    """Reason for each skipped module."""
     how: str = ""
-    """What else to say of it, for the log."""
+    """Further remarks for the log."""
     kind: str = "linears"
-    """What modules there are of."""
+    """Kind of modules, for the log."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a model is converted for."""
+    """Execution environment of the converted model."""
 
     emulate: bool
-    """The device lacks what it takes."""
+    """Whether the device lacks the instructions, so that they are emulated."""
     has_fsdp: bool
-    """FSDP2 gathers the parameters."""
+    """Whether FSDP2 gathers the parameters."""
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
-    """By axis of the mesh, the ranks that have other parts of the same activations."""
+    """Ranks that have other parts of the same activations, by axis of the mesh."""
 
 
 @dataclass
 class Wire:
-    """How a converted linear, as its attribute `wire`, has tensors sent between tensor ranks."""
+    """Format in which a converted linear, whose attribute `wire` it is, sends tensors over tp."""
 
     shrink: "Callable[[DTensor], DTensor]"
-    """Applied to its input before that is gathered."""
+    """Function applied to its input before that is gathered."""
     shrink_gradient: "Callable[[DTensor], DTensor]"
-    """Applied to its output; has the gradient of that shrunk before it is gathered."""
+    """Function applied to its output, which shrinks its gradient before that is gathered."""
     watch: "Callable[[What, Tensor], None] | None" = None
-    """Called with what is shrunk."""
+    """Callback for each shrunk tensor."""
 
 
 class Rounding(NamedTuple):
-    """What a tensor is rounded from and to, and how it was scaled before."""
+    """Rounding of one tensor."""
 
     scaled: Tensor
     """Elements times their scales, float32."""
     rounded: Tensor
-    """The same in the format, float32."""
+    """Values of `scaled` in the rounded format, float32."""
     scale: Tensor
     largest: float
-    """Of the numbers that the format has."""
+    """Largest number of the format."""
 
     def shares(self) -> dict[str, Tensor]:
-        """How much is lost, and the scale of the largest elements; 0-d each, on the device."""
+        """Return underflow, saturation and the smallest scale; 0-d each, on the device."""
         if not self.scaled.numel():
             return {}
         is_something = self.scaled != 0
@@ -83,7 +83,7 @@ class Rounding(NamedTuple):
 
 
 BEYOND = 1 + 2**-12
-"""More than the largest number by more than the rounding of its own scale."""
+"""Factor over the largest number that exceeds the rounding error of its scale."""
 
 
 class ConverterConfig(Config):
@@ -93,16 +93,16 @@ class ConverterConfig(Config):
 
     @property
     def packs_weights(self) -> str | None:
-        """The key by which weights are gathered in the converter's own form, if they are."""
+        """Key that makes weights be gathered in the converter's own form, if set."""
         return None
 
     @property
     def gathers_inputs(self) -> str | None:
-        """The key by which inputs are gathered in that form over tensor ranks, if they are."""
+        """Key that makes inputs be gathered in that form over tensor ranks, if set."""
         return None
 
     def emulates(self, capability: tuple[int, int] | None) -> str | None:
-        """What a device of that compute capability (None: a CPU) lacks and is emulated, if so."""
+        """Return what a device of that capability (None: a CPU) lacks, if it can be emulated."""
         return None
 
     def convert(self, model: nn.Module, target: Target) -> Conversion:
@@ -110,22 +110,21 @@ class ConverterConfig(Config):
         raise NotImplementedError
 
     def has_converted(self, module: nn.Module) -> bool:
-        """Whether a module is one that such a converter makes, and `watch` knows it."""
+        """Whether a module was made by such a converter, so that `watch` supports it."""
         return False
 
     def watch(
         self, module: nn.Module, keep: Callable[[str, Rounding], None]
     ) -> Iterator[Callable[[], None]]:
-        """Have `keep` called with the name and the rounding of each tensor that a converted module
-        rounds on this rank.
+        """Call `keep` with the name and the rounding of each tensor that a module rounds here.
 
         Yields:
-            Functions that end it.
+            Functions that stop it.
         """
         raise NotImplementedError
 
     def before_pass(self, parts: Iterable[nn.Module]) -> None:
-        """Do what the parts of the model need whenever their weights may have changed."""
+        """Prepare the parts of the model whenever their weights may have changed."""
 
 
 class LinearConverterConfig(ConverterConfig):
@@ -141,15 +140,17 @@ class LinearConverterConfig(ConverterConfig):
         "way, and multiply them in their original dtype.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        if not world.is_here or self.emulate:
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if not context.world.is_here or self.emulate:
             return
-        if lack := self.lacks(Device("cuda").capability if world.device_type == "cuda" else None):
+        if lack := self.lacks(
+            Device("cuda").capability if context.world.device_type == "cuda" else None
+        ):
             message = f"{lack}; write emulate = true to round so and multiply otherwise"
             yield Problem("emulate", message)
 
     def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
-        """How a converted linear rounds this rank's part of `x`; None: it does not, or has done."""
+        """Return the rounding of this rank's part of `x`; None if not rounded, or already."""
         raise NotImplementedError
 
     def watch(
@@ -164,7 +165,7 @@ class LinearConverterConfig(ConverterConfig):
 
         def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             note("input", inputs[0])
-            # Where it was gathered in Float8, this rank's part of it was not.
+            # If it was gathered in Float8, this rank's part of it was not.
             note("weight", module.weight)
             note("weight", weight)
 
@@ -172,7 +173,7 @@ class LinearConverterConfig(ConverterConfig):
             if output.requires_grad:
                 output.register_hook(partial(note, "gradient"))  # type: ignore[no-untyped-call]
 
-        # Before tensor parallelism makes parts of it again.
+        # Before tensor parallelism shards it again.
         yield module.register_forward_pre_hook(enter).remove
         yield module.register_forward_hook(leave, prepend=True).remove
         if hasattr(module, "wire"):
@@ -186,11 +187,11 @@ class LinearConverterConfig(ConverterConfig):
 
     @property
     def multiple(self) -> int:
-        """What both dims of a matrix must be a multiple of."""
+        """Divisor required of both dims of a matrix."""
         return 1
 
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
-        """What a device of that compute capability (None: a CPU) lacks for it, if anything."""
+        """Return what a device of that capability (None: a CPU) lacks, if anything."""
         return None
 
     def emulates(self, capability: tuple[int, int] | None) -> str | None:
@@ -200,7 +201,7 @@ class LinearConverterConfig(ConverterConfig):
 def linears(
     model: nn.Module, config: LinearConverterConfig, done: Conversion
 ) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears that `config` converts; `done` is called for all, and why others are left out."""
+    """Yield the linears that `config` converts; `done` records all, with reasons for skipping."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
@@ -217,6 +218,6 @@ def linears(
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the one of that name."""
+    """Replace the module called `name` by `module`."""
     above, _, last = name.rpartition(".")
     setattr(model.get_submodule(above), last, module)

@@ -1,4 +1,4 @@
-"""Documents to batches: tokenizers, sources of documents, and the stream that packs them."""
+"""The path from documents to batches: tokenizers, sources of documents, and the packing stream."""
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.bpe import train_bpe, train_tokenizer

@@ -1,4 +1,4 @@
-"""What every microbatch has, whatever it is of; each task has a dataclass of its own."""
+"""Interface of all microbatches; each task has its own dataclass."""
 
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -12,44 +12,44 @@ from torchtitan.device import Device
 class Batch:
     """A microbatch of one rank: a frozen dataclass of tensors, samples in their first dim.
 
-    A tensor that is None is not needed, and goes nowhere.
+    Tensors that are None are unused, and not sent.
     """
 
     targets: Tensor
-    """What the loss is given beside what the model makes of the inputs."""
+    """Input of the loss, in addition to the output of the model."""
 
     @property
     def inputs(self) -> Tensor:
-        """What the model, or its first stage, is given."""
+        """Input of the model, or of its first stage."""
         raise NotImplementedError
 
     def context(self) -> dict[str, Tensor]:
-        """What every stage of the model is given besides, by keyword."""
+        """Return the keyword arguments of every stage of the model."""
         return {}
 
     def count(self) -> Tensor:
-        """How many units the loss is a mean over (0-d int64, where the tensors are)."""
+        """Return the number of units the loss is averaged over: 0-d int64, same device."""
         raise NotImplementedError
 
     def shard(self, part: Callable[[Tensor], Tensor]) -> Self:
-        """A rank's part of the sequences; `part` takes it from a tensor (B, sequence)."""
+        """Return a rank's part of the sequences; `part` selects it from a tensor (B, sequence)."""
         raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self, device: Device) -> Self:
-        """In memory from which a copy to `device` need not be waited for."""
+        """Return the batch in pinned memory, for asynchronous copies to `device`."""
         return self._map(device.pin)
 
     def split(self, size: int) -> list[Self]:
-        """Batches of `size` samples each."""
+        """Split into batches of `size` samples each."""
         starts = range(0, len(self.inputs), size)
         return [self._map(lambda t, first=first: t[first : first + size]) for first in starts]  # type: ignore[misc]
 
     @classmethod
     def join(cls, batches: Sequence[Self]) -> Self:
-        """One batch of the samples of several."""
+        """Concatenate the samples of several batches."""
         rest = [vars(batch) for batch in batches]
         return type(batches[0])(
             **{

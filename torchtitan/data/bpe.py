@@ -1,4 +1,4 @@
-"""Trains a tokenizer on a data set: byte-level BPE, as a `tokenizer.json`.
+"""Training of a tokenizer on a data set: byte-level BPE, as a `tokenizer.json`.
 
 Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016,
 on bytes, so that no text is out of vocabulary. Words are split by Llama 3's pattern.
@@ -20,9 +20,9 @@ SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>"]
 def train_bpe(
     texts: Iterable[str], vocab_size: int, path: Path, *, show_progress: bool = False
 ) -> None:
-    """Writes to the file `path` a tokenizer of at most `vocab_size` tokens learned from `texts`.
+    """Write a tokenizer of at most `vocab_size` tokens learned from `texts` to the file `path`.
 
-    It has fewer where the texts have too few different words. The file appears only when complete.
+    It has fewer if the texts have too few different words. The file appears only when complete.
     """
     import tokenizers
 
@@ -61,7 +61,7 @@ def train_tokenizer(
     text_key: str = "text",
     seed: int = 0,
 ) -> Path:
-    """Learns a tokenizer from up to `documents` documents of a data set, each read once.
+    """Learn a tokenizer from up to `documents` documents of a data set, each read once.
 
     `output` is a folder, or a file that ends in .json; the path of the file written is returned.
     """

@@ -1,6 +1,7 @@
 """Compressed JSON Lines, read in order: each file is a shard of a stream.
 
-gzip is Python's, zstd is Arrow's. What is cut or no such file is found where it is read, by name.
+gzip is decompressed by Python, zstd by Arrow. Truncated and invalid files are reported by name when
+read.
 """
 
 import gzip
@@ -16,31 +17,31 @@ from torchtitan.config import ConfigError
 from torchtitan.data.documents import text_of
 
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
-"""How a file begins, by its suffix."""
+"""First bytes of a file, by its suffix."""
 
 
 @dataclass(frozen=True)
 class CompressedLines:
-    """Such files, as `StreamedDocuments` reads a data set."""
+    """Compressed files in the interface that `StreamedDocuments` reads."""
 
     files: Sequence[Path]
     text_key: str
     first: int = 0
-    """The row to begin with."""
+    """First row to read."""
     column_names: None = None
-    """Lines may differ in their keys."""
+    """Column names; None because lines may differ in their keys."""
 
     @property
     def num_shards(self) -> int:
-        """One a file."""
+        """Number of shards, one per file."""
         return len(self.files)
 
     def shard(self, num_shards: int, index: int) -> "CompressedLines":
-        """One of the files."""
+        """Return the shard `index`, one of the files."""
         return CompressedLines(self.files[index::num_shards], self.text_key)
 
     def skip(self, first: int) -> "CompressedLines":
-        """The same without the first rows."""
+        """Return the same lines without the first rows."""
         return CompressedLines(self.files, self.text_key, first)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -59,10 +60,10 @@ class CompressedLines:
 
 
 def lines(file: Path) -> Iterator[bytes]:
-    """The lines of a compressed file.
+    """Yield the lines of a compressed file.
 
     Raises:
-        ConfigError: where it cannot be unpacked.
+        ConfigError: if it cannot be decompressed.
     """
     check_magic(file)
     import pyarrow
@@ -75,7 +76,7 @@ def lines(file: Path) -> Iterator[bytes]:
 
 
 def check_magic(file: Path) -> None:
-    """Refuse a file that is not what its name says, before any of it is unpacked."""
+    """Reject a file whose content does not match its suffix, before decompressing any of it."""
     with file.open("rb") as stream:
         start = stream.read(4)
     if not start.startswith(MAGIC[file.suffix]):

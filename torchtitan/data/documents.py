@@ -1,7 +1,7 @@
 """Collections of documents on local disk that can be read in any order: text, JSONL, Parquet.
 
-Opening one finds out how many documents there are and where each begins, without parsing them;
-`collection[i]` then reads just that document. Every mistake in a file is reported with its place.
+Opening one finds the number of documents and their offsets, without parsing them; `collection[i]`
+then reads just that document. Every mistake in a file is reported with its location.
 """
 
 import codecs
@@ -26,9 +26,9 @@ class Documents(Protocol):
     """Documents by number."""
 
     windows: list[int]
-    """Ascending bounds of the stretches inside which reading in any order is cheap."""
+    """Ascending bounds of the windows inside which reading in any order is cheap."""
     fingerprint: str
-    """Changes with the files that the documents are read from."""
+    """Digest that changes with the files that the documents are read from."""
 
     def __len__(self) -> int: ...
 
@@ -61,7 +61,7 @@ class TextDocuments:
 
 
 def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
-    """Where the documents of a text file begin and end, in bytes; none if it is empty."""
+    """Return the start and end of the documents of a text file, in bytes; none if it is empty."""
     size = path.stat().st_size
     if size <= document_bytes:
         return [(0, size)] if size else []
@@ -70,7 +70,7 @@ def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
         while size - cuts[-1] > document_bytes:
             target = cuts[-1] + document_bytes
             cut = data.rfind(b"\n", cuts[-1], target) + 1
-            if not cut:  # no line ends in this stretch: cut where a character begins
+            if not cut:  # no line ends in this window: cut at the start of a character
                 cut = target
                 while cut < size and data[cut] & 0xC0 == 0x80:
                     cut += 1
@@ -84,7 +84,7 @@ def _lines_before(path: Path, offset: int) -> int:
 
 
 class JsonlDocuments:
-    """JSON Lines: one object a line, its text under `text_key`."""
+    """JSON Lines: one object per line, with its text under `text_key`."""
 
     def __init__(self, files: Sequence[Path], text_key: str, root: Path) -> None:
         self._text_key = text_key
@@ -118,7 +118,7 @@ class JsonlDocuments:
 
 
 def _line_starts(data: mmap.mmap, block: int = 1 << 26) -> npt.NDArray[np.int64]:
-    """Where each line that is not empty begins, in bytes."""
+    """Return the start of each line that is not empty, in bytes."""
     content = np.frombuffer(data, dtype=np.uint8)
     breaks = [
         begin + np.flatnonzero(content[begin : begin + block] == ord("\n"))
@@ -134,10 +134,10 @@ def _line_starts(data: mmap.mmap, block: int = 1 << 26) -> npt.NDArray[np.int64]
 
 
 class ParquetDocuments:
-    """Parquet: one document a row, its text in the column `text_key`.
+    """Parquet: one document per row, with its text in the column `text_key`.
 
-    A row can only be decoded together with its row group, so that the shuffle stays inside windows
-    of a few groups, and the groups in use stay decoded.
+    A row can only be decoded together with its row group, so the shuffle stays inside windows of a
+    few groups, and the groups in use stay decoded.
     """
 
     window_rows = 8192
@@ -170,7 +170,7 @@ class ParquetDocuments:
             if end - self.windows[-1] >= self.window_rows or end == len(self):
                 self.windows.append(end)
         self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
-        # Lanes are about in step, so that they read from one window, or from two near its end.
+        # Lanes are about in step, so they read from one window, or near its end from two.
         longest = max(
             (
                 int(np.sum((self._ends > a) & (self._ends <= b)))
@@ -215,17 +215,17 @@ class ParquetDocuments:
 
 
 def not_text(error: UnicodeDecodeError) -> str:
-    """What is wrong with bytes that are no text."""
+    """Return the error text for invalid UTF-8."""
     is_wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     hint = "; is it UTF-16?" if is_wide else ""
     return f"not UTF-8 text ({error.reason} 0x{error.object[error.start]:02x}){hint}"
 
 
 def text_of(line: bytes, text_key: str) -> str:
-    """The text of a line of JSON.
+    """Return the text of a line of JSON.
 
     Raises:
-        ConfigError: it has none, and why.
+        ConfigError: if it has none, with the reason.
     """
     try:
         row = json.loads(line)
@@ -244,14 +244,14 @@ def text_of(line: bytes, text_key: str) -> str:
 
 
 def wrong_text(row: dict[str, Any], text_key: str) -> str:
-    """What is wrong with a row whose text is absent or no string."""
+    """Return the error text for a row whose text is absent or not a string."""
     if text_key not in row:
         return f"no key {text_key!r} (data.text_key); it has {', '.join(map(repr, row))}"
     return f"{text_key!r} is not a string, but {type(row[text_key]).__name__}"
 
 
 def clean(text: str) -> str:
-    """`text` with half surrogates, which JSON can spell but no encoding can, replaced by U+FFFD."""
+    """Replace half surrogates in `text`, valid in JSON but in no encoding, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -268,13 +268,13 @@ FORMATS = Registry[OpenFiles](
         "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
     },
 )
-"""How files are opened, by their kind: see `torchtitan.data.files.SUFFIXES`."""
+"""Functions that open files, by kind: see `torchtitan.data.files.SUFFIXES`."""
 
 
 def open_documents(
     path: Path, files: Sequence[Path], kind: str, *, text_key: str, document_bytes: int
 ) -> Documents:
-    """The documents in `files`, all of one kind, which `find_files` found at `path`."""
+    """Open the documents in `files`, all of one kind, which `find_files` found at `path`."""
     root = path if path.is_dir() else path.parent
     documents = FORMATS[kind](files, root, text_key, document_bytes)
     if not len(documents):
@@ -283,7 +283,7 @@ def open_documents(
 
 
 def python_stdlib(split: str, document_bytes: int) -> Documents:
-    """Source files of the running Python's standard library; every 20th is held out."""
+    """Open the source files of the running Python's standard library; every 20th is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
     names: list[str] = []

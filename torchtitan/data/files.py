@@ -1,4 +1,4 @@
-"""Which files a path stands for, and what kind they are."""
+"""Discovery of data files at a path, and of their kind."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ SUFFIXES: dict[str, str] = {
 """Kinds of files, keys of `torchtitan.data.documents.FORMATS`; other suffixes are text."""
 COMPRESSED = (".gz", ".zst")
 PACKED = (*COMPRESSED, ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
-"""What is no text, though its bytes may pass for it: those of a tar archive, say."""
+"""Suffixes of binary files whose bytes could pass for text, such as a tar archive's."""
 ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
-"""Suffixes and names of files that stand beside data; they make no folder one of several kinds."""
+"""Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
 
 
 def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
-    """The data files at `path`, sorted by name, and what they are (by suffix if not given)."""
+    """Find the data files at `path`, sorted by name, and their kind (by suffix if not given)."""
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
         return _unpacked([path], _kind_of(path) if compressed or kind is None else kind)
@@ -55,7 +55,7 @@ def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
 
 
 def _unpacked(files: list[Path], kind: str) -> tuple[list[Path], str]:
-    """The same, once no text is known to be packed."""
+    """Return the same files, after checking that none of the text files is compressed."""
     if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
         raise ConfigError(
             f"{packed[0]}: compressed text is not read, only JSON Lines compressed as "
@@ -71,7 +71,7 @@ def _kind_of(file: Path) -> str:
 
 
 def _is_about(file: Path) -> bool:
-    """Whether it says something about the data that lies beside it, or nothing at all."""
+    """Whether a file documents the data next to it, or is empty."""
     if _kind_of(file) == "text" and not file.stat().st_size:
         return True
     return file.suffix.lower() in ABOUT or file.stem.upper() in ABOUT
@@ -82,6 +82,6 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def fingerprint_files(files: Sequence[Path], root: Path) -> str:
-    """Digest of the names and sizes of `files`; the names are relative, so that data may move."""
+    """Digest the names and sizes of `files`; the names are relative, so that data may move."""
     listing = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Looks at files of data before a run starts: what is wrong is then known in seconds.
+"""Checks of data files before a run starts, so that mistakes are found in seconds.
 
-Of every file the first line or the footer is read, and of text, and of what is compressed, as many
-bytes as take about a second; what lies deeper is found when it is read.
+The first line or the footer of every file is read, and about a second's worth of text and of
+compressed data; later mistakes are found when they are read.
 """
 
 import codecs
@@ -16,14 +16,14 @@ from torchtitan.data.settings import DataConfig
 
 MAX_FILES: Final = 1000
 MAX_BYTES: Final = 2**30
-"""Of text that is decoded, of all files together."""
+"""Maximum bytes of text that are decoded, over all files."""
 MAX_UNPACKED: Final = 2**27
-"""Of what is unpacked of compressed files, of all together."""
+"""Maximum bytes of compressed files that are decompressed, over all files."""
 BLOCK: Final = 2**24
 
 
 def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> None:
-    """Refuse files, of one kind, that cannot be read; `path` is what they were found at.
+    """Reject files, of one kind, that cannot be read; they were found at `path`.
 
     Raises:
         ConfigError: with file and line.
@@ -60,7 +60,7 @@ def _check_first(file: Path, line: bytes, text_key: str) -> None:
 
 
 def _check_unpacking(file: Path, most: int) -> int:
-    """How many bytes of a compressed file were unpacked."""
+    """Check a compressed file; return the number of bytes decompressed."""
     read = 0
     for line in lines(file) if most > 0 else ():
         read += len(line)
@@ -70,7 +70,7 @@ def _check_unpacking(file: Path, most: int) -> int:
 
 
 def _check_encoding(file: Path, most: int) -> int:
-    """How many bytes of a file were decoded."""
+    """Check the encoding of a file; return the number of bytes decoded."""
     decoder, read, newlines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as stream:
         while read < most and (block := stream.read(min(BLOCK, most - read))):

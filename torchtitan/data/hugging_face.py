@@ -1,9 +1,9 @@
 """Data sets of the Hugging Face hub, streamed over the network or downloaded first.
 
-A streamed set can only be read from the beginning of a shard (a file). Shards are therefore what is
-put in order and dealt: lane l of L reads the shards s = l, l + L, ... of an endless sequence that
-goes through all of them once an epoch. A set with fewer shards than lanes is dealt document by
-document instead: every reader then goes through the whole stream and keeps what is its lanes'.
+A streamed set can only be read from the start of a shard (a file), so shards are shuffled and
+assigned: lane l of L reads the shards s = l, l + L, ... of an endless sequence that covers all of
+them once an epoch. A set with fewer shards than lanes is distributed by document instead: every
+reader goes through the whole stream and keeps the documents of its lanes.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from torchtitan.data.settings import Dataset
 class StreamedDocuments:
     """Documents of a streamed set. A position counts shards, and documents inside the shard.
 
-    The shards are shuffled anew each epoch, the documents inside a shard are not.
+    The shards are reshuffled each epoch, the documents inside a shard are not.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamedDocuments:
         }
 
     def _read_shards(self, start: Position, step: int) -> Iterator[Document]:
-        """The documents of every `step`-th shard, from `start` on."""
+        """Yield the documents of every `step`-th shard, starting at `start`."""
         count = start.round
         first = start.document
         empty = 0
@@ -99,7 +99,7 @@ class StreamedDocuments:
     def _deal(
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
-        """Document n of shard s goes to lane (s + n) mod L; lanes not in `starts` are passed by."""
+        """Assign document n of shard s to lane (s + n) mod L; lanes not in `starts` are skipped."""
         begin = {lane: start or Position(0, 0) for lane, start in starts.items()}
         waiting: dict[int, deque[Document]] = {lane: deque() for lane in starts}
         everything = self._read_shards(min(begin.values()), step=1)
@@ -120,7 +120,7 @@ class StreamedDocuments:
 
 
 class DownloadedDocuments:
-    """Documents of a set that was downloaded: readable in any order."""
+    """Documents of a downloaded set, readable in any order."""
 
     def __init__(self, name: str, dataset: Any, text_key: str) -> None:
         _check_column(name, text_key, dataset.column_names)
@@ -149,7 +149,7 @@ def _check_column(name: str, text_key: str, columns: list[str]) -> None:
 
 
 def load_hub(description: Dataset, *, streaming: bool) -> Any:
-    """A named set of the hub, as a data set of the `datasets` library."""
+    """Load a named set of the hub, as a data set of the `datasets` library."""
     import datasets
 
     where = f"the data set {description.path} on the Hugging Face hub"

@@ -1,4 +1,4 @@
-"""One lane of a stream: documents joined into a row of tokens and cut, or each a sample."""
+"""One lane of a stream: documents packed into samples of tokens, or one sample each."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ Tokens = npt.NDArray[np.int32]
 
 MOST_EMPTY_DOCUMENTS = 100_000
 ENDED = -1
-"""In the place of a document's number, where a lane that is read once has no more."""
+"""Placeholder for a document's number after the end of a lane that is read once."""
 
 
 class Record(NamedTuple):
-    """Where a lane's next sample begins: a document and a token of it, BOS included."""
+    """Start of a lane's next sample: a document and an offset in its tokens, BOS included."""
 
     round: int
     document: int
@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The next sample of a lane."""
+    """Next sample of a lane."""
 
     tokens: Tokens
     """(seq_len + 1,)"""
@@ -36,13 +36,13 @@ class Sample(NamedTuple):
     `ENDED` where there is none."""
     lane: int
     after: Record
-    """Where the lane stands once this sample is consumed."""
+    """State of the lane after this sample is consumed."""
 
 
 def tokenized(
     documents: Iterator[Document], tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool
 ) -> Iterator[tuple[Position, Tokens]]:
-    """The tokens of each document between BOS and EOS; empty documents are left out."""
+    """Yield the tokens of each document between BOS and EOS; empty documents are skipped."""
     bos = [tokenizer.bos] if add_bos and tokenizer.bos is not None else []
     eos = [tokenizer.eos] if add_eos else []
     empty = 0
@@ -58,7 +58,7 @@ def tokenized(
 
 
 class WholeSample(NamedTuple):
-    """A sample that is one document."""
+    """Sample that is one document."""
 
     content: Any
     lane: int
@@ -66,7 +66,7 @@ class WholeSample(NamedTuple):
 
 
 class WholeLane:
-    """A lane whose samples are its documents, one each."""
+    """Lane whose samples are its documents, one each."""
 
     def __init__(self, number: int, documents: Iterator[Document], start: Record | None) -> None:
         self._number = number
@@ -92,7 +92,7 @@ class Lane:
         self._documents = documents
         self._length = seq_len + 1
         self._current: tuple[Position, Tokens] | None = None
-        self._offset = start.offset if start else 0  # tokens of the current document used up
+        self._offset = start.offset if start else 0  # consumed tokens of the current document
         self._after = start or Record(0, 0, 0)
 
     def next_sample(self) -> Sample:
@@ -110,7 +110,7 @@ class Lane:
             documents[filled : filled + len(part)] = document
             filled += len(part)
             if filled == self._length:
-                # The last token stays: the next sample begins with it.
+                # The last token stays: the next sample starts with it.
                 self._offset += len(part) - 1
                 self._after = Record(*position, self._offset)
                 return Sample(sample, documents, self._number, self._after)

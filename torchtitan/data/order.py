@@ -1,9 +1,9 @@
-"""What a source of documents is, and the order that it gives them in.
+"""Sources of documents, and the order of their documents.
 
-The order depends on the seed alone. Documents are numbered j = 0, 1, 2, ... without end, and dealt
-to lanes: lane l of L reads j = l, l + L, l + 2L, ... Where documents can be read in any order,
-epoch j // N goes through all N of them, in an order drawn from (seed, epoch); so no number of ranks
-or threads has a say in what a lane reads.
+The order depends on the seed alone. Documents are numbered j = 0, 1, 2, ... without end, and
+assigned to lanes: lane l of L reads j = l, l + L, l + 2L, ... Where documents can be read in any
+order, epoch j // N goes through all N of them, in an order drawn from (seed, epoch); so a lane's
+documents do not depend on the number of ranks or threads.
 """
 
 import itertools
@@ -17,10 +17,10 @@ Identity = dict[str, str | int | bool]
 
 
 class Position(NamedTuple):
-    """Where a document stands in its lane's sequence; enough to go on reading from it."""
+    """Position of a document in its lane's sequence; enough to resume reading there."""
 
     round: int
-    """Epoch; of data that is streamed shard by shard, the count of shards before this one."""
+    """Epoch; for data streamed by shard, the number of shards before this one."""
     document: int
     """Number of the document inside that epoch or shard."""
 
@@ -28,32 +28,32 @@ class Position(NamedTuple):
 class Document(NamedTuple):
     position: Position
     content: Any
-    """What `Dataset.content` says; of text, a string, or tokens where there is no text."""
+    """Content of the kind `Dataset.content`; for text a string, or tokens if there is no text."""
 
 
 class Source(Protocol):
-    """An endless sequence of documents, dealt to lanes."""
+    """Endless sequence of documents, assigned to lanes."""
 
     identity: Identity
-    """What fixes the sequence; a run can only resume on an equal one."""
+    """Settings that determine the sequence; a run can only resume on equal ones."""
 
     def epoch(self, position: Position) -> int:
-        """How many times the documents had all been read before the one at `position`."""
+        """Return the number of complete passes over the documents before `position`."""
 
     def advice(self, lanes: int) -> str | None:
-        """What is unfortunate about this number of lanes, and what to do; None if nothing."""
+        """Return a warning about this number of lanes, with a remedy; None if there is none."""
 
     def read(
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
-        """The documents of each lane in `starts`, of `lanes` in all, from its start on.
+        """Return the documents of each of the `lanes` that is in `starts`, from its start on.
 
         One call serves one thread: the iterators it returns may share a reader.
         """
 
 
 class Once:
-    """The documents of a source, each once: its lanes end with the first epoch."""
+    """Documents of a source, each once: its lanes end with the first epoch."""
 
     def __init__(self, source: Source) -> None:
         self.identity, self.epoch = source.identity, source.epoch
@@ -74,8 +74,9 @@ class Once:
 def drawn_order(
     windows: Sequence[int], seed: int, epoch: int, shuffle: bool
 ) -> Sequence[int] | npt.NDArray[np.int64]:
-    """Which item comes at each place of an epoch: the windows in random order, and inside each its
-    items in random order. `windows` are the ascending bounds of the windows, from 0 on.
+    """Return the order of the items of an epoch: windows shuffled, and items shuffled within each.
+
+    `windows` are the ascending bounds of the windows, starting at 0.
     """
     if not shuffle:
         return range(windows[-1])

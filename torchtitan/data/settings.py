@@ -6,18 +6,18 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, Registry, allowed_names, exists
+from torchtitan.config import Config, Context, Problem, Registry, allowed_names, exists
 
 FILES = ("local", "text", "jsonl", "parquet")
-"""Kinds that are files of text."""
+"""Kinds that are text files."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where the documents of a named data set come from."""
+    """Location and kind of a named data set."""
 
     kind: str
-    """A key of `torchtitan.data.SOURCES`."""
+    """Key of `torchtitan.data.SOURCES`."""
     about: str
     path: str = ""
     """Repository on the Hugging Face hub."""
@@ -25,19 +25,19 @@ class Dataset:
     """Subset of that repository."""
     split: str = "train"
     content: str = "text"
-    """Kind of what its documents hold; a model's task reads one kind."""
+    """Kind of content of its documents; a model's task reads one kind."""
     reads_path: bool = False
-    """Whether `data.dataset_path` has to name its files, as for every kind in `FILES`."""
+    """Whether `data.dataset_path` must name its files, as for every kind in `FILES`."""
     drawn: bool = False
     """Whether its documents are drawn at random, so that there are no files."""
 
     @property
     def needs_path(self) -> bool:
-        """Whether a recipe has to give `data.dataset_path`."""
+        """Whether a recipe must set `data.dataset_path`."""
         return self.reads_path or self.kind in FILES
 
     def is_at_hand(self, content: str) -> bool:
-        """Whether every machine has it, and it holds this kind of content."""
+        """Whether it is available on every machine, with this kind of content."""
         return self.content == content and not self.needs_path and self.kind != "hub"
 
 
@@ -71,11 +71,11 @@ DATASETS = Registry[Dataset](
         ),
     },
 )
-"""By the name that a recipe gives."""
+"""Data sets by their name in recipes."""
 
 
 class DataConfig(Config):
-    """Which documents to train on, and how they are read."""
+    """Documents to train on, and how to read them."""
 
     dataset: str = Field(
         "python_stdlib",
@@ -132,10 +132,10 @@ class DataConfig(Config):
     )
 
     def held_out(self) -> Self:
-        """The section as a validation reads it."""
+        """Return the section with the settings of validation."""
         return self.model_copy(update={"num_workers": 0, "lanes": -1})
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
         description = DATASETS.get(dataset)
         if path is not None and not exists(path):
@@ -152,8 +152,8 @@ class DataConfig(Config):
             message = f'the data set "{dataset}" reads no files'
             yield Problem("dataset_path", message, ("dataset",))
 
-    def uneven(self, batch: int, ranks: int) -> Iterator[Problem]:
-        """Lanes and workers that do not come out even for so many sequences on so many ranks."""
+    def batch_problems(self, batch: int, ranks: int) -> Iterator[Problem]:
+        """Find lanes and workers that are not divisible by the number of sequences and ranks."""
         lanes = batch if self.lanes == -1 else self.lanes
         if lanes < 1 or lanes % batch:
             message = (
@@ -170,12 +170,12 @@ class DataConfig(Config):
 DATA = Registry[type[DataConfig]]("data", {})
 """Settings classes that extend `[data]` for one kind of content, by its name.
 
-Each adds a section of that name, so that `[data.NAME]` may also be written where it has no effect.
+Each adds a section of that name, so `[data.NAME]` may also be written where it has no effect.
 """
 
 
 def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
-    """The settings class of a section `[data]` with these keys, by its data set or its sections."""
+    """Return the settings class of a section `[data]` with these keys, by data set or sections."""
     name = said.get("dataset")
     dataset = DATASETS.get(name) if isinstance(name, str) else None
     kinds = (dataset.content, *said) if dataset else said
@@ -183,7 +183,7 @@ def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
 
 
 def without_idle_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe by dotted keys, without `[data.NAME]` where its data set holds something else."""
+    """Drop each `[data.NAME]` for another kind of content from a recipe (dotted keys)."""
     dataset = DATASETS.get(recipe.get("data.dataset", ""))
     content = dataset.content if dataset else "text"
     idle = tuple(f"data.{name}." for name in DATA if name != content)

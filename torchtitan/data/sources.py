@@ -1,4 +1,4 @@
-"""Opens the documents that a recipe names, as a source that lanes can read."""
+"""Opening the documents named by a recipe, as a source that lanes can read."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, PlannedWorld, Registry, local_path
+from torchtitan.config import ConfigError, Context, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
 from torchtitan.data.files import find_files, fingerprint_files
@@ -22,11 +22,11 @@ from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.data.tokenizer import Tokenizer
 
 MOST_LEFT_OUT = 1000
-"""Documents of a lane in a row, or all that there are; more are no accident."""
+"""Limit of consecutive skipped documents in a lane (or all documents); more are no accident."""
 
 
 class ShuffledDocuments:
-    """Documents that can be read in any order, shuffled anew each epoch."""
+    """Documents readable in any order, reshuffled each epoch."""
 
     def __init__(self, name: str, documents: Documents, *, seed: int, shuffle: bool) -> None:
         self.identity: Identity = {
@@ -45,7 +45,7 @@ class ShuffledDocuments:
         return position.round
 
     def passed(self, position: Position, lane: int, lanes: int) -> int:
-        """How many documents of a lane come up to the one at `position`, and with it."""
+        """Count a lane's documents up to and including the one at `position`."""
         number = position.round * len(self._documents) + position.document
         return (number - lane) // lanes + 1
 
@@ -80,7 +80,7 @@ class ShuffledDocuments:
             number += lanes
 
     def _content(self, epoch: int, index: int) -> Any:
-        """A document as an epoch has it; None: it is left out."""
+        """Return the content of a document in an epoch; None skips it."""
         return self._documents[index]
 
 
@@ -121,12 +121,12 @@ class SyntheticDocuments:
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -> Source:
-    """The documents that the section names; ConfigError where they cannot be had.
+    """Open the documents named by the section; ConfigError if they are unavailable.
 
     Args:
-        tokenizer: of the model, if it reads text.
+        tokenizer: the model's, if it reads text.
     """
-    if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
+    if found := [p.within("data") for p in config.problems(Context())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
@@ -161,13 +161,13 @@ def _open_hub(
 
 
 def check_local(config: DataConfig) -> None:
-    """Look at the files that the section names, if it names any, without reading all of them.
+    """Check the files named by the section, if any, without reading all of them.
 
     Raises:
-        ConfigError: what is there cannot be read, and why.
+        ConfigError: if they cannot be read, with the reason.
     """
-    if any(config.problems(None, PlannedWorld())):
-        return  # said already
+    if any(config.problems(Context())):
+        return  # already reported
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:
         path = config.dataset
@@ -178,7 +178,7 @@ def check_local(config: DataConfig) -> None:
 
 
 def _format(description: Dataset | None) -> str | None:
-    """The kind of the files, where the data set says it."""
+    """Return the kind of the files, if the data set determines it."""
     return description.kind if description and description.kind in FORMATS else None
 
 
@@ -218,4 +218,4 @@ SOURCES = Registry[OpenSource](
         "synthetic": _open_synthetic,
     },
 )
-"""How a data set is opened, by its kind; `data.dataset_path` opens files whatever it is."""
+"""Functions that open a data set, by its kind; `data.dataset_path` opens files of any kind."""

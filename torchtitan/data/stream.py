@@ -1,15 +1,15 @@
-"""Packs documents into batches, in an order that no layout changes, and resumes exactly.
+"""Packing of documents into batches, in an order independent of the layout, with exact resumption.
 
-Documents are dealt to a fixed number L of *lanes* (`data.lanes`). A lane joins its documents,
-each between BOS and EOS, into one endless row of tokens. A *sample* is the next seq_len + 1 tokens
-of a lane: seq_len inputs and, one to the right, seq_len targets; the last token of a sample is the
-first of the next, so that every token is predicted once. Sample i of the run is the next sample of
-lane i mod L.
+Documents are assigned to a fixed number L of *lanes* (`data.lanes`). A lane joins its documents,
+each between BOS and EOS, into one endless sequence of tokens. A *sample* is the next seq_len + 1
+tokens of a lane: seq_len inputs and, one to the right, seq_len targets; the last token of a sample
+is the first of the next, so that every token is predicted once. Sample i of the run is the next
+sample of lane i mod L.
 
-L is a multiple of the global batch G, so that rank r of R, which serves samples r * G/R to
-(r + 1) * G/R of every step, reads a fixed set of L/R lanes and nothing else. The state of the
-stream is one small record a lane: where the lane's next sample begins. It is the same for any
-number of ranks, and names what was consumed, however far the threads have run ahead.
+L is a multiple of the global batch G, so that each of R ranks, which serves G/R consecutive samples
+of every step, reads only a fixed set of L/R lanes. The state of the stream is one small record per
+lane: the start of the lane's next sample. It is the same for any number of ranks, and counts
+consumed samples only, however far the threads have run ahead.
 """
 
 import math
@@ -34,29 +34,29 @@ State = dict[str, Any]
 
 
 class Samples(Protocol):
-    """One lane: an endless row of samples, each with the number and the state of its lane."""
+    """One lane: an endless iterator of samples, each with the number and the state of its lane."""
 
     def next_sample(self) -> Any: ...
 
 
 class Packing(Protocol):
-    """How documents become samples, and samples a batch."""
+    """Conversion of documents to samples, and of samples to a batch."""
 
     @property
     def identity(self) -> Identity:
-        """What a run resumes only on equal, beside its documents."""
+        """Settings, in addition to its documents, that must be equal when a run resumes."""
 
     def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Samples:
-        """The samples of lane `number`, of documents from the one on that `start` stands in."""
+        """Open lane `number` on documents starting with the one that contains `start`."""
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """The batch of some samples."""
+        """Join samples into a batch."""
 
 
 class Worker(BaseNode[Any]):  # type: ignore[misc]
-    """Serves the samples of some of a rank's lanes, in turn; run ahead by a thread if wanted.
+    """Reader of the samples of some of a rank's lanes, in turn; optionally prefetched by a thread.
 
-    Its state is never asked for: each sample carries the record of its lane.
+    Its state is never read: each sample carries the record of its lane.
     """
 
     def __init__(self, lanes: Sequence[Samples]) -> None:
@@ -73,7 +73,7 @@ class Worker(BaseNode[Any]):  # type: ignore[misc]
         try:
             return lane.next_sample()
         except ConfigError as error:
-            # A thread would wrap the message in its traceback; the stream raises it instead.
+            # A thread would wrap the message in its traceback, so the stream raises it instead.
             return error
 
     def get_state(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Worker(BaseNode[Any]):  # type: ignore[misc]
 
 
 class Served(NamedTuple):
-    """A batch, and the record of each sample's lane after it."""
+    """Batch, and the record of each sample's lane after it."""
 
     batch: Batch
     after: tuple[tuple[int, Record], ...]
@@ -96,7 +96,7 @@ class Collator(BaseNode[Any]):  # type: ignore[misc]
         """
         Args:
             size: samples in a batch.
-            device: pins batches for it; None: leaves them where they are.
+            device: device to pin batches for; None leaves them unpinned.
         """
         super().__init__()
         self._workers, self._size = workers, size
@@ -125,7 +125,7 @@ class Collator(BaseNode[Any]):  # type: ignore[misc]
 
 
 class DataStream:
-    """An endless iterator over the microbatches of one data-parallel rank."""
+    """Endless iterator over the microbatches of one data-parallel rank."""
 
     def __init__(
         self,
@@ -142,12 +142,12 @@ class DataStream:
     ) -> None:
         """
         Args:
-            ranks: may be those of several replica groups, one group after the other.
-            device: receives the batches, which are pinned for it where a thread prepares them.
+            ranks: may include the ranks of several replica groups, one group after the other.
+            device: device of the batches, which are pinned for it by the thread that prepares them.
         """
         self._config, self._device = config, device
         self._batches: list[BaseNode[Served | ConfigError]] = []
-        # Torch ends the process where a thread is still in it when the interpreter exits.
+        # Torch ends the process if a thread still runs in it when the interpreter exits.
         weakref.finalize(self, self._batches.clear)
         self._source = source
         self._packing = packing
@@ -155,8 +155,8 @@ class DataStream:
         self._per_step = local_batch_size * accumulation
         self._global_batch = self._per_step * ranks
         self._rank = rank
-        # Of each replica group one rank; groups are lost as a whole, so these ranks tell each other
-        # where their lanes stand.
+        # One rank of each replica group; groups are lost as a whole, so these ranks exchange the
+        # positions of their lanes.
         self._peers = range(rank % (ranks // groups), ranks, ranks // groups)
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
         if advice := source.advice(self._lanes):
@@ -164,7 +164,7 @@ class DataStream:
         self._restart(0, {})
 
     def _restart(self, samples: int, records: dict[int, Record | None]) -> None:
-        """Stands before sample `samples` of the run; lanes without a record begin anew."""
+        """Restart before sample `samples` of the run; lanes without a record start over."""
         self.close()
         self._samples_before = samples
         self._served = 0
@@ -173,7 +173,7 @@ class DataStream:
         self._records = {lane: records.get(lane) for lane in known}
 
     def _lanes_of(self, rank: int) -> list[int]:
-        """The lanes that a rank serves, in the order of its samples."""
+        """Return the lanes that a rank serves, in the order of its samples."""
         first = self._samples_before + rank * self._per_step
         return [
             (first + step * self._global_batch + k) % self._lanes
@@ -182,7 +182,7 @@ class DataStream:
         ]
 
     def _start(self) -> BaseNode[Any]:
-        """The batches, prepared in threads of their own unless `data.num_workers` is 0."""
+        """Start preparing batches, in separate threads unless `data.num_workers` is 0."""
         count, size = self._config.num_workers, self._local_batch_size
         workers: list[BaseNode[Any]] = [
             Worker(self._open_lanes(self._turns[number :: max(1, count)]))
@@ -224,22 +224,22 @@ class DataStream:
 
     @property
     def epoch(self) -> int:
-        """How often this rank's foremost lane has gone through all documents."""
+        """Number of complete passes over all documents by this rank's most advanced lane."""
         positions = [Position(r.round, r.document) for r in self._records.values() if r]
         return max(map(self._source.epoch, positions), default=0)
 
     @property
     def samples(self) -> int:
-        """Of the whole run, until now; to be asked between steps."""
+        """Samples of the whole run until now; to be read between steps."""
         steps, rest = divmod(self._served, self._per_step)
         assert not rest, "the state of a data stream is taken between steps"
         return self._samples_before + steps * self._global_batch
 
     def left_out(self) -> int:
-        """How many documents this rank's lanes have left out since the run began.
+        """Count the documents skipped by this rank's lanes since the run started.
 
-        It follows from where they stand: each document that a lane has passed is a sample, or was
-        left out. So no state is kept for it, and reading ahead has no part in it.
+        Derived from the positions of the lanes: each document that a lane has passed is a sample,
+        or was skipped. So it needs no state, and does not depend on prefetching.
         """
         assert isinstance(self._source, ShuffledDocuments), "it numbers its documents"
         each, rest = divmod(self.samples, self._lanes)
@@ -251,7 +251,7 @@ class DataStream:
         )
 
     def state_dict(self) -> State:
-        """What this rank has consumed; to be taken between steps and merged over the ranks."""
+        """Return this rank's progress; call it between steps and merge over the ranks."""
         return {
             "samples": self.samples,
             "lanes": {str(lane): record and list(record) for lane, record in self._records.items()},
@@ -259,10 +259,10 @@ class DataStream:
         }
 
     def load_state_dict(self, merged: State) -> None:
-        """Continue where the run stood whose states were merged, on any number of ranks.
+        """Resume from the merged states of a run, on any number of ranks.
 
-        Another sequence length is fine, as records point into documents. ConfigError if these, what
-        is made of them, or the lanes are not those of that run.
+        The sequence length may differ, as records point into documents. ConfigError if the
+        documents, the packing, or the lanes differ from that run's.
         """
         saved, own = merged["identity"], self._identity()
         changed = [
@@ -295,16 +295,16 @@ class DataStream:
         )
 
     def load_peer_state(self, state: State) -> None:
-        """Continue where a peer in another replica group stood, or this rank itself before."""
+        """Resume from the state of a peer in another replica group, or of this rank earlier."""
         records = state["lanes"]
         lanes = range(len(records) * (self._global_batch // self._per_step) // len(self._peers))
         self.load_state_dict({**state, "lanes": [records.get(str(lane)) for lane in lanes]})
 
     def positions(self) -> Tensor:
-        """Where the lanes that this rank serves stand: (lanes of all its peers, 3), int64.
+        """Return the positions of the lanes of this rank: (lanes of all its peers, 3), int64.
 
-        A record's numbers, each plus one; zeros where a lane has not begun or is another's. So what
-        all peers say adds up.
+        The numbers of a record, each plus one; zeros for a lane that has not started or belongs to
+        another rank. So the positions of all peers can be summed.
         """
         own = set(self._turns)
         rows = [
@@ -314,7 +314,7 @@ class DataStream:
         return torch.tensor(rows, dtype=torch.int64)
 
     def update_positions(self, positions: Tensor) -> None:
-        """Takes note of where the lanes of its peers stand, from the sum of what all said."""
+        """Update the positions of the peers' lanes from the sum of all peers' positions."""
         own = set(self._turns)
         for lane, row in zip(sorted(self._records), positions.tolist(), strict=True):
             if any(row) and lane not in own:
@@ -324,13 +324,13 @@ class DataStream:
         return {**self._source.identity, **self._packing.identity}
 
     def rewind(self) -> None:
-        """Goes back to the first sample of all."""
+        """Return to the first sample."""
         self._restart(0, {})
 
     def skip(self, samples: int) -> None:
-        """Stands before sample `samples` of the run; those before it are read, and dropped.
+        """Move to sample `samples` of the run; earlier ones are read and dropped.
 
-        Only reading tells where they end. Each rank does it for the lanes that it serves.
+        Only reading finds where they end. Each rank does it for the lanes that it serves.
         """
         self._restart(samples, {})
         each, rest = divmod(samples, self._lanes)
@@ -343,13 +343,13 @@ class DataStream:
                     self._records[number] = lane.next_sample().after
 
     def close(self) -> None:
-        """Stops the threads. The stream may go on; it then reads again from what was consumed."""
+        """Stop the threads. The stream stays usable, and rereads from the consumed position."""
         # The last reference to a prefetcher stops and joins its thread.
         self._batches.clear()
 
 
 def merge_states(states: Sequence[State]) -> State:
-    """The states of all ranks as one value that no layout shows in: plain enough for JSON."""
+    """Merge the states of all ranks into one JSON value, independent of the layout."""
     first = states[0]
     for state in states[1:]:
         if state["identity"] != first["identity"]:
@@ -375,13 +375,13 @@ def build_stream(
     groups: int = 1,
     device: Device | None = None,
 ) -> DataStream:
-    """The stream of data-parallel rank `rank` of `ranks`, which may be those of `groups`.
+    """Build the stream of data-parallel rank `rank` of `ranks`, in `groups` replica groups.
 
     Args:
         device: receives the batches.
     """
     batch = local_batch_size * accumulation * ranks
-    if found := [p.within("data") for p in config.uneven(batch, ranks)]:
+    if found := [p.within("data") for p in config.batch_problems(batch, ranks)]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     return DataStream(
         config,

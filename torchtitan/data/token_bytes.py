@@ -1,11 +1,11 @@
-"""How many bytes of text each token of a `tokenizer.json` stands for, if that is known.
+"""Bytes of text per token of a `tokenizer.json`, where they are known.
 
-The loss of a token depends on how long the tokens are, so models with different tokenizers are
-compared by their loss per byte of text. For that, the bytes of all tokens of a text have to add up
-to those of the text. They do in byte-level BPE, which writes every byte as one character and loses
-none; this module checks, step by step, that nothing is lost. In a tokenizer that normalizes the
-text before it splits it (Unicode normal forms, SentencePiece's spaces), a token stands for more
-than one text, so there is no such number.
+The loss per token depends on the length of tokens, so models with different tokenizers are compared
+by their loss per byte of text. For that, the bytes of all tokens of a text must add up to those of
+the text. They do in byte-level BPE, which writes every byte as one character and loses none; this
+module checks, step by step, that nothing is lost. In a tokenizer that normalizes the text before
+splitting it (Unicode normal forms, SentencePiece's spaces), a token represents more than one text,
+so there is no such number.
 """
 
 import json
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 KEEPS_ALL = ("Split", "Digits", "Punctuation")
-"""Pre-tokenizers that only split, unless their behavior is to remove what they split at."""
+"""Pre-tokenizers that only split, unless their behavior removes the separators."""
 
 
 class BytesUnknown(ValueError):
-    """It is not known how many bytes the tokens stand for; the message says why."""
+    """Error for tokens whose number of bytes is unknown; the message says why."""
 
 
 def byte_counts(content: str, vocab_size: int) -> list[int]:
-    """Bytes of each token id of a `tokenizer.json`; special tokens, which no text has, stand for 0.
+    """Count the bytes of each token id of a `tokenizer.json`; special tokens, in no text, have 0.
 
     Raises:
         BytesUnknown: if they do not add up to the bytes of every text.
@@ -38,7 +38,7 @@ def byte_counts(content: str, vocab_size: int) -> list[int]:
 
 
 def _reasons(description: Mapping[str, Any]) -> Iterator[str]:
-    """Why bytes may be lost or added, or tokens may not consist of bytes."""
+    """Find reasons why bytes may be lost or added, or tokens may not consist of bytes."""
     model = description["model"]
     if normalizer := description.get("normalizer"):
         yield f"it normalizes the text first ({normalizer['type']})"
@@ -77,9 +77,9 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any
 
 
 def alphabet() -> list[str]:
-    """The character by which byte-level encodings write each byte, as GPT-2 began it.
+    """Return the character for each byte in byte-level encodings, as introduced by GPT-2.
 
-    A byte that is a printable character of Latin-1 is written as it; the others follow from 256 on.
+    A byte that is a printable character of Latin-1 is written as that; the others start at 256.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

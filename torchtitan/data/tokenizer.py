@@ -20,28 +20,27 @@ from torchtitan.data.token_bytes import byte_counts
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package may ask of a tokenizer."""
+    """Interface of a tokenizer."""
 
     vocab_size: int
-    """One more than the largest id that `encode` or the special tokens can give."""
+    """One more than the largest id, special tokens included."""
     bos: int | None
-    """Id that begins a document; None where the tokenizer has no such token."""
+    """Id of the token that starts a document; None if the tokenizer has no such token."""
     lost_bos: str | None
-    """What is wrong where one is declared that there is not; only to be said where it is asked
-    for."""
+    """Error for a declared but missing BOS token, raised on first use."""
     eos: int
-    """Id that ends a document."""
+    """Id of the token that ends a document."""
     fingerprint: str
-    """Names the vocabulary; equal only for tokenizers that encode alike."""
+    """Digest of the vocabulary; equal only for tokenizers that encode alike."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without any special token."""
+        """Return the ids of `text`, without any special token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`; special tokens are written by name."""
+        """Return the text of `tokens`; special tokens are written by name."""
 
     def byte_counts(self) -> list[int]:
-        """How many bytes of text each id stands for; special tokens stand for none.
+        """Return the bytes of text of each id; special tokens have none.
 
         Raises:
             BytesUnknown: if they would not add up to the bytes of every text.
@@ -140,7 +139,7 @@ class TiktokenTokenizer:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Rank of every byte sequence: one `base64 rank` pair per line."""
+    """Read the rank of every byte sequence: one `base64 rank` pair per line."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -159,7 +158,7 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 def _digestible_pieces(
     text: str, longest: int = 400_000, longest_run: int = 25_000
 ) -> Iterator[str]:
-    """Splits `text` where the Llama 3 reference does, since that affects the ids.
+    """Split `text` as the Llama 3 reference does, since that affects the ids.
 
     tiktoken overflows its stack on very long texts, and needs quadratic time on very long runs of
     (non-)whitespace: https://github.com/openai/tiktoken/issues/195.
@@ -177,8 +176,8 @@ def _digestible_pieces(
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    Which tokens begin and end a document is in `tokenizer_config.json` or
-    `special_tokens_map.json` beside it; without those, the usual names are tried.
+    The tokens that start and end a document are named in `tokenizer_config.json` or
+    `special_tokens_map.json` next to it; without those, the usual names are tried.
     """
 
     usual_bos = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
@@ -217,7 +216,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"huggingface:{_digest(content)}"
 
     def encode(self, text: str) -> list[int]:
-        # Unlike `encode`, this releases the interpreter lock, and leaves out character offsets.
+        # Unlike `encode`, this releases the interpreter lock, and omits character offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -265,7 +264,7 @@ def _digest(content: bytes) -> str:
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer at `path`, a file or a folder that holds one; bytes where `path` is None."""
+    """Load the tokenizer at `path`, a file or a folder that holds one; bytes if `path` is None."""
     if path is None:
         return ByteTokenizer()
     given = local_path(path)
@@ -282,7 +281,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer whose ids do not all have a row in the model's embedding."""
+    """Reject a tokenizer whose ids do not all have a row in the model's embedding."""
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer ({tokenizer.fingerprint}) has {tokenizer.vocab_size} tokens, but the "

@@ -1,4 +1,4 @@
-"""What a run takes, before it runs: the memory of a rank, and what a step sends.
+"""Estimates of a run's cost before it starts: the memory of a rank, and the traffic of a step.
 
 Each technique supplies its own formulas as methods (`ShardingConfig.memory` and `messages`,
 `ReplicasConfig.messages`, `OptimizerConfig.sent_bytes`), given the work of a rank

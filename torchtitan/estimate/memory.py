@@ -1,13 +1,14 @@
-"""Memory of a rank by formula, before anything is started.
+"""Memory of a rank by formula, before a run starts.
 
 Of N parameters a rank holds N / (pp x fsdp x tp), with as many gradients, and the states of its
 optimizer (Rajbhandari et al., 2020, arXiv:1910.02054). A block keeps for its backward what
-`ModelSpec.kept_by_block` counts for each position of a sample, or less where it is recomputed
-(Korthikanti et al., 2022, arXiv:2205.05198), for each microbatch that the order of the pipeline has
-in flight. The logits come last, in float32 beside the computed.
+`ModelSpec.kept_by_block` counts for each position of a sample, or less if it is recomputed
+(Korthikanti et al., 2022, arXiv:2205.05198), for each microbatch that the pipeline schedule has in
+flight. Last are the logits, in the computed dtype and in float32.
 
-`Plan.least` leaves out whatever some run could do without, so that nothing that fits is ever
-refused; `Plan.estimate` is what an eager run comes to, without fragments and the libraries' own.
+`Plan.least` is a lower bound, which omits everything that some run could do without, so that no run
+that fits is refused; `Plan.estimate` is the peak of an eager run, without fragmentation and the
+libraries' own memory.
 """
 
 import math
@@ -24,21 +25,21 @@ from torchtitan.parallel.work import Part, Work, largest_block, outside_blocks
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank holds, by what they are for."""
+    """Bytes that a rank holds, by purpose."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
     gathered: float = 0.0
-    """Parameters and gradients of blocks that are whole for the time of their use."""
+    """Parameters and gradients of blocks that are whole during their use."""
     activations: float = 0.0
     logits: float = 0.0
     on_host: float = 0.0
-    """Of all these, what stays in host memory beside a device."""
+    """Part of the above that is in host memory instead of on the device."""
 
     @property
     def total(self) -> float:
-        """All, wherever it is."""
+        """Sum of all, in device and host memory."""
         return sum(self[:-1])
 
     def __str__(self) -> str:
@@ -53,16 +54,16 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides how much memory a rank of a run needs."""
+    """Everything that determines the memory of a rank."""
 
     layout: Layout
     work: Work
     optimizer: OptimizerConfig
     has_states: bool
-    """Whether a forward follows an update, which makes the states."""
+    """Whether a forward follows an update, which creates the states."""
 
     def of_samples(self, blocks: Sequence[str]) -> Memory:
-        """The least that samples take on the average rank, of a model with these blocks."""
+        """Return a lower bound of the samples' memory on the average rank, given the blocks."""
         work = self.work
         is_by_block = self.layout.compile.granularity != "model"
         keeps_inputs = is_by_block and work.recomputation.mode != "memory_budget"
@@ -71,7 +72,7 @@ class Plan:
         return Memory(activations=inputs / work.degrees.pp, logits=logits / work.degrees.pp)
 
     def least(self) -> Memory:
-        """The least that the average rank holds."""
+        """Return a lower bound of the memory of the average rank."""
         work = self.work
         held = self._held([Part(work, 0, work.model)])
         average = Memory(*(size / work.degrees.pp for size in held))
@@ -79,12 +80,12 @@ class Plan:
         return _fullest([self._placed(average), self._moment(average, samples, work.passes > 1)])
 
     def estimate(self) -> Memory:
-        """The estimated peak of the fullest rank."""
+        """Return the estimated peak of the fullest rank."""
         ranks = range(self.work.degrees.pp)
         return _fullest(_fullest(self.moments(rank)) for rank in ranks)
 
     def moments(self, stage_rank: int) -> Iterator[Memory]:
-        """The moments at which a rank of the pipeline may hold the most, the update first."""
+        """Yield the moments at which a pipeline rank may reach its peak, the update first."""
         work, parts = self.work, self.work.parts(stage_rank)
         compute, held = work.precision.compute.itemsize, self._held(parts)
         if work.shards:
@@ -104,8 +105,8 @@ class Plan:
         forwards = 0
         for action, kept, halved in in_flight(work.orders[stage_rank]):
             forwards += action.kind == "F"
-            # As computed, and its log-softmax in float32; at the loss also in float32, and the
-            # gradient of the log-softmax.
+            # Logits in the computed dtype, and their log-softmax in float32; at the loss also the
+            # logits in float32, and the gradient of the log-softmax.
             logits = (kept[last] - halved[last]) * (compute + 4)
             logits += 8 * (action.stage == last and action.kind == "F")
             kept_bytes = sum(count * of_stage[stage] for stage, count in kept.items())
@@ -117,7 +118,7 @@ class Plan:
             yield self._moment(held, samples, work.passes > 1 or forwards > kept.total())
 
     def _moment(self, held: Memory, samples: Memory, has_gradients: bool) -> Memory:
-        """A moment of a forward or a backward on a rank that holds `held` at the update."""
+        """Return the memory during a forward or backward of a rank that holds `held` at updates."""
         now = self._placed(
             held._replace(
                 gradients=held.gradients if has_gradients else 0.0,
@@ -131,21 +132,21 @@ class Plan:
         )
 
     def _placed(self, held: Memory) -> Memory:
-        """The same, with the part of it in host memory."""
+        """Return `held` with its part in host memory set."""
         if self.layout.cpu_offload:
             return held._replace(on_host=held.parameters + held.gradients + held.states)
         return held._replace(on_host=held.states if self.optimizer.offload_states else 0.0)
 
     @cached_property
     def _outputs(self) -> float:
-        """Elements of the logits of a microbatch; 0 where they are made in chunks."""
+        """Elements of the logits of a microbatch; 0 if computed in chunks."""
         work = self.work
         ranks = 1 if work.parallelism.disable_loss_parallel else work.degrees.tp
         whole = work.sequences * math.prod(work.shapes.outputs) / work.degrees.cp
         return 0.0 if work.logits_in_chunks else whole / ranks
 
     def _input(self, before: str) -> float:
-        """Bytes of a microbatch's hidden states after the module `before`."""
+        """Return the bytes of a microbatch's hidden states after the module `before`."""
         work = self.work
         hidden = work.sequences * math.prod(work.shapes.after(before)) / work.degrees.cp
         ranks = work.degrees.tp if work.splits_stream else 1
@@ -156,14 +157,14 @@ class Plan:
         return self._input(self.work.order[index - 1] if index else "")
 
     def _block(self, block: str) -> float:
-        """Bytes of everything that a block keeps of a microbatch."""
+        """Return the bytes that a block keeps of a microbatch without recomputation."""
         work, itemsize = self.work, self.work.precision.compute.itemsize
         of_position = work.spec.kept_by_block(work.args, itemsize, block)
         kept = work.sequences * work.shapes.after(block)[0] * of_position
         return max(kept / (work.degrees.cp * work.degrees.tp), self._input_of(block))
 
     def _part(self, block: str) -> float:
-        """The part of a block that is kept rather than recomputed."""
+        """Return the fraction of a block that is kept rather than recomputed."""
         config = self.work.recomputation
         if config.mode == "memory_budget":
             return config.memory_budget
@@ -172,13 +173,13 @@ class Plan:
         return 0.0 if block in self.work.recomputed else 1.0
 
     def _kept(self, part: Part) -> float:
-        """Bytes that a stage keeps of a microbatch from its forward to its backward."""
+        """Return the bytes that a stage keeps of a microbatch from its forward to its backward."""
         work, itemsize = self.work, self.work.precision.compute.itemsize
         blocks = sum(
             self._part(block) * self._block(block) + (1 - self._part(block)) * self._input_of(block)
             for block in part.blocks
         )
-        # Hidden states of later tokens, and what is kept around the blocks that take them.
+        # Hidden states of later tokens, and activations around the blocks that take them.
         depths = len(work.spec.auxiliary_blocks(part.module))
         around = work.spec.kept_by_block(work.args, itemsize, work.spec.auxiliary or "")
         around *= work.sequences * work.shapes.hidden[0] / work.degrees.cp
@@ -186,10 +187,10 @@ class Plan:
         return blocks + work.shapes.beside * self._input("") + depths * around
 
     def _between_halves(self, part: Part) -> float:
-        """Bytes of the gradients that a stage keeps of a microbatch for those of its weights.
+        """Return the bytes a stage keeps of a microbatch between the halves of its backward.
 
-        They are those of the outputs of all modules with weights. The first stage, whose input
-        needs no gradients, has its backward in one.
+        They are the gradients of the outputs of all modules with weights, for the weights' own. The
+        first stage, whose input needs no gradients, has its backward in one.
         """
         work, degrees = self.work, self.work.degrees
         outputs = sum(len(weight) for weight in part.module.parameters()) if part.stage else 0
@@ -197,7 +198,7 @@ class Plan:
         return tokens * outputs / degrees.tp * work.precision.compute.itemsize
 
     def _held(self, parts: Sequence[Part]) -> Memory:
-        """Parameters, gradients and states of a rank with these stages."""
+        """Return the parameters, gradients and states of a rank with these stages."""
         work, each = self.work, self.work.precision.parameters.itemsize
         ranks = work.degrees.fsdp * work.degrees.tp
         share = sum(part.sizes.total() for part in parts) / ranks

@@ -1,8 +1,8 @@
-"""What a step sends, from the shapes of a model and its layout alone: no rank has to run.
+"""Traffic of a step, from the shapes of a model and its layout alone, without running a rank.
 
-Here the messages of all techniques are added up, and counted are how often the fixed ones (tensor,
-context and pipeline parallelism) send what, for `traffic_formulas`. Left out are a dozen
-all-reduces of single numbers: targets, loss, gradient norm, the request to stop.
+This module adds up the messages of all techniques, and counts those of the fixed ones (tensor,
+context and pipeline parallelism) for `traffic_formulas`. It omits a dozen all-reduces of scalars:
+targets, loss, gradient norm, the request to stop.
 """
 
 import itertools
@@ -27,16 +27,16 @@ from torchtitan.tasks import TASKS
 def of_step(
     layout: Layout, work: Work, optimizer: OptimizerConfig, stage_rank: int = 0, rank: int = 0
 ) -> list[Traffic]:
-    """All that a rank takes part in during an optimizer step; a line for what is alike.
+    """Return the traffic of a rank in an optimizer step, with identical messages merged.
 
     Args:
-        stage_rank: its place in the pipeline. On the tensor axis it is the first, whose part of the
-            vocabulary no other exceeds.
-        rank: its place among those that share parameters with it. What they send each other for an
-            update, each sends as much as its parts are.
+        stage_rank: index in the pipeline. On the tensor axis the rank is the first, whose part of
+            the vocabulary is the largest.
+        rank: index among the ranks that share parameters, which send each other parts for an
+            update, each in proportion to its own.
 
     Raises:
-        NotImplementedError: where there are no formulas of what is sent, as with converters.
+        NotImplementedError: if there are no formulas of the traffic, as with converters.
     """
     if layout.convert:
         raise NotImplementedError("there are no formulas of what converters send")
@@ -61,7 +61,7 @@ def of_step(
 
 
 def _of_copies(part: Part) -> Iterator[Traffic]:
-    """Traffic of copies that agree after the backward."""
+    """Yield the traffic of replicas that synchronize after the backward."""
     work, way = part.work, part.work.communication.replicas
     ranks, dtype = work.degrees.dp_replicate, work.precision.parameters
     if ranks == 1 or way.in_backward or not way.steps_apart:
@@ -73,7 +73,7 @@ def _of_copies(part: Part) -> Iterator[Traffic]:
 
 
 def _of_activations(part: Part) -> Iterator[Traffic]:
-    """Traffic of tensor parallelism, but for norms."""
+    """Yield the traffic of tensor parallelism, except for norms."""
     work, roles = part.work, part.roles
     by_size: dict[int, list[str]] = {}
     for name in roles:
@@ -83,10 +83,10 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
         again = Counter[str]()
         for name in names:
             again[roles[name]] += part.recomputations(name)
-        # Recomputation ends with what the backward needs, which is never a block's own output.
+        # Recomputation stops when the backward's inputs are ready: before a block's own output.
         ended = [b for b in part.again if any(name.startswith(f"{b}.") for name in names)]
         ends = sum(map(part.recomputations, ended))
-        # Selective recomputation keeps what was reduced and scattered.
+        # Selective recomputation keeps the results of reduce-scatters.
         keeps_sums = work.recomputation.by_operator and work.splits_stream
         yield from formulas.of_stream(
             size,
@@ -104,13 +104,13 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
             ranks=work.degrees.tp,
             compute=work.precision.compute.itemsize,
             times=work.heads * work.times,
-            # Chunks of logits are not gathered, be there loss parallelism or not.
+            # Chunks of logits are not gathered, with or without loss parallelism.
             shared=work.logits_in_chunks or not work.parallelism.disable_loss_parallel,
         )
 
 
 def _hidden(part: Part, name: str) -> int:
-    """Bytes of the hidden states that a module with a role is given, or makes."""
+    """Return the bytes of the hidden states that are the input or output of a module."""
     work = part.work
     if part.roles[name] == "logits":
         return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
@@ -118,7 +118,7 @@ def _hidden(part: Part, name: str) -> int:
 
 
 def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
-    """Traffic of norms, of which each tensor rank has the gradient of its tokens or heads."""
+    """Yield the traffic of norms: each tensor rank has the gradient of its tokens or heads."""
     work, precision = part.work, part.work.precision
     dtype = precision.compute if work.shards else precision.parameters
     sums = sharding.reductions(work.passes, work.microbatches) if work.shards else 1
@@ -129,7 +129,7 @@ def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
 
 
 def _of_attention(part: Part, with_logits: bool) -> Iterator[Traffic]:
-    """Traffic of context parallelism, and again for the largest logits."""
+    """Yield the traffic of context parallelism, and that of the largest logits."""
     work, degrees, compute = part.work, part.work.degrees, part.work.precision.compute.itemsize
     modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
     # Selective recomputation keeps attention.
@@ -157,7 +157,7 @@ def _of_attention(part: Part, with_logits: bool) -> Iterator[Traffic]:
 def _of_update(
     optimizer: OptimizerConfig, sharding: ShardingConfig, parts: Sequence[Part], rank: int
 ) -> Iterator[Traffic]:
-    """Traffic of an update, between ranks that share parameters."""
+    """Yield the traffic of an update, between ranks that share parameters."""
     work = parts[0].work
     copies = work.degrees.dp_replicate if work.communication.replicas.in_backward else 1
     if copies * work.degrees.fsdp * work.degrees.tp == 1 or not optimizer.sends:
@@ -175,7 +175,7 @@ def _of_update(
 
 
 def _of_logits(work: Work) -> Iterator[Traffic]:
-    """Traffic of the largest attention logit of each head, which all ranks receive."""
+    """Yield the traffic of the largest attention logit of each head, which all ranks receive."""
     spec = work.spec
     assert spec.queries_and_keys is not None, "the recipe was checked"
     of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(work.model))
@@ -184,7 +184,7 @@ def _of_logits(work: Work) -> Iterator[Traffic]:
 
 
 def _of_borders(work: Work, mine: int) -> Iterator[Traffic]:
-    """Traffic of a pipeline; neighbouring stages on one rank send nothing."""
+    """Yield the traffic of a pipeline; neighbouring stages on one rank send nothing."""
     for stage, (one, other) in enumerate(itertools.pairwise(work.stages.ranks)):
         if one != other:
             yield from formulas.of_stages(

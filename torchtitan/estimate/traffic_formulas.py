@@ -1,6 +1,6 @@
-"""Formulas of what fixed techniques send in an optimizer step, as functions of numbers.
+"""Formulas of the traffic of fixed techniques in an optimizer step, as functions of numbers.
 
-Those of parameters are in `torchtitan.parallel.work`, for the ways to shard.
+The formulas of parameters are in `torchtitan.parallel.work`, for use by the shardings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,22 +8,22 @@ from collections.abc import Iterator, Sequence
 from torchtitan.parallel.work import Traffic
 
 FP32 = 4
-"""Bytes."""
+"""Bytes of a float32."""
 
 
 def of_stream(
     hidden: int, *, gathers: int, sums: int, more_gathers: int, more_sums: int, split: bool
 ) -> Iterator[Traffic]:
-    """Tensor parallelism: the activations between the matrices (arXiv:1909.08053).
+    """Yield the activations of tensor parallelism between the matrices (arXiv:1909.08053).
 
-    What the forward gathers the backward sums, and the other way round.
+    A gather in the forward is a sum in the backward, and vice versa.
 
     Args:
         hidden: bytes of the hidden states of a microbatch, (b, s, D).
-        gathers, sums: in the forwards of a step. A block has two of each; with tables split on the
-            vocabulary the embedding has one sum and the output one gather.
-        more_gathers, more_sums: in what of the forwards is recomputed.
-        split: with sequence parallelism (arXiv:2205.05198). Without, nothing is gathered.
+        gathers, sums: number in the forwards of a step. A block has two of each; with tables split
+            on the vocabulary the embedding has one sum and the output one gather.
+        more_gathers, more_sums: number in recomputed forwards.
+        split: whether sequence parallelism is on (arXiv:2205.05198). Without, nothing is gathered.
     """
     if split:
         yield Traffic("tp", "activations", "all_gather", hidden, gathers + sums + more_gathers)
@@ -33,11 +33,11 @@ def of_stream(
 
 
 def of_norms(size: int, *, sums: int) -> Iterator[Traffic]:
-    """Tensor parallelism: with sequence parallelism each rank has a norm's gradient of its tokens.
+    """Yield the sums of norm gradients, of which each tensor rank has that of its tokens or heads.
 
     Args:
         size: bytes of the gradient, D elements.
-        sums: in a step: one for each norm, or one for each norm and microbatch if FSDP takes them.
+        sums: number in a step: one per norm, or one per norm and microbatch if FSDP takes them.
     """
     yield Traffic("tp", "norms", "all_reduce", size, sums)
 
@@ -52,15 +52,15 @@ def of_loss(
     times: int,
     shared: bool,
 ) -> Iterator[Traffic]:
-    """Tensor parallelism: what a split loss adds up over ranks, or, without loss parallelism, all
-    outputs of a position.
+    """Yield the sums of a split loss over tensor ranks, or, without loss parallelism, the gather of
+    all outputs.
 
     Args:
-        positions: of a microbatch.
-        outputs: logits, say, of each.
-        summed: how many float32 numbers each sum over ranks has (`Task.split_sums`).
+        positions: positions in a microbatch.
+        outputs: outputs of each position, such as logits.
+        summed: number of float32 elements in each sum over ranks (`Task.split_sums`).
         times: microbatches in a step.
-        shared: with loss parallelism.
+        shared: whether loss parallelism is on.
     """
     if shared:
         for numbers in summed:
@@ -73,14 +73,14 @@ def of_loss(
 def of_keys_and_values(
     elements: int, *, ranks: int, compute: int, fetches: int, returns: int, ring: bool
 ) -> Iterator[Traffic]:
-    """Context parallelism: keys and values come, and their gradients go back in fp32.
+    """Yield context parallelism's exchange of keys and values, and of their gradients in fp32.
 
     Args:
-        elements: of one rank's keys and values in a layer, (2, b, K, s, E).
-        fetches: in a step: a layer's forward and backward, and its forward recomputed.
-        returns: in a step: a layer's backward.
-        ring: from one rank to the next (arXiv:2310.01889), instead of all at once
-            (arXiv:2407.21783, section 3.3.2).
+        elements: number of elements of one rank's keys and values in a layer, (2, b, K, s, E).
+        fetches: number in a step: for a layer's forward, backward and recomputed forward.
+        returns: number in a step: for a layer's backward.
+        ring: whether they are sent from one rank to the next (arXiv:2310.01889), instead of all at
+            once (arXiv:2407.21783, section 3.3.2).
     """
     here, back = elements * compute, elements * FP32
     if ring:
@@ -93,12 +93,12 @@ def of_keys_and_values(
 
 
 def of_keys(size: int, *, ranks: int, fetches: int, ring: bool) -> Iterator[Traffic]:
-    """Context parallelism: keys come once more, for the largest logits of attention.
+    """Yield context parallelism's exchange of keys for the largest logits of attention.
 
     Args:
         size: bytes of one rank's keys in a layer.
-        fetches: in a step: a layer's forward, and its forward recomputed.
-        ring: from one rank to the next, instead of all at once.
+        fetches: number in a step: for a layer's forward and recomputed forward.
+        ring: whether they are sent from one rank to the next, instead of all at once.
     """
     if ring:
         yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)
@@ -107,7 +107,7 @@ def of_keys(size: int, *, ranks: int, fetches: int, ring: bool) -> Iterator[Traf
 
 
 def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:
-    """Pipeline parallelism: hidden states onwards, their gradients back (arXiv:1811.06965).
+    """Yield a pipeline's hidden states forward and their gradients back (arXiv:1811.06965).
 
     Args:
         hidden: bytes of a microbatch's hidden states, or of this rank's part of their sequence.

@@ -6,11 +6,11 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
@@ -87,7 +87,7 @@ class MetricsConfig(Config):
         "WANDB_MODE=offline needs no network).",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         for package, title in {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}.items():
             if getattr(self, f"enable_{package}") and not _installed(package):
                 message = f"{title} is not installed: pip install {package}"

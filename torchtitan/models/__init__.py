@@ -1,4 +1,4 @@
-"""The models a recipe can name: `[model] name` is a key of `MODELS`."""
+"""Models that a recipe can name: `[model] name` is a key of `MODELS`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ MODELS = Registry[ModelSpec[Any]](
 
 
 class _SettingsOfModels(Mapping[str, type[ModelConfig]]):
-    """The settings class of each model there is at the moment."""
+    """Settings classes of all models registered at the moment."""
 
     def __getitem__(self, name: str) -> type[ModelConfig]:
         return MODELS[name].settings
@@ -33,10 +33,10 @@ MODEL_SETTINGS = _SettingsOfModels()
 
 
 def spec_in_recipe(recipe: Mapping[str, Any]) -> ModelSpec[Any]:
-    """The family that a recipe names by dotted keys, with the flavor as the recipe has it.
+    """Return the family named by a recipe (dotted keys), with the recipe's flavor.
 
     Raises:
-        KeyError: where there is no such model, or flavor of it.
+        KeyError: if there is no such model, or flavor of it.
     """
     spec = MODELS[recipe["model.name"]]
     keys = {key: f"model.{key}" for key in spec.settings.model_fields}
@@ -46,7 +46,7 @@ def spec_in_recipe(recipe: Mapping[str, Any]) -> ModelSpec[Any]:
 
 
 def with_sizes(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe by dotted keys, with the sizes that its flavor says; older ones recorded none."""
+    """Add the sizes of its flavor to a recipe (dotted keys); older recipes recorded none."""
     model = MODELS.get(recipe["model.name"])
     if model is None or recipe["model.flavor"] not in model.flavors:
         return dict(recipe)

@@ -1,7 +1,7 @@
-"""Attention over heads that are projected and rotated already: the part models share.
+"""Attention over projected and rotated heads, shared by the models.
 
-It is a module with a replaceable `core`, because what distributes a sequence over ranks has to
-compute attention differently, and everything else about a model the same.
+It is a module with a replaceable `core`, because distributing a sequence over ranks changes how
+attention is computed, and nothing else in a model.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
@@ -17,7 +17,7 @@ AttentionMask = Literal["causal", "block_causal"]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """Each token attends to itself and to what precedes it, in its own document if given.
+    """Compute attention of each token to itself and to earlier tokens of its document.
 
     Args:
         q: (B, H, S, E).
@@ -28,8 +28,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) 
         (B, H, S, E).
     """
     if q.is_cuda and (documents is not None or q.dtype == torch.float32):
-        # Of the kernels that serve several heads with one of k and v, those that take a mask or
-        # float32 make all scores, S x S of each head.
+        # With grouped heads and a mask or float32, the kernels materialize all scores, S x S per
+        # head.
         heads = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
     if documents is None:
@@ -40,7 +40,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) 
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which tokens see which: (B, S, S) bool, query before key."""
+    """Return the mask of visible tokens: (B, S, S) bool, query before key."""
     same = documents[:, :, None] == documents[:, None, :]
     return same & torch.ones_like(same[0]).tril()
 
@@ -57,5 +57,5 @@ class SelfAttention(nn.Module):
 
 
 def attends(model: nn.Module) -> bool:
-    """Whether tokens of `model` see each other by `SelfAttention`."""
+    """Whether `model` uses `SelfAttention`."""
     return any(isinstance(module, SelfAttention) for module in model.modules())

@@ -1,10 +1,10 @@
-"""Draws initial weights that do not depend on how they are laid out over ranks.
+"""Initial weights that do not depend on how they are sharded.
 
 Every weight is a function of (seed, parameter name, position in the whole parameter) alone: a
-parameter is cut into blocks of rows, and each block has a generator of its own, whose state is a
+parameter is divided into blocks of rows, and each block has its own generator, whose state is a
 hash. A rank draws only the blocks it owns a part of, so any layout starts bit-identical to one
-rank, with no seed checkpoint, and starting a large model costs a rank about its share. All drawing
-is in fp32 on the CPU, so the device and dtype of a parameter change nothing but the final rounding.
+rank, with no seed checkpoint, and initializing a large model costs a rank about its share. Weights
+are drawn in fp32 on the CPU, so the device and dtype of a parameter affect only the final rounding.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 from torchtitan.torch_private.generators import generator_of
 
 BLOCK = 2**20
-"""Elements of a block, about. Changing it changes the weights that a seed stands for.
+"""Approximate elements per block. Changing it changes the weights of every seed.
 
 Small blocks waste little where a rank owns part of one; large ones need few generators.
 """
@@ -29,7 +29,7 @@ def initialize(
 ) -> None:
     """Overwrite `parameters` (name, plain tensor or `DTensor`) in place.
 
-    Names must be those of the plain model, whatever wraps it; `rule` says how each one starts.
+    Names must be those of the plain model, without wrappers; `rule` returns how each one starts.
     """
     for name, parameter in parameters:
         initial = rule(name)

@@ -1,7 +1,7 @@
-"""The section `[model]`: a family by name, a flavor of it, and the sizes that are to be others.
+"""The section `[model]`: a family by name, a flavor of it, and the sizes to change.
 
-Every family has a settings class, whose keys beyond those here are the sizes of its networks. One
-that is absent is the flavor's, so a recipe writes only what it changes.
+Every family has a settings class, whose keys beyond those here are the sizes of its networks. An
+absent size is the flavor's, so a recipe writes only what it changes.
 """
 
 import dataclasses
@@ -10,63 +10,63 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem, exists, shorten
+from torchtitan.config import Config, Context, Problem, exists, shorten
 from torchtitan.models.attention import AttentionMask
 
 Args = TypeVar("Args")
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**28
-"""Of any other size: beyond what any model has."""
+"""Upper bound of any other size, beyond that of any model."""
 
 
 def size(about: str, **bounds: Any) -> Any:
-    """A key that the flavor answers where it is absent."""
+    """Define a key whose default is the flavor's value."""
     return Field(None, description=f"{about}; absent: the flavor's.", **bounds)
 
 
 class ModelConfig(Config):
-    """What can be set of every family of models."""
+    """Settings shared by all families of models."""
 
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
     flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
 
     @property
     def tokenizer(self) -> str | None:
-        """Where its tokenizer is, if it has one that is in a file."""
+        """Path of its tokenizer, if it has one in a file."""
         return None
 
     @classmethod
     def sizes(cls) -> list[str]:
-        """The keys that are sizes of the network."""
+        """Return the keys that are sizes of the network."""
         shared = ModelConfig.model_fields.keys() | TextConfig.model_fields.keys()
         return [key for key in cls.model_fields if key not in shared]
 
     @classmethod
     def sizes_of(cls, args: Any) -> dict[str, Any]:
-        """The sizes of a network with these arguments, by key, as a file can hold them."""
+        """Return the sizes of a network with these arguments, by key, as plain data."""
         found = {key: getattr(args, key) for key in cls.sizes()}
         return {key: list(v) if isinstance(v, tuple) else v for key, v in found.items()}
 
     def over(self, args: Args) -> Args:
-        """A flavor's arguments, with the sizes that the recipe says in the place of its own."""
+        """Return a flavor's arguments with the sizes set in the recipe."""
         return dataclasses.replace(args, **self.said())  # type: ignore[type-var]
 
     def said(self) -> dict[str, Any]:
-        """The sizes that the recipe says."""
+        """Return the sizes set in the recipe."""
         return {key: said for key in self.sizes() if (said := getattr(self, key)) is not None}
 
-    def misfits(self, args: Any) -> Iterator[Problem]:
-        """Which of the sizes in effect cannot be."""
+    def size_problems(self, args: Any) -> Iterator[Problem]:
+        """Find sizes in effect that are invalid."""
         return iter(())
 
     def origin(self, *keys: str) -> str:
-        """The first of these keys that the recipe says, for a problem to name."""
+        """Return the first of these keys set in the recipe, for a problem to name."""
         return next((key for key in keys if key in self.said()), "flavor")
 
 
 class TextConfig(ModelConfig):
-    """What can be set of every model of text."""
+    """Settings shared by all models of text."""
 
     tokenizer_path: str | None = Field(
         None,
@@ -79,7 +79,7 @@ class TextConfig(ModelConfig):
         "those of its own document only.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         path = self.tokenizer_path
         if path is not None and not exists(path):
             message = f"there is no such file or folder{self._where_from(path)}"
@@ -87,11 +87,11 @@ class TextConfig(ModelConfig):
 
     @property
     def repository(self) -> str | None:
-        """The repository on the Hugging Face hub that has the tokenizer of this family."""
+        """Repository on the Hugging Face hub that has the tokenizer of this family."""
         return None
 
     def _where_from(self, path: str) -> str:
-        """How a tokenizer comes to be at `path`."""
+        """Explain how to obtain a tokenizer at `path`."""
         *above, name = path.rstrip("/").split("/")
         is_file = name.endswith((".json", ".model"))
         wanted = "tokenizer.json or tokenizer.model"

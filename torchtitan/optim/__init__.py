@@ -1,4 +1,4 @@
-"""Optimizers by the name that a recipe gives; adding one is a file here and a line below."""
+"""Optimizers by the name used in a recipe; adding one is a file here and a line below."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -73,13 +73,13 @@ def open_optimizers(
     redistribute_grads: Callable[[Iterable[Tensor]], None],
     compiled: Compiled | None = None,
 ) -> Optimizers:
-    """The optimizer over all that is trained on this rank, as the recipe has it.
+    """Build the optimizer for all trained parameters of this rank.
 
     Args:
-        stages: the ranks that hold the other parts of the model.
-        device: where the model computes.
-        redistribute_grads: brings gradients of parameters to where these are.
-        compiled: compiles what is costly in an update; None: nothing is.
+        stages: ranks that hold the other parts of the model.
+        device: device the model computes on.
+        redistribute_grads: moves gradients to the layout of their parameters.
+        compiled: compiles the expensive parts of an update; None compiles nothing.
     """
     if config.early_step_in_backward:
         optimizers: Optimizers = InBackward(parameters, config, stages, redistribute_grads)

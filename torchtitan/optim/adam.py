@@ -1,5 +1,5 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
-arXiv:1711.05101), as torch implements them, or with states in fewer bits, as torchao does."""
+arXiv:1711.05101), as torch implements them, or with states in fewer bits, by torchao."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.device import compiles_for_cpu
 from torchtitan.optim import low_bit
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
@@ -16,10 +16,10 @@ from torchtitan.torch_private.optimizers import without_compiler
 
 
 class AdamRule(Implemented):
-    """What Adam and AdamW have in common."""
+    """Settings shared by Adam and AdamW."""
 
     decoupled: ClassVar[bool]
-    """Whether the weights decay by themselves, not by their gradients."""
+    """Whether weight decay is decoupled from the gradient."""
 
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
@@ -60,12 +60,12 @@ class AdamRule(Implemented):
     def is_compiled(self) -> bool:
         return self.state_dtype != "parameter"
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.is_compiled and self.implementation != "fused":
             message = 'with self.state_dtype the update is compiled instead; use "fused"'
             yield Problem("implementation", message, ("state_dtype",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.is_compiled and on_cpu and not compiles_for_cpu():
             message = (
                 "its update is compiled, which on a CPU needs g++ or clang++, and there is "

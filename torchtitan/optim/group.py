@@ -1,7 +1,7 @@
 """All parameters of a run under one optimizer, with state keyed by parameter name.
 
 A name means the same on every layout, so state saved under any layout loads under any other,
-whatever number of model parts or parameter groups held it.
+regardless of the number of model parts or parameter groups held it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ class Optimizers:
     """The optimizer over every model part of this rank."""
 
     in_backward = False
-    """Whether weights change while the backward runs, so that no step can be skipped."""
+    """Whether weights change during the backward, so that no step can be skipped."""
 
     def __init__(
         self,
@@ -31,16 +31,16 @@ class Optimizers:
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None = None,
     ) -> None:
-        """`stages` are the ranks that hold the other parts of the model, if there are any."""
+        """`stages`: ranks that hold the other parts of the model, if any."""
         self.stages = stages
         self.names: dict[Tensor, str] = {p.tensor: p.name for p in parameters}
         self.peak_lr = config.lr
         self.assignments = assign(parameters, config)
         self.rules = self._build(self.assignments)
-        """Of each torch optimizer."""
+        """Update rule of each torch optimizer."""
 
     def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
-        """One optimizer for each rule."""
+        """Build one optimizer for each rule."""
         return build_all(assignments, self.stages)
 
     def begin(self, factor: float) -> float:
@@ -54,7 +54,7 @@ class Optimizers:
             for group in optimizer.param_groups:
                 rate = group[PEAK] * factor
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)  # compiled code would take a number for a constant
+                    group["lr"].fill_(rate)  # compiled code would specialize on a number
                 else:
                     group["lr"] = rate
         return self.peak_lr * factor
@@ -65,17 +65,16 @@ class Optimizers:
             parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of the gradients, to be changed in place."""
+        """Return this rank's part of the gradients, to be changed in place."""
         return [local(p.grad) for p in self.names if p.grad is not None]
 
     def norm(self) -> Tensor:
-        """The global 2-norm of the gradients, a plain 0-d tensor that is the same on every rank."""
+        """Return the global 2-norm of the gradients, a plain 0-d tensor, equal on every rank."""
         gradients = [p.grad for p in self.names if p.grad is not None]
         return global_norm(gradients, self.stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients so that their global 2-norm, which is `norm`, is at most
-        `max_norm`."""
+        """Scale the gradients, whose global 2-norm is `norm`, to a 2-norm of at most `max_norm`."""
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(self.gradients(), scale)
 
@@ -85,10 +84,10 @@ class Optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`{"<parameter>.<state>": tensor}`, to save, or to load into.
+        """Return `{"<parameter>.<state>": tensor}`, to save or to load into.
 
-        The tensors are the live ones, but for those that are stored in few bits. After loading,
-        `load_state_dict` is to be called.
+        The tensors are live, except states stored in few bits. Call `load_state_dict` after
+        loading.
         """
         for optimizer, rule in self.rules.items():
             if not optimizer.state:
@@ -96,21 +95,21 @@ class Optimizers:
         return {name: rule.saved(state) for name, rule, state in self._states()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, after it was loaded into; weights may be others too."""
+        """Adopt the tensors of `state_dict` after loading into them, perhaps with new weights."""
         for name, rule, state in self._states():
             if name in tensors:
                 rule.restore(state, tensors[name])
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Take note that weights were written by something other than an update."""
+        """Record that weights were changed by something other than an update."""
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """`<parameter>.<state>` and the live tensor of each, as it is stored."""
+        """Yield `<parameter>.<state>` and the live tensor of each, as stored."""
         return ((name, state) for name, _, state in self._states())
 
     def state_bytes(self) -> int:
-        """What this rank keeps of all states, as they are stored."""
+        """Return the bytes of all states on this rank, as stored."""
         return sum(size(state) for _, state in self.states())
 
     def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
@@ -121,11 +120,11 @@ class Optimizers:
                         yield f"{self._name(parameter)}.{key}", rule, value
 
     def _name(self, updated: Tensor) -> str:
-        """Of what the optimizer updates."""
+        """Return the name of an updated tensor."""
         return self.names[updated]
 
     def describe(self) -> list[str]:
-        """What there is to log at the start, of each rule."""
+        """Return the lines to log at the start about each rule."""
         rules = {id(rule): rule for rule in self.rules.values()}.values()
         lines = [rule.describe((n, s) for n, r, s in self._states() if r is rule) for rule in rules]
         return [line for line in lines if line]

@@ -1,4 +1,4 @@
-"""Which parameter is updated by which rule, with which numbers; and torch optimizers of that."""
+"""Assignment of update rules and their settings to parameters, and the torch optimizers for it."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,19 +14,19 @@ from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGro
 
 
 class Assignment(NamedTuple):
-    """How one parameter is updated."""
+    """Update rule of one parameter."""
 
     parameter: NamedParameter
     chosen: UpdateRule
-    """What updates parameters of its role."""
+    """Rule for parameters of its role."""
     rule: UpdateRule
-    """The same, with the numbers that hold for this one."""
+    """The same rule with the settings for this parameter."""
     group: int | None
-    """Which of the recipe's groups it is in."""
+    """Index of the recipe's group it is in, if any."""
 
 
 def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> list[Assignment]:
-    """How each parameter is updated; what is equal is one object."""
+    """Return the update rule of each parameter; equal rules are one object."""
     rules: list[UpdateRule] = []
 
     def known(rule: UpdateRule) -> UpdateRule:
@@ -57,7 +57,7 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
 def build_all(
     assignments: Sequence[Assignment], stages: dist.ProcessGroup | None = None
 ) -> dict[torch.optim.Optimizer, UpdateRule]:
-    """A torch optimizer for each rule that has parameters; see `ParameterGroup` for `stages`."""
+    """Build a torch optimizer for each rule with parameters; for `stages` see `ParameterGroup`."""
     chosen = {id(a.chosen): a.chosen for a in assignments}.values()
     return {
         rule.build(groups_of([a for a in assignments if a.chosen is rule], stages)): rule
@@ -68,7 +68,7 @@ def build_all(
 def groups_of(
     assignments: Sequence[Assignment], stages: dist.ProcessGroup | None = None
 ) -> list[ParameterGroup]:
-    """Parameters that are updated alike, together."""
+    """Group the parameters that are updated alike."""
     rules = {id(a.rule): a.rule for a in assignments}.values()
     return [
         ParameterGroup(tuple(a.parameter for a in assignments if a.rule is rule), rule, stages)
@@ -82,7 +82,7 @@ def describe_groups(
     stages: dist.ProcessGroup,
     device: Device,
 ) -> Iterator[str]:
-    """What each of the recipe's groups is, in all stages of the model together."""
+    """Describe each of the recipe's groups, over all stages of the model."""
     counts = torch.zeros(len(config.groups), 2, dtype=torch.int64)
     for parameter, _, _, number in assignments:
         if number is not None:
@@ -105,7 +105,7 @@ def _whose(group: GroupConfig) -> dict[str, tuple[str, ...]]:
 
 
 def describe_rules(config: OptimizerConfig, parameters: Sequence[NamedParameter]) -> Iterator[str]:
-    """Which roles are updated by what, where that is not one rule for all."""
+    """Describe the rule of each role, unless one rule updates all."""
     if not config.by_role:
         return
     found: dict[str, dict[str, list[int]]] = {}
@@ -121,7 +121,7 @@ def describe_rules(config: OptimizerConfig, parameters: Sequence[NamedParameter]
 def state_bytes(
     config: OptimizerConfig, parameters: Iterable[NamedParameter], itemsize: int
 ) -> float:
-    """Bytes of the states of parameters with elements of `itemsize` bytes, at the least."""
+    """Return a lower bound on the bytes of optimizer state; elements have `itemsize` bytes."""
     assigned = assign(parameters, config)
     return sum(one.rule.bytes_of(one.parameter.shape, itemsize) for one in assigned)
 
@@ -129,7 +129,7 @@ def state_bytes(
 def group_problems(
     config: OptimizerConfig, parameters: Sequence[NamedParameter]
 ) -> Iterator[Problem]:
-    """What is wrong with the groups of a section, given all parameters of the model."""
+    """Find problems in the groups of a section, given all parameters of the model."""
     assignments = assign(parameters, config)
     roles = list(dict.fromkeys(parameter.role for parameter in parameters))
     names = [parameter.name for parameter in parameters]

@@ -1,8 +1,8 @@
 """Updates in the backward: each parameter as soon as its gradient is complete, which is then freed.
 
-No more than the gradients of one unit of FSDP are then alive, instead of all (LOMO, Lv et al.,
-2023, arXiv:2306.09782). What needs all gradients before the first update cannot be: clipping to a
-global norm, adding up microbatches, skipping the step. The norm is still known, afterwards.
+At most the gradients of one FSDP unit are then alive, instead of all (LOMO, Lv et al., 2023,
+arXiv:2306.09782). Whatever needs all gradients before the first update is impossible: clipping to a
+global norm, gradient accumulation, skipping the step. The norm is still known, afterwards.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from torchtitan.optim.settings import OptimizerConfig, UpdateRule
 
 
 class InBackward(Optimizers):
-    """The optimizer over every model part of this rank, which steps while the backward runs."""
+    """Optimizer over every model part of this rank that steps while the backward runs."""
 
     in_backward = True
 
@@ -30,11 +30,11 @@ class InBackward(Optimizers):
         stages: dist.ProcessGroup | None,
         redistribute_grads: Callable[[Iterable[Tensor]], None],
     ) -> None:
-        """`redistribute_grads` brings gradients of parameters to where these are."""
+        """`redistribute_grads` moves gradients to the layout of their parameters."""
         self.redistribute_grads = redistribute_grads
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
-        """Of the gradients that this backward had, by parameter."""
+        """Gradient norms of this backward, by parameter."""
         super().__init__(parameters, config, stages)
         for parameter in self.names:
             parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class InBackward(Optimizers):
         parameter.grad = None
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients that were."""
+        """Return the global norm of the gradients of the last backward."""
         by_layout: dict[Layout, list[Tensor]] = {}
         for layout, norm in (self.norms[p] for p in self.names if p in self.norms):
             by_layout.setdefault(layout, []).append(norm)
@@ -66,4 +66,4 @@ class InBackward(Optimizers):
         raise AssertionError("the update is made")
 
     def step(self) -> None:
-        """The backward did it."""
+        """Do nothing: the backward has updated the parameters."""

@@ -1,18 +1,18 @@
-"""Adam's moments in few bits, by torchao, which take a half to an eighth of the memory of float32.
+"""Adam's moments in few bits, from torchao: a half to an eighth of the memory of float32.
 
-A moment is cut into blocks of its elements; a block is stored as a scale and a code for each
-element. 8-bit codes stand for the steps of a dynamic map (Dettmers et al., 2022,
-arXiv:2110.02861), 4-bit ones for those of a smaller map or of a line (Li et al., 2023,
-arXiv:2309.01507), and Float8 codes for themselves. An update is computed in float32; what it
-leaves of the moments is stored again in few bits. It is compiled, once for each shape.
+A moment is split into blocks; a block is stored as a scale and a code for each element. 8-bit codes
+index the steps of a dynamic map (Dettmers et al., 2022, arXiv:2110.02861), 4-bit ones for a smaller
+map or a linear one (Li et al., 2023, arXiv:2309.01507), and Float8 codes are the values themselves.
+An update is computed in float32, and the new moments are quantized again. It is compiled, once for
+each shape.
 
-Not all is stored so. Small tensors are not worth it. Embeddings would be corrupted: a row that
-a step does not use has no gradient, and where its second moment was rounded to zero but its first
-was not, their quotient is anything, thousands of learning rates in the tests. So theirs stay as
-they are, as in the first of these papers.
+Small tensors are not worth quantizing, and embeddings would be corrupted: a row unused in a step
+has no gradient, and where its second moment was rounded to zero but its first was not, their
+quotient is arbitrary, thousands of learning rates in the tests. Both keep the parameter's dtype,
+embeddings as in the first of these papers.
 
-A checkpoint holds what the codes stand for, in float32, which any layout and any other precision
-can load. Loaded into the blocks it came from, it is the same to the bit: see `fill`.
+A checkpoint holds the dequantized values in float32, which any layout and precision can load.
+Loaded into the blocks it came from, it is the same to the bit: see `fill`.
 """
 
 import warnings
@@ -33,19 +33,19 @@ from torchtitan.torch_private.torchao import quiet_torchao
 StateDtype = Literal["parameter", "bfloat16", "float8", "8bit", "4bit"]
 
 SMALLEST = 4096
-"""Elements; a tensor with fewer is not worth codes."""
+"""Minimum number of elements of a quantized tensor."""
 BLOCK = {"float8": 256, "8bit": 256, "4bit": 128}
-"""Elements of a block."""
+"""Elements per block."""
 BYTES = {"bfloat16": 4.0, "float8": 2 + 8 / 256, "8bit": 2 + 8 / 256, "4bit": 1 + 8 / 128}
-"""Of both moments, for each parameter: codes, and a scale of 4 bytes for each block."""
+"""Bytes per parameter of both moments: codes, and a scale of 4 bytes per block."""
 
 
 class LowBitAdam(torch.optim.Optimizer):
-    """Adam or AdamW by torchao's arithmetic, with its state made from the start: zeros.
+    """Adam or AdamW by torchao's arithmetic, with its state allocated at the start, as zeros.
 
-    It computes with what this rank holds of each tensor. torchao's own classes compile for DTensors
-    instead, whose graphs torch's cache takes for those of DTensors that hold something else: the
-    wrong kernel then reads beyond its tensors (torch 2.13).
+    It computes on the local part of each tensor. torchao's own classes compile for DTensors
+    instead, and torch's cache confuses their graphs with those of DTensors with other local shapes:
+    the wrong kernel then reads beyond its tensors (torch 2.13).
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class LowBitAdam(torch.optim.Optimizer):
         *,
         decoupled: bool,
     ) -> None:
-        """`decoupled` says whether the weights decay by themselves, not by their gradients."""
-        # Compiled code would take a rate that is a number for a constant.
+        """`decoupled`: whether weight decay is decoupled from the gradient."""
+        # Compiled code would specialize on a rate that is a number.
         tensors = [group.options() | {"lr": torch.tensor(group.rule.lr)} for group in groups]
         super().__init__(tensors, {})
         self.update = CompiledAdam(decoupled)
@@ -82,7 +82,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
 
 class CompiledAdam:
-    """torchao's update of one plain tensor."""
+    """Update of one plain tensor, from torchao."""
 
     def __init__(self, decoupled: bool) -> None:
         with quiet_torchao():
@@ -91,7 +91,7 @@ class CompiledAdam:
         self.update: Callable[..., None] = torch.compile(
             single_param_adam, fullgraph=True, dynamic=False
         )
-        # What torch would like of torchao's tensors concerns nobody else.
+        # This warning is for torchao's developers only.
         warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
 
     def __call__(
@@ -101,14 +101,14 @@ class CompiledAdam:
         state: Mapping[str, Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """Update `weight` and its state; of `group` the rate is a tensor."""
+        """Update `weight` and its state in place; the rate in `group` is a tensor."""
         self.update(
             weight,
             gradient,
             state["step"],
             local(state["exp_avg"]),
             local(state["exp_avg_sq"]),
-            None,  # of AMSGrad
+            None,  # AMSGrad state
             group["lr"],
             *group["betas"],
             group["weight_decay"],
@@ -119,7 +119,7 @@ class CompiledAdam:
 
 
 def _zeros(parameter: NamedParameter, dtype: StateDtype, *, signed: bool) -> Tensor:
-    """A moment of a parameter, laid out as it is."""
+    """Return a zero moment of a parameter, laid out as the parameter is."""
     part = local(parameter.tensor).detach()
     is_embedding = parameter.role == "embedding" and dtype != "bfloat16"
     made = torch.zeros_like(part) if is_embedding else zeros(part, dtype, signed=signed)
@@ -127,7 +127,7 @@ def _zeros(parameter: NamedParameter, dtype: StateDtype, *, signed: bool) -> Ten
 
 
 def zeros(part: Tensor, dtype: StateDtype, *, signed: bool) -> Tensor:
-    """A moment of the shape of `part`, which is plain; in codes, if that is worth it."""
+    """Return a zero moment with the shape of `part`, a plain tensor; quantized if worthwhile."""
     if dtype == "parameter":
         return torch.zeros_like(part)
     if dtype == "bfloat16":
@@ -158,14 +158,14 @@ def is_quantized(state: Tensor) -> bool:
 
 
 def values(state: Tensor) -> Tensor:
-    """What a state stands for: itself, or a copy of it in float32, in host memory."""
+    """Return the values of a state: itself, or a dequantized float32 copy in host memory."""
     if not is_quantized(state):
         return state
     return laid_out_as(state, dequantized(local(state)).cpu())
 
 
 def dequantized(part: Tensor) -> Tensor:
-    """What a plain tensor stands for: itself, or what its codes do."""
+    """Return the values of a plain tensor, dequantized if it is quantized."""
     own: Any = part
     found: Tensor = own.dequantize() if is_quantized(part) else part
     return found
@@ -173,14 +173,14 @@ def dequantized(part: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(state: Tensor, wanted: Tensor) -> None:
-    """Let codes stand for what is `wanted`: exactly, if they can, else for what is nearest.
+    """Quantize `wanted` into `state`: exactly, if possible, else to the nearest values.
 
-    Rounding what was rounded gives it back, with two exceptions. Maps of signed numbers have a 1
-    but no -1, so a block's largest element, when negative, was stored as less, and the scale it had
-    is no longer to be seen. And the line of 4 bits has no 0, so only a scale of 0 gives that.
+    Requantizing dequantized values is exact, with two exceptions. Signed maps have a 1 but no -1,
+    so a block whose largest element is negative stored it as less, and its original scale is not
+    visible in the values. The linear 4-bit map has no 0, so only a scale of 0 represents that.
     """
     if not is_quantized(state):
-        return  # a live tensor, which was filled itself
+        return  # live tensor, already filled
     own: Any = local(state)
     part = local(wanted).to(own.device, torch.float32)
     own.copy_(part)
@@ -200,15 +200,15 @@ def fill(state: Tensor, wanted: Tensor) -> None:
 
 
 def _other_scales(largest: Tensor, extreme: Tensor) -> Iterator[Tensor]:
-    """What scales blocks can have had that do not show it, by their largest elements.
+    """Yield the scales that blocks may have had where their values do not show it.
 
     Args:
-        largest: of each block.
-        extreme: what the code of the most negative numbers stands for, as a positive number.
+    largest: largest element of each block.
+    extreme: magnitude of the value of the most negative code.
     """
     yield torch.zeros_like(largest)
     if extreme > 0:
-        # Product and quotient were rounded: it may be a neighbour of the quotient.
+        # Product and quotient were rounded, so a neighbour of the quotient is possible.
         below = above = largest / extreme
         yield below
         for _ in range(2):
@@ -219,25 +219,25 @@ def _other_scales(largest: Tensor, extreme: Tensor) -> Iterator[Tensor]:
 
 
 def _nearest(qmap: Tensor, scaled: Tensor) -> Tensor:
-    """The code of what is nearest to each element, where the scale is 1."""
+    """Return the code nearest to each element, at scale 1."""
     return torch.bucketize(scaled, (qmap[1:] + qmap[:-1]) / 2, out_int32=True)
 
 
 def _packed(own: Any, codes: Tensor) -> Tensor:
-    """Codes as bytes, as they are stored."""
+    """Return the codes as bytes, in storage format."""
     codes = codes.to(torch.uint8)
     return (codes[:, ::2] << 4) | codes[:, 1::2] if len(own.qmap) == 16 else codes
 
 
 def size(state: Tensor) -> int:
-    """Bytes that this rank keeps of a state."""
+    """Return the bytes of a state on this rank."""
     own: Any = local(state)
     kept = (own.codes, own.scale) if is_quantized(state) else (own,)
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def describe(dtype: StateDtype, states: Iterable[tuple[str, Tensor]]) -> str:
-    """What this rank stores in how many bytes, and what is left as the parameters are and why."""
+    """Describe the bytes stored on this rank by format, and the states left unquantized and why."""
     moments = [moment for name, moment in states if not name.endswith(".step")]
     elements = sum(local(moment).numel() for moment in moments)
     few = [moment for moment in moments if is_quantized(moment)]

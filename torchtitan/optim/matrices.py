@@ -1,12 +1,12 @@
-"""Matrices that lie in parts on several ranks, each of which is whole on one of them at a time.
+"""Redistribution of sharded matrices, so that each is whole on one rank at a time.
 
 An update that needs all of a matrix is computed once, by one of the ranks that share it. Matrices
-are dealt out evenly by their cost and go around in rounds: an all-to-all brings each rank the parts
-of a few matrices, the rank computes, and an all-to-all takes the parts of the results to where they
-belong. While a round is computed, the next is on its way, and so are the last results.
+are assigned to ranks evenly by cost and processed in rounds: an all-to-all gathers the shards of a
+few matrices on each rank, the rank computes, and an all-to-all scatters the results back. While a
+round is computed, the next one is being gathered and the last results are being scattered.
 
-Copies of a parameter are ranks like others: they share the work and get the same bits. Who computes
-with what follows from shapes and placements alone, so ranks have nothing to agree on.
+Replicas of a parameter share the work like other ranks and receive identical bits. The schedule
+follows from shapes and placements alone, so ranks need not communicate to agree on it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,15 +37,15 @@ class Area(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return len(self.rows) * len(self.columns)
 
     def __and__(self, other: "Area") -> "Area":
-        """What is in both."""
+        """Return the intersection."""
         return Area(_both(self.rows, other.rows), _both(self.columns, other.columns))
 
     def of(self, tensor: Tensor, begin: "Area") -> Tensor:
-        """A view of it in `tensor`, which is the area `begin` of the parameter."""
+        """Return a view of this area of `tensor`, which holds the area `begin` of the parameter."""
         top, left = self.rows.start - begin.rows.start, self.columns.start - begin.columns.start
         return tensor[top : top + len(self.rows), left : left + len(self.columns)]
 
@@ -56,30 +56,30 @@ def _both(one: range, other: range) -> range:
 
 
 class Matrix(NamedTuple):
-    """What is whole for an update: a parameter, or some rows or columns of it."""
+    """Matrix that is whole for an update: a parameter, or some rows or columns of it."""
 
     parameter: int
-    """Which of those of an exchange it is, or is in."""
+    """Index of its parameter in the exchange."""
     area: Area
 
 
 class Lying(NamedTuple):
-    """How a parameter of two dims lies on ranks."""
+    """Sharding of a two-dimensional parameter over ranks."""
 
     parts: Sequence[Area]
-    """What each rank holds."""
+    """Area of each rank."""
     copies: Sequence[tuple[int, ...]]
-    """Which of its copies each rank holds a part of."""
+    """Replica that each rank holds a part of."""
 
 
 Update = Callable[[Tensor], Tensor]
-"""From matrices of one shape (number, rows, columns) to what takes their places."""
+"""Function from matrices of one shape (number, rows, columns) to their replacements."""
 Round = Sequence[Sequence[Matrix]]
-"""By rank, the matrices that it computes with at the same time, all of one shape."""
+"""Matrices, all of one shape, that each rank computes on at the same time, by rank."""
 
 
 class Plan:
-    """Who computes with what, and when, of parameters that lie on the same ranks."""
+    """Schedule of matrix updates over the ranks that share some parameters."""
 
     def __init__(
         self,
@@ -94,20 +94,20 @@ class Plan:
         self.rounds = deal(matrices, ranks, cost, limit)
 
     def part(self, matrix: Matrix, rank: int) -> Area:
-        """What a rank holds of a matrix."""
+        """Return a rank's part of a matrix."""
         return matrix.area & self.held(matrix, rank)
 
     def held(self, matrix: Matrix, rank: int) -> Area:
-        """What a rank holds of its parameter."""
+        """Return a rank's part of the matrix's parameter."""
         return self.lying[matrix.parameter].parts[rank]
 
     def same_copy(self, matrix: Matrix, one: int, other: int) -> bool:
-        """Whether two ranks hold parts of the same copy of a matrix: one sends them the other."""
+        """Whether two ranks hold parts of the same replica of a matrix, and so exchange them."""
         copies = self.lying[matrix.parameter].copies
         return copies[one] == copies[other]
 
     def messages(self, rank: int) -> Iterator[int]:
-        """Elements that a rank gives in each all-to-all, with what it gives itself."""
+        """Yield the elements that a rank sends in each all-to-all, including to itself."""
         for current in self.rounds:
             yield sum(
                 self.part(matrix, rank).size
@@ -120,7 +120,7 @@ class Plan:
 
 
 class Exchange:
-    """Makes matrices whole, and their parts again of what an update gives."""
+    """Gathers whole matrices, and scatters the results of an update."""
 
     def __init__(
         self,
@@ -131,10 +131,11 @@ class Exchange:
     ) -> None:
         """
         Args:
-            parameters: of two dims each.
-            matrices: the areas of a parameter that are matrices.
-            cost: of an update, by rows and columns.
-            limit: elements that a rank has whole in a round, unless one matrix has more.
+            parameters: two-dimensional parameters.
+            matrices: returns the areas of a parameter that are matrices.
+            cost: cost of an update, by rows and columns.
+            limit: maximum elements of whole matrices per rank and round, unless one matrix has
+                more.
         """
         found = [
             Matrix(number, area) for number, p in enumerate(parameters) for area in matrices(p)
@@ -158,17 +159,17 @@ class Exchange:
         return f"{matrices} matrices in {rounds} rounds, {own} of them on this rank"
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
-        """Put what `update` makes of each matrix in its place.
+        """Replace each matrix by `update` of it.
 
         Args:
-            tensors: what this rank holds of each parameter, all of one dtype.
+            tensors: this rank's part of each parameter, all of one dtype.
         """
         for group in self.groups:
             group.apply(tensors, update)
 
 
 class _Group:
-    """The parameters on one mesh, or those of this rank alone."""
+    """Parameters on one mesh, or those of this rank alone."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class _Group:
             if number + 1 < len(rounds):
                 arriving = self._gather(rounds[number + 1], tensors)
             result = update(whole) if len(whole) else whole
-            del whole  # as large as all that is computed with
+            del whole  # as large as all matrices of the round
             if leaving is not None:
                 leaving()
             leaving = self._scatter(current, result, tensors)
@@ -211,9 +212,9 @@ class _Group:
             leaving()
 
     def _gather(self, current: Round, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Begin a round; what is returned waits for this rank's matrices (number, rows, columns).
+        """Start a round; the result waits for this rank's matrices (number, rows, columns).
 
-        Each rank takes the parts from its own copy of a parameter.
+        Each rank receives the parts from its own replica of a parameter.
         """
         plan, here = self.plan, self.rank
         own = current[here]
@@ -249,7 +250,7 @@ class _Group:
     def _scatter(
         self, current: Round, results: Tensor, tensors: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Begin to end a round; what is returned puts the results in this rank's places."""
+        """Start to scatter results; the returned function writes them into this rank's parts."""
         own = current[self.rank]
         sent = [
             [
@@ -273,7 +274,7 @@ class _Group:
     def _send(
         self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> Callable[[], Sequence[Sequence[Tensor]]]:
-        """Send to each rank its pieces; what is returned waits for those of each rank for this one.
+        """Send each rank its pieces; the returned function waits for the pieces sent to this rank.
 
         Args:
             sizes: elements of the pieces that come from each rank.
@@ -295,7 +296,7 @@ class _Group:
         def wait() -> Sequence[Sequence[Tensor]]:
             nonlocal message
             work.wait()
-            del message  # which has to be there until then
+            del message  # must stay alive until then
             pieces = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
             return [[next(pieces) for _ in of_rank] for of_rank in sizes]
 
@@ -305,14 +306,14 @@ class _Group:
 def deal(
     matrices: Sequence[Matrix], ranks: int, cost: Callable[[int, int], float], limit: int
 ) -> list[Round]:
-    """Which rank computes with which matrices, and when.
+    """Assign matrices to ranks and rounds.
 
-    The costliest come first, each to the rank that has the least to do (Graham, 1969, whose longest
-    rank has at most 4/3 of the least possible); so in a round all ranks have about as much to do.
+    The most expensive come first, each to the rank with the smallest load (Graham, 1969: the
+    longest rank has at most 4/3 of the optimum), so all ranks have about equal work in a round.
     """
     costs = {matrix: cost(*matrix.area.shape) for matrix in matrices}
     loads, dealt = [0.0] * ranks, [list[list[Matrix]]() for _ in range(ranks)]
-    # Python sorts stably: what costs as much stays in order of the parameters, and so by shape.
+    # Python's sort is stable: equal costs stay in order of the parameters, and so by shape.
     for matrix in sorted(matrices, key=lambda matrix: (-costs[matrix], matrix.area.shape)):
         rank = loads.index(min(loads))
         loads[rank] += costs[matrix]
@@ -325,14 +326,14 @@ def deal(
 
 
 def over(mesh: "DeviceMesh") -> dist.ProcessGroup | None:
-    """All ranks of a mesh; None where there is only this one."""
+    """Return a process group of all ranks of a mesh; None for a single rank."""
     used = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(used) <= 1:
         return mesh.get_group(used[0]) if used else None
     if mesh.size() == dist.get_world_size():
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         return everyone
-    # Ranks of other meshes, which may have no matrices, need not take part.
+    # Ranks of other meshes may have no matrices and need not take part.
     group: dist.ProcessGroup = dist.new_group(
         sorted(mesh.mesh.flatten().tolist()),
         timeout=timeout_of(mesh.get_group(used[0]), mesh.device_type),
@@ -343,6 +344,6 @@ def over(mesh: "DeviceMesh") -> dist.ProcessGroup | None:
 
 
 def _coordinates(mesh: "DeviceMesh", group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    """The place on the mesh of each rank of a group, or of this one."""
+    """Return the mesh coordinates of each rank of a group, or of this rank."""
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     return [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]

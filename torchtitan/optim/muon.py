@@ -1,10 +1,10 @@
-"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/): matrices move by their
-momentum made orthogonal, so that all of its directions are learned at the same rate.
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/): matrices are updated by
+their orthogonalized momentum, so that all directions are learned at the same rate.
 
-The momentum G = U S V^T becomes about U V^T by a few steps of a Newton-Schulz iteration, which are
-products of matrices alone. Scaled by 0.2 sqrt(max(rows, columns)), the update has the root mean
-square that AdamW's usually has, so rate and weight decay are those of AdamW (Liu et al., 2025,
-arXiv:2502.16982). AdamW updates what is no hidden matrix: embeddings, norms and the head.
+The momentum G = U S V^T becomes about U V^T by a few steps of a Newton-Schulz iteration, which uses
+only matrix products. Scaled by 0.2 sqrt(max(rows, columns)), the update has the root mean square
+that AdamW's usually has, so rate and weight decay are those of AdamW (Liu et al., 2025,
+arXiv:2502.16982). AdamW updates everything except hidden matrices: embeddings, norms and the head.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import PlannedWorld, Problem, allowed_names, shorten, show
+from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign, groups_of
@@ -27,9 +27,9 @@ from torchtitan.torch_private.compiler import any_number_of_shapes
 from torchtitan.torch_private.optimizers import without_compiler
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic: steep at 0, and within 0.7 and 1.2 where it has converged."""
+"""Coefficients of Jordan's quintic: steep at 0, and within 0.7 and 1.2 where it has converged."""
 EPS = 1e-7
-"""The least norm that a matrix is divided by."""
+"""Minimum norm that a matrix is divided by."""
 MIB = 2**20
 
 
@@ -42,7 +42,7 @@ class MuonGroup(AdamGroup):
 
 
 class AdamWPart(AdamWRule):
-    """AdamW, for the parameters that Muon is not for."""
+    """AdamW, for the parameters that Muon does not update."""
 
     lr: float | None = Field(  # type: ignore[assignment]
         None, gt=0, description="Peak learning rate; absent: the optimizer's."
@@ -52,13 +52,13 @@ class AdamWPart(AdamWRule):
     )
 
     def over(self, optimizer: UpdateRule) -> AdamWRule:
-        """It, with the numbers of `optimizer` where it has none."""
+        """Return this rule, with unset values taken from `optimizer`."""
         values = self.model_dump(exclude_none=True)
         return AdamWRule(**{"lr": optimizer.lr, "weight_decay": optimizer.weight_decay} | values)
 
 
 class Muon(OptimizerConfig):
-    """Orthogonal updates of matrices; AdamW for the rest."""
+    """Orthogonal updates of matrices, with AdamW for other parameters."""
 
     by_role: ClassVar[bool] = True
     multiplies_matrices: ClassVar[bool] = True
@@ -157,7 +157,7 @@ class Muon(OptimizerConfig):
     def state_bytes(self, parameter_bytes: int) -> float:
         return parameter_bytes
 
-    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+    def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         known = list(dict.fromkeys(parameter.role for parameter in parameters))
         for role in self.roles:
             if role not in known:
@@ -179,13 +179,13 @@ class Muon(OptimizerConfig):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what momentum and updates are sent."""
+        """Dtype in which momentum and updates are sent."""
         dtype: torch.dtype = getattr(torch, self.ns_dtype)
         return dtype
 
     @property
     def limit(self) -> int:
-        """Elements that a rank has whole, in matrices of one shape."""
+        """Maximum elements of whole matrices of one shape on a rank."""
         return self.whole_mib * MIB // self.dtype.itemsize
 
     def sent_bytes(
@@ -206,7 +206,7 @@ class Muon(OptimizerConfig):
             yield f"heads are scaled down whose attention logits are above {self.qk_clip:g}"
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
-        """What is orthogonal by itself of a parameter."""
+        """Return the areas of a parameter that are orthogonalized separately."""
         rows, columns = map(range, parameter.shape)
         if not self.by_head or parameter.heads is None:
             return [Area(rows, columns)]
@@ -216,18 +216,18 @@ class Muon(OptimizerConfig):
         return [Area(rows, part) for part in _equal_parts(columns, count)]
 
     def factor(self, rows: int, columns: int) -> float:
-        """What the rate is multiplied by for a matrix."""
+        """Return the multiplier of the learning rate for a matrix."""
         if self.scale == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
     def cost(self, rows: int, columns: int) -> float:
-        """Floating-point operations of an update."""
+        """Return the floating-point operations of an update."""
         short, long = sorted((rows, columns))
         return self.ns_steps * (4.0 * short * short * long + 2.0 * short**3)
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.nesterov and not self.momentum:
             yield Problem("nesterov", "it needs self.momentum > 0; use false", ("momentum",))
         if self.early_step_in_backward:
@@ -239,7 +239,7 @@ class Muon(OptimizerConfig):
 
 
 class MuonOptimizer(torch.optim.Optimizer):
-    """Muon over parameters of two dims, however they lie on a mesh."""
+    """Muon over two-dimensional parameters, with any placement on a mesh."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                     weight.add_(updates[parameter], alpha=-lr * self.factors[parameter])
 
     def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """This rank's part of what is to be orthogonal; of what has no gradient, zeros."""
+        """Return this rank's part of the momentum to orthogonalize; zeros without a gradient."""
         momentum, found = group["momentum"], {}
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -301,7 +301,7 @@ def _equal_parts(whole: range, count: int) -> list[range]:
 
 
 def _for_any_shape(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """A compiled function of matrices, each of whose shapes is compiled."""
+    """Compile a function of matrices, once for each shape."""
 
     def call(matrices: Tensor, steps: int) -> Tensor:
         with any_number_of_shapes():
@@ -311,9 +311,9 @@ def _for_any_shape(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tenso
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Each of `matrices` (number, rows, columns) made about orthogonal: its singular values near 1.
+    """Orthogonalize `matrices` (number, rows, columns) approximately: singular values near 1.
 
-    x becomes a x + b (x x^T) x + c (x x^T)^2 x, which does the same to each singular value.
+    Iterates x = a x + b (x x^T) x + c (x x^T)^2 x, which maps each singular value alike.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)

@@ -1,4 +1,4 @@
-"""The global norm of gradients, however they are laid out."""
+"""The global norm of gradients with any placement."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 from torchtitan.torch_private.dtensor import is_dtensor, stored
 
 Layout = Any
-"""Mesh and placements of a DTensor; None of a plain tensor."""
+"""Mesh and placements of a DTensor; None for a plain tensor."""
 
 
 def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm, in float32, over all gradients of all ranks; see `combined`."""
+    """Return the 2-norm, in float32, of all gradients on all ranks; see `combined`."""
     by_layout: dict[Layout, list[Tensor]] = {}
     for gradient in gradients:
         by_layout.setdefault(layout_of(gradient), []).append(local(gradient))
@@ -25,11 +25,11 @@ def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = 
 def combined(
     norms: Mapping[Layout, Sequence[Tensor]], stages: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The 2-norm over all ranks, from the norm of what this rank holds of each gradient.
+    """Combine this rank's gradient norms into the 2-norm over all ranks.
 
-    Gradients are grouped by how they lie on a mesh: each group's square is summed over the mesh
-    axes that split it, and over no axis that holds copies of it; then all are added up over
-    `stages`, whose ranks have gradients of other parameters.
+    Gradients are grouped by mesh and placements: the square of each group is summed over the mesh
+    axes that shard it, not over those that replicate it; then all are summed over `stages`, whose
+    ranks have gradients of other parameters.
     """
     squares = []
     for layout, group in norms.items():
@@ -45,16 +45,16 @@ def combined(
 
 
 def local_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The 2-norm of each, in float32 at least."""
+    """Return the 2-norm of each tensor, in at least float32."""
     dtypes = {torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors}
     return torch._foreach_norm(tensors, 2, max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """How a tensor lies on a mesh."""
+    """Return the layout of a tensor."""
     return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return the local part of a tensor."""
     return stored(tensor.to_local() if is_dtensor(tensor) else tensor)

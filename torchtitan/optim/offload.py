@@ -1,10 +1,9 @@
-"""Optimizer states in host memory, and updates computed there.
+"""Optimizer states in host memory, with updates computed on the host.
 
-The host holds the states and a copy of the weights; gradients go down, and weights come up. Each
-parameter has an optimizer of its own, so while one is updated, gradients of those after it are on
-their way down and weights of those before it on their way up (ZeRO-Offload, Ren et al., 2021,
-arXiv:2101.06840). Weights are float32: the host's copy is what the device has, to the bit, so a
-checkpoint is that of a run without this.
+The host holds the states and a copy of the weights. Each parameter has its own optimizer, so while
+one is updated, gradients of later ones are copied to the host and weights of earlier ones to the
+device (ZeRO-Offload, Ren et al., 2021, arXiv:2101.06840). Weights are float32 and the host's copy
+equals the device's to the bit, so a checkpoint is the same as without offloading.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class Offloaded(Optimizers):
         self.hosts: dict[Tensor, Tensor] = {}
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.is_current = False
-        """Whether the host's weights are those of the device."""
+        """Whether the host's weights equal those of the device."""
         super().__init__(parameters, config, stages)
         self.name_of = {host: self.names[p] for p, host in self.hosts.items()}
 
@@ -50,7 +49,7 @@ class Offloaded(Optimizers):
         return {self.optimizer_of[one.parameter.tensor]: one.chosen for one in assignments}
 
     def _memory_for(self, parameter: Tensor) -> Tensor:
-        """Host memory, laid out as the parameter is; only from pinned memory are copies quick."""
+        """Allocate host memory, pinned for fast copies, with the parameter's layout."""
         pinned = self.device.type != "cpu"
         part = torch.empty_like(local(parameter), device="cpu", pin_memory=pinned)
         return laid_out_as(parameter, part)
@@ -83,7 +82,7 @@ class Offloaded(Optimizers):
         return self._copy(local(host.grad), local(gradient))
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy beside other work until the event; None: it is done already."""
+        """Copy asynchronously, until the event; None if already complete."""
         if self.device.type == "cpu":
             target.copy_(source)
             return None

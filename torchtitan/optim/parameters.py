@@ -1,4 +1,4 @@
-"""Parameters as an optimizer sees them: each with its name, its role, and how it lies on a mesh."""
+"""Parameters as seen by an optimizer: each with its name, its role and its placement on a mesh."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class NamedParameter:
-    """A parameter, and what an optimizer may ask about it."""
+    """A parameter with the facts an optimizer may need."""
 
     tensor: Tensor
-    """What is updated; of a DTensor this rank holds a part."""
+    """Tensor that is updated; a DTensor has only a part on this rank."""
     name: str
-    """The same on every layout."""
+    """Name, the same on every layout."""
     role: str
-    """embedding, matrix, norm, bias, head, or what else the model's spec calls it."""
+    """Role: embedding, matrix, norm, bias, head, or another from the model's spec."""
     heads: tuple[int, int] | None = None
-    """The dim along which its heads of attention lie, and how many there are, if it has any."""
+    """Dim of its attention heads and their number, if it has any."""
 
     @property
     def shape(self) -> Size:
-        """Of the whole parameter, on every layout."""
+        """Shape of the whole parameter, on every layout."""
         return self.tensor.shape
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """The ranks that it lies on; None: all of it is on this one."""
+        """Mesh it is placed on; None if it is whole on this rank."""
         layout = layout_of(self.tensor)
         return layout[0] if layout else None
 
     @property
     def placements(self) -> "tuple[Placement, ...]":
-        """How it lies on each axis of the mesh: `Shard(dim)` or `Replicate()`."""
+        """Placement on each axis of the mesh: `Shard(dim)` or `Replicate()`."""
         layout = layout_of(self.tensor)
         return layout[1] if layout else ()
 
@@ -50,11 +50,11 @@ def name_parameters(
     role: Callable[[str, int], str],
     heads: Callable[[str], tuple[int, int] | None] = lambda name: None,
 ) -> list[NamedParameter]:
-    """All that is trained of a model's parts.
+    """Return all trained parameters of a model's parts.
 
     Args:
-        role: from a parameter's name and its number of dims to its role.
-        heads: from its name to the dim of its heads of attention, and their number.
+        role: returns the role for a name and a number of dims.
+        heads: returns the dim and number of attention heads for a name.
     """
     return [
         NamedParameter(tensor, name, role(name, tensor.ndim), heads(name))
@@ -65,11 +65,11 @@ def name_parameters(
 
 
 def in_layers(name: str) -> str:
-    """A parameter's name as it is in all layers: * for the number of one."""
+    """Return a parameter's name with its layer number replaced by *."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def in_words(parameters: Iterable[NamedParameter]) -> str:
-    """How many there are, in tensors and in numbers."""
+    """Describe the number of tensors and of parameters."""
     sizes = [parameter.tensor.numel() for parameter in parameters]
     return f"{len(sizes)} tensors, {sum(sizes):,} parameters"

@@ -1,10 +1,10 @@
-"""QK-clip (MuonClip; Kimi Team, 2025, arXiv:2507.20534): no head's attention logits run away.
+"""QK-clip (MuonClip; Kimi Team, 2025, arXiv:2507.20534), which bounds attention logits per head.
 
-Of a head whose largest logit S in a step was above a limit t, queries and keys are scaled down
-after the update, so that it would have been t: by sqrt(t / S) each, in the rows of the weights that
-make them. Where several heads of queries share one of keys, that one stays and the queries take
-all of t / S, as those authors do with the rotary keys that all of their heads share: to scale it
-would change heads whose logits are small.
+If the largest logit S of a head in a step exceeded a limit t, its queries and keys are scaled down
+after the update, so that it would have been t: by sqrt(t / S) each, in the rows of their weights.
+Where several query heads share a key head, the keys stay and the queries take all of t / S, as
+those authors do with the rotary keys that all of their heads share: scaling the keys would change
+heads whose logits are small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ from torchtitan.torch_private.dtensor import extents
 
 
 class Scaled(NamedTuple):
-    """What this rank has of a weight whose rows belong to heads."""
+    """This rank's part of a weight whose rows belong to heads."""
 
     weight: Tensor
     heads: Tensor
-    """Of each row, its place among the heads of queries of all attentions."""
+    """Index of the query head of each row, among all attentions."""
     has_pair: bool
-    """Whether another weight takes the other root of a factor."""
+    """Whether another weight takes the other square root of the factor."""
 
 
 class QKClip:
-    """Scales heads down, however their weights lie on a mesh."""
+    """Scales down heads, with any placement of their weights on a mesh."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class QKClip:
     ) -> None:
         """
         Args:
-            limit: of logits.
-            parameters: this rank's.
-            queries_and_keys: what the linears that make them are called, beside an attention.
-            places: of the modules with an attention, by name, where their heads are among all.
+            limit: maximum logit.
+            parameters: this rank's parameters.
+            queries_and_keys: names of the two linears in an attention module.
+            places: slice of each attention module's heads among all heads, by module name.
         """
         self.limit, self.scaled = limit, list[Scaled]()
         queries, keys = queries_and_keys
@@ -66,7 +66,7 @@ class QKClip:
         """Scale the weights down, after an update.
 
         Args:
-            largest: the largest logit of each head in the step, (heads of the model,).
+            largest: largest logit of each head in the step, (heads of the model,).
         """
         factors = self.limit / largest.clamp(min=self.limit)
         roots = factors.sqrt()
@@ -76,13 +76,13 @@ class QKClip:
 
 
 def heads_of(parameters: Sequence[NamedParameter], module: str) -> int | None:
-    """How many heads a linear makes."""
+    """Return the number of heads of a linear's output."""
     found = (p.heads[1] for p in parameters if p.heads and p.name.startswith(f"{module}."))
     return next(found, None)
 
 
 def _coordinate(parameter: NamedParameter) -> Sequence[int]:
-    """This rank's place on the mesh of a parameter."""
+    """Return this rank's coordinate on the mesh of a parameter."""
     found = parameter.mesh.get_coordinate() if parameter.mesh is not None else ()
     assert found is not None
     return found

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step: linear warm-up, stable, decay.
 
-Warmup-stable-decay (Hu et al., 2024, arXiv:2404.06395); without a decay ratio the decay begins
-where the warm-up ends. A schedule of another name has other defaults, and rules of its own for how
-many steps each phase has.
+Warmup-stable-decay (Hu et al., 2024, arXiv:2404.06395); without a decay ratio the decay starts
+where the warm-up ends. Other schedules have other defaults, and their own rules for the number of
+steps of each phase.
 """
 
 import math
@@ -40,9 +40,9 @@ class ScheduleConfig(Config):
     )
 
     def shares(self, steps: int) -> tuple[int, int]:
-        """How many of `steps` warm up, and how many decay; the rate is stable between them.
+        """Return the number of warm-up and of decay steps; the rate is stable between them.
 
-        The warm-up is at most all steps, and the decay at most what it leaves.
+        The warm-up takes at most all steps, and the decay at most the rest.
         """
         warmup = min(self.warmup_steps, steps)
         decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
@@ -66,10 +66,10 @@ SCHEDULES = Registry[type[ScheduleConfig]](
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """The multiplier of the peak learning rate for the 1-based `step` of a `steps`-long schedule.
+    """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`.
 
-    Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first
-    step to 1 just after its last, so no step is spent at rate zero when `min_lr_factor` is 0.
+    Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first step
+    to 1 just after its last, so no step has a rate of zero when `min_lr_factor` is 0.
     """
     warmup, decay = config.shares(steps)
     if step <= warmup:

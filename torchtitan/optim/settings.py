@@ -1,7 +1,7 @@
-"""What every optimizer's settings have in common.
+"""Settings shared by all optimizers.
 
-An optimizer is an update rule for all parameters, or one that hands some of them to other rules by
-their roles (`rule_for`). Groups of a recipe change the numbers of a rule, never the rule itself.
+An optimizer is an update rule for all parameters, or delegates some of them to other rules by role
+(`rule_for`). Groups of a recipe change the settings of a rule, never the rule itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,33 +14,33 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Size, Tensor
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.optim.matrices import Lying
 from torchtitan.optim.parameters import NamedParameter
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a function to the same function, compiled."""
+"""Function that compiles a function."""
 
 
 class UpdateRule(Config):
-    """How parameters are updated: settings, and what is made of them."""
+    """Settings of an update rule, and the optimizer built from them."""
 
     lr: float = Field(8e-4, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
 
     def options(self) -> dict[str, Any]:
-        """The numbers of an update, as the torch optimizer calls them; they may differ by group."""
+        """Return the options of an update by their torch names; they may differ by group."""
         return {"lr": self.lr, "weight_decay": self.weight_decay}
 
     def build(self, groups: "Sequence[ParameterGroup]") -> torch.optim.Optimizer:
-        """The optimizer over `groups`, each of which has a rule of this class."""
+        """Build the optimizer over `groups`, each of which has a rule of this class."""
         raise NotImplementedError
 
     def allocate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the state that `optimizer`, which has none, would find in its first update.
+        """Allocate the state that `optimizer`, which has none, would create in its first update.
 
-        This is for a state that starts with zeros and is made in the first update: it makes one at
-        a rate of zero. A rule whose state starts otherwise does it otherwise.
+        Takes a step at a rate of zero. Rules whose state does not start as zeros created in the
+        first update override this.
         """
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -57,44 +57,44 @@ class UpdateRule(Config):
             group["lr"] = rate
 
     def state_names(self) -> frozenset[str] | None:
-        """What it keeps of each parameter; None: only its first update tells."""
+        """Return the names of the state of each parameter; None if only known after an update."""
         return None
 
     def saved(self, state: Tensor) -> Tensor:
-        """What a checkpoint holds of a state: itself, or a tensor that any layout can load."""
+        """Return the checkpoint form of a state: itself, or a tensor that any layout can load."""
         return state
 
     def restore(self, state: Tensor, saved: Tensor) -> None:
-        """Take over what `saved` gave, after a checkpoint was read into it."""
+        """Restore a state from the tensor of `saved`, after a checkpoint was read into it."""
 
     def state_bytes(self, parameter_bytes: int) -> float:
-        """Of each parameter, at the least."""
+        """Return a lower bound on the bytes of state per parameter."""
         return 0.0
 
     def bytes_of(self, shape: Size, parameter_bytes: int, rows: int = 1, columns: int = 1) -> float:
-        """Of a tensor whose rows and columns are split over so many ranks: of one, at the least."""
+        """Return a lower bound on the bytes of state, sharded over `rows` and `columns`."""
         return shape.numel() * self.state_bytes(parameter_bytes) / (rows * columns)
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """Display name."""
         return type(self).__name__.removesuffix("Rule")
 
     @property
     def rounds_state(self) -> bool:
-        """Whether state is stored in fewer bits than it is computed in, so that layouts differ."""
+        """Whether state is stored in fewer bits than it is computed in; layouts then differ."""
         return False
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the update needs a compiler, whatever `[compile]` says."""
+        """Whether the update needs a compiler, regardless of `[compile]`."""
         return False
 
     def prepare(self, optimizer: torch.optim.Optimizer, compiled: "Compiled | None") -> None:
-        """Have what is costly in `optimizer`, which `build` gave, compiled; None: nothing is."""
+        """Compile the expensive parts of `optimizer`, built by `build`; None compiles nothing."""
 
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
-        """What to log at the start of `<parameter>.<state>` and the tensor of each, if anything."""
+        """Describe the states, given as `<parameter>.<state>` and tensor, for the initial log."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,22 +103,22 @@ class ParameterGroup:
 
     parameters: tuple[NamedParameter, ...]
     rule: UpdateRule
-    """With the numbers that hold for these."""
+    """Rule with the settings for these parameters."""
     stages: dist.ProcessGroup | None = None
-    """The ranks that hold the other parts of the model, if there are any."""
+    """Ranks that hold the other parts of the model, if any."""
 
     def options(self) -> dict[str, Any]:
-        """The group as a torch optimizer takes it."""
+        """Return the group in torch's format."""
         tensors = [parameter.tensor for parameter in self.parameters]
         return {"params": tensors, PEAK: self.rule.lr, **self.rule.options()}
 
 
 PEAK = "peak_lr"
-"""Key of a torch optimizer's group: its rate where the factor of the schedule is 1."""
+"""Key of a torch optimizer's group for the rate at a schedule factor of 1."""
 
 
 class GroupConfig(Config):
-    """Settings that differ for some parameters, each of which is in the first group it matches."""
+    """Settings that differ for some parameters; each parameter is in the first group it matches."""
 
     roles: tuple[str, ...] = Field(
         (),
@@ -143,7 +143,7 @@ class GroupConfig(Config):
         )
 
     def changes(self) -> dict[str, Any]:
-        """What it sets in place of the rule's settings, except for the learning rate."""
+        """Return the settings that replace the rule's, except for the learning rate."""
         return self.model_dump(exclude={"roles", "names", "lr_factor"}, exclude_none=True)
 
 
@@ -151,11 +151,11 @@ class OptimizerConfig(UpdateRule):
     """Settings of an optimizer; `name` picks the subclass, `build` makes the optimizer."""
 
     by_role: ClassVar[bool] = False
-    """Whether roles decide what updates a parameter."""
+    """Whether roles decide the rule of a parameter."""
     multiplies_matrices: ClassVar[bool] = False
-    """Whether its updates are products of matrices, which take a host long."""
+    """Whether its updates are matrix products, which are slow on a host."""
     sends: ClassVar[bool] = False
-    """Whether ranks that share parameters send each other something for an update."""
+    """Whether ranks that share parameters communicate for an update."""
 
     name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
@@ -175,16 +175,16 @@ class OptimizerConfig(UpdateRule):
 
     @property
     def logit_limit(self) -> float:
-        """Heads of attention are scaled down whose largest logit is above it; 0: none is."""
+        """Maximum attention logit, above which heads are scaled down; 0 disables scaling."""
         return 0.0
 
     @property
     def rounded_by(self) -> str:
-        """The key that says in what states are stored, where one does."""
+        """Key of the setting for the precision of states, if there is one."""
         return "state_dtype" if "state_dtype" in type(self).model_fields else "name"
 
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
-        """What updates a parameter: these settings, or those of a section within them."""
+        """Return the rule for a parameter: these settings, or those of a section within them."""
         return self
 
     def sent_bytes(
@@ -193,32 +193,32 @@ class OptimizerConfig(UpdateRule):
         lie: Callable[[NamedParameter], Lying],
         rank: int,
     ) -> Iterator[int]:
-        """Of an update, what a rank gives in each all-to-all of those that share `parameters`.
+        """Yield the bytes a rank sends in each all-to-all of an update of `parameters`.
 
         Raises:
-            NotImplementedError: where there are no formulas of what it sends.
+            NotImplementedError: if there are no formulas for the traffic.
         """
         if self.sends:
             raise NotImplementedError(f"there are no formulas of what {self.name} sends")
         return iter(())
 
-    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
-        """What is wrong with the settings, given all parameters of the model."""
+    def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+        """Find problems in the settings, given all parameters of the model."""
         return iter(())
 
     def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
-        """What it comes to for the parameters of a model, a line each, if that is not plain."""
+        """Return log lines on how the rule applies to the parameters, if that is not obvious."""
         return iter(())
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.offload_states and self.early_step_in_backward:
             message = (
                 "with self.early_step_in_backward, the backward would wait for the host's updates; "
                 "use false"
             )
             yield Problem("offload_states", message, ("early_step_in_backward",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.offload_states and self.multiplies_matrices:
             message = f"{self.name} multiplies matrices, for which the host is too slow; use false"
             yield Problem("offload_states", message, ("name",))
@@ -228,14 +228,14 @@ class OptimizerConfig(UpdateRule):
 
 
 class Implemented(UpdateRule):
-    """Settings of an optimizer that torch implements in three ways."""
+    """Settings of an optimizer with three implementations in torch."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = Field(
         "fused", description="Fused kernel, loop over lists of tensors, or loop over tensors."
     )
 
     def how(self) -> dict[str, bool]:
-        """The flags by which a torch optimizer picks its implementation."""
+        """Return the flags that select torch's implementation."""
         return {
             "fused": self.implementation == "fused",
             "foreach": self.implementation == "foreach",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
 from torchtitan.torch_private.optimizers import without_compiler
 
@@ -23,7 +23,7 @@ class SGDGroup(GroupConfig):
 class SGD(OptimizerConfig):
     """Gradient descent with optional momentum."""
 
-    # torch's fused SGD does not take the sharded parameters of FSDP.
+    # torch's fused SGD does not accept FSDP's sharded parameters.
     implementation: Literal["foreach", "for-loop"] = Field(
         "foreach", description="Loop over lists of tensors, or over tensors."
     )
@@ -34,8 +34,8 @@ class SGD(OptimizerConfig):
     momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         if self.nesterov and not self.momentum:
             yield Problem("nesterov", "it needs self.momentum > 0", ("momentum",))
 

@@ -1,4 +1,4 @@
-"""Turns a single-device model into this rank's part of a run, in one visible order."""
+"""Turns a single-device model into this rank's part of a parallel run, in one explicit order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,22 +62,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """This rank's parts of the model and what can be done with them."""
+    """This rank's parts of the model, and the passes through them."""
 
     parts: list[nn.Module]
     executor: Executor
     shard_batch: Callable[[Batch], Batch]
-    """From whole sequences to this rank's part of them."""
+    """Returns this rank's shard of a batch of whole sequences."""
     techniques: Sequence[Technique]
-    """Those that are on, in the order in which they do what they do around a pass."""
+    """Enabled techniques, in the order in which their hooks run."""
     auxiliary: AuxiliaryLosses
 
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        """Forward and backward of the microbatches of one step; gradients accumulate.
+        """Run forward and backward for the microbatches of one step, accumulating gradients.
 
         Args:
             batches: this rank's microbatches, of whole sequences.
-            count: 0-d, the units in the global batch.
+            count: number of units in the global batch (0-d).
 
         Returns:
             This rank's shares of the global means of the losses.
@@ -93,9 +93,9 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """This rank's share of the sum of the main loss over the units of `batches` (0-d).
+        """Return this rank's share of the sum of the main loss over `batches` (0-d).
 
-        There are as many batches as in a training step, each of the same size.
+        Expects as many batches as in a training step, each of the same size.
         """
         for technique in self.techniques:
             technique.before_pass()
@@ -106,9 +106,9 @@ class ParallelModel:
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Tensor | None:
-        """What the model makes of a batch, for people; all ranks call it together.
+        """Return the model's outputs for a batch; all ranks call it together.
 
-        None: no rank has the whole of it, as in a pipeline.
+        None if no rank has the whole outputs, as in a pipeline.
         """
         for technique in self.techniques:
             technique.before_pass()
@@ -118,26 +118,26 @@ class ParallelModel:
         return outputs
 
     def state(self) -> dict[str, Tensor]:
-        """What of the techniques a checkpoint has to keep, by name; it is this rank's alone."""
+        """Return the checkpoint state of all techniques on this rank, by name."""
         return {name: t for technique in self.techniques for name, t in technique.state().items()}
 
     def start_over(self) -> None:
-        """Have techniques replace a state that no checkpoint has; all ranks call it together."""
+        """Reset technique state that no checkpoint provides; all ranks call it together."""
         for technique in self.techniques:
             technique.start_over()
 
     def confirm(self) -> None:
-        """After the first step: log what became of what was asked for, or fail if nothing did."""
+        """Log what the techniques achieved in the first step; raise if one had no effect."""
         for technique in self.techniques:
             technique.confirm()
 
     def after_update(self) -> None:
-        """After each update, before anything looks at the weights."""
+        """Run the hooks of each update, before the weights are read."""
         for technique in self.techniques:
             technique.after_update()
 
     def after_step(self, step: int, is_last: bool) -> None:
-        """After each step."""
+        """Run the hooks that follow each step."""
         for technique in self.techniques:
             technique.after_step(step, is_last)
 
@@ -152,8 +152,8 @@ def parallelize(
 ) -> ParallelModel:
     """Apply every technique to `model`, in order; `timeline` measures forward and backward.
 
-    The order is policy: what is converted is cut, what is cut is split, recomputation is inside
-    what is compiled, and both are inside the unit that is gathered and reduced.
+    The order is policy: convert, cut into stages, split over tensor ranks, recompute, compile,
+    shard. Recomputation is thus compiled, and both are inside the unit of gathers and reductions.
     """
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
     tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
@@ -228,7 +228,7 @@ def _techniques(
     world: World,
     sharding: Sharding,
 ) -> Iterator[Technique]:
-    """Those that are on, in the order in which they act."""
+    """Yield the enabled techniques, in the order in which their hooks run."""
     blocks = sum(len(spec.all_blocks(part)) for part in parts)
     if layout.compile.cuda_graphs:
         yield cuda_graphs.Recorded()

@@ -2,11 +2,11 @@
 arXiv:1604.06174).
 
 `full` keeps only the input of each block. `selective` with a number k treats every k-th block of
-the model so; with "op" it treats every block, but keeps what is dear to recompute for its size:
-attention, every second matrix product, and a rank's part of what ranks add up (the measure of
-Korthikanti et al., 2022, arXiv:2205.05198, section 5).
+the model this way; with "op" it treats every block, but keeps what is expensive to recompute for
+its size: attention, every second matrix product, and a rank's part of a sum over ranks (the
+criterion of Korthikanti et al., 2022, arXiv:2205.05198, section 5).
 `memory_budget` leaves the choice to the compiler, which keeps what saves the most time within a
-part of the memory that keeping everything would take: a knapsack problem over the block's graph.
+fraction of the memory needed to keep everything: a knapsack problem over the block's graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from torchtitan.torch_private.compiler import (
 
 
 class ActivationCheckpointConfig(Config):
-    """Which activations are recomputed rather than kept."""
+    """Activation checkpointing: the activations to recompute in the backward pass."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = Field(
         "selective",
@@ -54,7 +54,7 @@ class ActivationCheckpointConfig(Config):
 
     @property
     def every(self) -> int:
-        """One block of so many is recomputed, the first among them; 0: none."""
+        """Interval between recomputed blocks, starting with the first; 0 disables recomputation."""
         if self.mode not in ("full", "selective"):
             return 0
         option = self.selective_ac_option
@@ -64,15 +64,15 @@ class ActivationCheckpointConfig(Config):
 def apply(
     blocks: Mapping[str, nn.Module], order: Sequence[str], config: ActivationCheckpointConfig
 ) -> list[str]:
-    """Replace the forward of the blocks that `config` picks; parameter names stay as they are.
+    """Replace the forward of the blocks selected by `config`, without renaming parameters.
 
     Args:
-        blocks: those of this part of the model, by name.
-        order: the names of all blocks of the model, so that the choice is the same however it is
-            cut into parts.
+        blocks: blocks of this part of the model, by name.
+        order: names of all blocks of the model, so that the choice does not depend on the
+            pipeline stages.
 
     Returns:
-        The names of the blocks that recompute.
+        The names of the recomputed blocks.
     """
     set_activation_memory_budget(config.memory_budget if config.mode == "memory_budget" else 1.0)
     chosen = set(order[:: config.every]) if config.every else set()
@@ -86,7 +86,7 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
     context: dict[str, Any] = {"context_fn": _keep_dear_operators} if by_operator else {}
     forward = block.forward
 
-    # A function of ours, since the compiler would pass over a `partial` of one of torch's.
+    # A function of our own: the compiler would skip a `partial` of one of torch's.
     def recomputed(*inputs: Tensor | None) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False, **context)
 
@@ -94,9 +94,9 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
 
 
 def _keep_dear_operators() -> Any:
-    """Contexts of one block's forward and recomputation.
+    """Create the contexts of one block's forward and recomputation.
 
-    The counter of matrix products is theirs alone, so no block's choice depends on another's.
+    Each block counts its own matrix products, so its choice does not depend on other blocks.
     """
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
@@ -107,7 +107,7 @@ def _keep_dear_operators() -> Any:
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torchtitan.context_attention.default,
         torch.ops.torchtitan.largest_logits.default,
-        # A rank's part of a sum is small, and every rank waits for it; a gathered whole is large.
+        # A reduce-scatter's output is small and blocks every rank; an all-gather's is large.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
     seen = {"forward": 0, "recompute": 0}

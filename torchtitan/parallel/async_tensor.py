@@ -1,10 +1,10 @@
-"""Asynchronous tensor parallelism: what ranks send each other travels while they multiply.
+"""Asynchronous tensor parallelism: communication overlaps with matrix products.
 
-Where a whole is gathered for a matrix product, or its result reduced and scattered, the two are cut
-into pieces: one piece is multiplied while the next is on its way (Wang et al., 2023, "Overlap
+An all-gather before a matrix product, or a reduce-scatter after it, is decomposed with the product
+into pieces: one piece is multiplied while the next is in transit (Wang et al., 2023, "Overlap
 Communication with Dependent Computation via Decomposition", doi:10.1145/3567955.3567959). Inductor
-finds such pairs in a compiled graph and puts operators over SymmetricMemory in their place. Where
-it finds none it says nothing, so the operators in the graphs are counted here.
+finds such pairs in a compiled graph and replaces them by operators over SymmetricMemory. It is
+silent when it finds none, so the fused operators are counted here.
 """
 
 import operator
@@ -24,17 +24,17 @@ from torchtitan.torch_private.graphs import enable_symmetric_memory, fuse_tensor
 
 
 def enable(group: ProcessGroup) -> None:
-    """Fuse in every block compiled from now on what the ranks of `group` (tp) send each other."""
+    """Fuse the collectives of `group` (tp) in every block compiled after this call."""
     enable_symmetric_memory(group)
     fuse_tensor_parallelism(show_gathers, count, __file__)
 
 
 def show_gathers(graph: Graph) -> None:
-    """Write the all-gathers of a batch of one as the compiler's patterns expect them.
+    """Rewrite the all-gathers of a batch of one in the form that the compiler's patterns match.
 
-    What arrives is (ranks, S, D). To gather it along the second dim is to split it and to join the
-    pieces there, and this is what is looked for; but torch knows that for one sequence a view,
-    (1, ranks * S, D), does the same.
+    The gathered tensor is (ranks, S, D). The patterns match a gather along the second dim as a
+    split and a concatenation there; for one sequence torch uses the equivalent view
+    (1, ranks * S, D).
     """
     aten, collectives = torch.ops.aten, torch.ops._c10d_functional
     for view in graph.find_nodes(op="call_function", target=aten.reshape.default):
@@ -55,7 +55,7 @@ def show_gathers(graph: Graph) -> None:
 
 
 def _call(graph: Graph, function: Callable[..., Any], *arguments: Any) -> Node:
-    """A new node, with what it gives on tensors that have a shape but no values."""
+    """Return a new node, with its output on fake tensors as metadata."""
     node = graph.call_function(function, arguments)
     node.meta["val"] = function(*map_arg(arguments, lambda argument: argument.meta["val"]))
     return node
@@ -67,40 +67,40 @@ FUSED = GATHERS | SCATTERS
 
 
 def count(graph: Graph) -> None:
-    """Count the fused operators of a graph among what the compiler counts.
+    """Add the fused operators of a graph to the compiler's counters.
 
-    It keeps those numbers with a graph in its cache, so they are right after a restart too.
+    The compiler caches its counters with each graph, so they are correct after a restart too.
     """
     counts = compiler_counts()["inductor"]
     counts.update(str(node.target) for node in graph.nodes if str(node.target) in FUSED)
 
 
 class Fused(NamedTuple):
-    """How many operators of each kind stand in compiled graphs, forward and backward."""
+    """Numbers of fused operators in compiled graphs, forward and backward."""
 
     gathers: int
     scatters: int
 
 
 def fused() -> Fused:
-    """What this process has fused so far."""
+    """Return the numbers of operators that this process has fused so far."""
     counts = compiler_counts()["inductor"]
     return Fused(*(sum(counts[name] for name in names) for names in (GATHERS, SCATTERS)))
 
 
 @dataclass(frozen=True)
 class Overlap(Technique):
-    """Asynchronous tensor parallelism, after the first step."""
+    """Check after the first step that asynchronous tensor parallelism took effect."""
 
     def confirm(self) -> None:
         confirm()
 
 
 def confirm() -> None:
-    """Log what was fused; after a step, not before, and on a rank that has blocks.
+    """Log the number of fused operators; call it after a step, on ranks that have blocks.
 
     Raises:
-        RuntimeError: if the compiler left out the all-gathers or the reduce-scatters.
+        RuntimeError: if the compiler fused no all-gathers or no reduce-scatters.
     """
     found = fused()
     said = (

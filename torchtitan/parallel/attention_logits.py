@@ -1,9 +1,9 @@
-"""The largest logit of each head of attention in a step, for what limits it (`optim.qk_clip`).
+"""The largest attention logit of each head in a step, for `optim.qk_clip`, which limits it.
 
-A logit is q k' / sqrt(E), what the softmax of attention is of. Kernels of attention keep none, so
-they are made once more, a tile of the S x S at a time, without a gradient. What counts are logits
-of keys that a query attends to, in all microbatches of a step; a maximum does not mind that a
-block is computed again in the backward.
+A logit is q k' / sqrt(E), an input of attention's softmax. Attention kernels do not keep logits, so
+they are computed again, one tile of the S x S at a time, without a gradient. Only logits of keys
+that a query attends to count, over all microbatches of a step; recomputing a block in the backward
+does not change a maximum.
 
 Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value heads, E head dim.
 """
@@ -22,13 +22,13 @@ from torchtitan.parallel.world import World
 from torchtitan.torch_private.collectives import process_group
 
 TILE = 2**24
-"""Logits that are in memory at a time: 64 MiB."""
+"""Number of logits in memory at a time: 64 MiB."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class LargestLogits:
-    """Watches all attentions of a model while they are trained."""
+    """Records the largest logits of all attention modules during training."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class LargestLogits:
     ) -> None:
         """
         Args:
-            parts: this rank's, of the model.
-            heads: how many of queries there are, by module that attends, in all stages.
+            parts: this rank's parts of the model.
+            heads: number of query heads of each attention module, in all stages.
         """
         self.world, self.places, begin = world, dict[str, slice](), 0
         for name, count in heads.items():
@@ -49,7 +49,7 @@ class LargestLogits:
         device, tensor_rank = world.device.torch_device, world.groups["tp"].rank()
         self.mine: list[tuple[slice, Tensor]] = []
         self.all = torch.empty(begin, device=device)
-        """(heads of the model,) in float32."""
+        """Maxima of shape (heads of the model,), in float32."""
         for part in parts:
             for name, module in attentions(part):
                 place, own = self.places[name], heads[name] // world.degrees.tp
@@ -59,12 +59,12 @@ class LargestLogits:
                 module.core = Watched(module.core, largest, world, parallelism)
 
     def begin(self) -> None:
-        """Forget what was seen."""
+        """Reset the maxima."""
         for _, largest in self.mine:
             largest.fill_(-torch.inf)
 
     def agree(self) -> Tensor:
-        """Of each head of the model, over all ranks' tokens: (heads,), the same on all ranks."""
+        """Return the maximum of each head over all ranks' tokens: (heads,), equal on all ranks."""
         self.all.fill_(-torch.inf)
         for place, largest in self.mine:
             self.all[place] = largest
@@ -72,19 +72,19 @@ class LargestLogits:
 
 
 def attentions(part: nn.Module) -> Iterable[tuple[str, SelfAttention]]:
-    """Those of a model, or of a part of it, each with the name of the module that it is in."""
+    """Yield the attention modules of a model or a part of it, with their parents' names."""
     for name, module in part.named_modules():
         if isinstance(module, SelfAttention):
             yield name.rpartition(".")[0], module
 
 
 class Watched:
-    """The core of an attention, and the largest logits that it saw."""
+    """Attention core that records its largest logits."""
 
     def __init__(
         self, core: Core, largest: Tensor, world: World, parallelism: ParallelismConfig
     ) -> None:
-        """`largest` (H,) is written to."""
+        """Update `largest` (H,) in place on each call."""
         self.core, self.largest = core, largest
         is_split = world.degrees.cp > 1
         self.group = world.groups["cp"].group_name if is_split else ""
@@ -92,7 +92,7 @@ class Watched:
         self.balancing = parallelism.context_parallel_load_balancer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled():  # else it is evaluated
+        if torch.is_grad_enabled():  # not in evaluation
             found = largest_logits(
                 *(q.detach(), k.detach(), documents),
                 *(self.group, self.rotation, self.balancing),
@@ -106,17 +106,17 @@ class Watched:
 def largest_logits(
     q: Tensor, k: Tensor, documents: Tensor | None, group_name: str, rotation: str, balancing: str
 ) -> Tensor:
-    """The largest logit of each of this rank's query heads, over its queries: (H,), in float32.
+    """Return the largest logit of each of this rank's query heads: (H,), in float32.
 
-    It is an operator so that a compiled block can contain it and recomputation can spare it.
+    It is an operator so that compiled blocks can contain it and recomputation can skip it.
 
     Args:
         q: (B, H, S, E).
         k: (B, K, S, E); each serves H/K query heads.
-        documents: (B, whole sequence) int64, the document of each token; None: all are one.
-        group_name: name of the group whose ranks share the sequence; empty: there is none.
-        rotation: how keys of other ranks come, a key of `ROTATIONS`.
-        balancing: how `context.shard` cut the sequence.
+        documents: (B, whole sequence) int64, the document of each token; None: a single document.
+        group_name: name of the group whose ranks share the sequence; empty if there is none.
+        rotation: exchange of keys between ranks, a key of `ROTATIONS`.
+        balancing: the partitioning used by `context.shard`.
     """
     group = process_group(group_name) if group_name else None
     rank, cut = (group.rank(), Cut(group.size(), balancing)) if group else (0, Cut(1, balancing))
@@ -149,7 +149,7 @@ def _largest(
     of_queries: Tensor | None,
     of_keys: Tensor | None,
 ) -> Tensor:
-    """Of all queries of a tile; if `causal`, query i sees keys up to i. Documents are (B, S)."""
+    """Return each head's maximum (H,); documents are (B, S); if causal, query i sees keys to i."""
     (batch, heads, queries, dim), (groups, keys) = q.shape, k.shape[1:3]
     largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
     k = k.float().mT  # (B, K, E, keys)

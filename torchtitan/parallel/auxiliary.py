@@ -1,10 +1,10 @@
-"""Losses beside the main one: those of blocks (`torchtitan.models.output.AuxiliaryLoss`), and those
-that a recipe adds (`torchtitan.auxiliary`).
+"""Auxiliary losses, from blocks (`torchtitan.models.output.AuxiliaryLoss`) and from the recipe
+(`torchtitan.auxiliary`).
 
-A block may be on a stage of a pipeline that knows no loss. So its own joins the gradient where it
-is: what the block hands on passes unchanged, and in the backward the loss gets the gradient that it
-has in the total, weight / (units of the global batch). So does one that is made of the outputs: it
-joins that of the main loss.
+A block may be on a pipeline stage that computes no loss. Its auxiliary loss therefore enters the
+gradient at the block: the block's output passes through unchanged, and in the backward the loss
+receives its gradient in the total, weight / (units of the global batch). A loss of the outputs does
+the same at the main loss.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ from torchtitan.torch_private.autograd import is_in_backward
 
 
 class _WithGradient(torch.autograd.Function):
-    """`x`, from whose backward `total` gets `scale` as its gradient."""
+    """Identity of `x` whose backward passes `scale` to `total` as its gradient."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, total: Tensor, scale: Tensor) -> Tensor:
         context.save_for_backward(scale.to(total.dtype))
-        return x.data  # no view: one that leaves a stage cannot be detached there
+        return x.data  # not a view: a stage cannot detach one
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -36,13 +36,13 @@ class _WithGradient(torch.autograd.Function):
 
 
 class AuxiliaryLosses:
-    """Those of this rank's parts of a model, summed up over the microbatches of a step."""
+    """Auxiliary losses of this rank's parts of a model, summed over the microbatches of a step."""
 
     def __init__(self, names: Sequence[str], configs: Iterable[AuxiliaryLossConfig] = ()) -> None:
         """
         Args:
-            names: those of the whole model, so that all ranks report the same.
-            configs: what a recipe adds, some of which is in the model.
+            names: names of all auxiliary losses of the model, so that all ranks report the same.
+            configs: losses that the recipe adds, some of which are in the model.
         """
         self.configs = list(configs)
         self.sums: dict[str, Tensor] | None = None
@@ -57,11 +57,11 @@ class AuxiliaryLosses:
     def attach(
         self, parts: Iterable[nn.Module], blocks: Iterable[nn.Module], group: ProcessGroup | None
     ) -> None:
-        """Have the modules of these parts report here.
+        """Collect the auxiliary losses of the modules in `parts`.
 
         Args:
-            blocks: those of them whose losses are of this rank's part of a sequence.
-            group: ranks with the other parts (tp), if there are any.
+            blocks: modules whose losses cover only this rank's part of a sequence.
+            group: ranks with the other parts of the sequence (tp), if any.
         """
         for module in (module for part in parts for module in auxiliary_losses(part)):
             module.core = self._add
@@ -71,16 +71,16 @@ class AuxiliaryLosses:
             self.partial = sorted({module.name for module in inside})
 
     def begin(self, step: int) -> None:
-        """The weights of this step."""
+        """Set the weights for this step."""
         for config in self.configs:
             self.weights |= config.weights(step)
 
     @contextmanager
     def recording(self, count: Tensor) -> Iterator[dict[str, Tensor]]:
-        """For the passes of a step with `count` units in its global batch.
+        """Record losses during the passes of a step with `count` units in its global batch.
 
-        Afterwards, what it gave has this rank's shares: of each by name, and as "loss" of all of
-        them times their weights.
+        On exit the yielded dict has this rank's share of each loss by name, and of their weighted
+        sum as "loss".
         """
         shares: dict[str, Tensor] = {}
         zero = torch.zeros((), dtype=torch.float32, device=count.device)
@@ -96,31 +96,31 @@ class AuxiliaryLosses:
             self.sums = None
 
     def _add_up_parts(self, *sums: dict[str, Tensor]) -> None:
-        """Make those of parts of sequences sums of the whole."""
+        """Sum the losses of parts of sequences over the ranks that share them."""
         mine = torch.stack([each[name] for each in sums for name in self.partial])
         dist.all_reduce(mine, group=self.group)
         for each, totals in zip(sums, mine.chunk(len(sums)), strict=True):
             each.update(zip(self.partial, totals, strict=True))
 
     def add(self, name: str, loss: Tensor, total: Callable[[], Tensor]) -> Tensor:
-        """The main loss, with the gradient of another beside it.
+        """Return the main loss, with the gradient of an auxiliary loss attached.
 
         Args:
-            loss: of a microbatch (0-d).
-            total: gives the sum of the other over the same units (0-d).
+            loss: main loss of a microbatch (0-d).
+            total: returns the sum of the auxiliary loss over the same units (0-d).
         """
         weight = self.weights[name]
         with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):
             return loss if self.sums is None else self._join(name, weight, loss, total())
 
     def _add(self, loss: AuxiliaryLoss, x: Tensor, total: Tensor) -> Tensor:
-        if self.sums is None:  # nothing is trained
+        if self.sums is None:  # not training
             return x
         return self._join(loss.name, self.weights.get(loss.name, loss.weight), x, total)
 
     def _join(self, name: str, weight: float, x: Tensor, total: Tensor) -> Tensor:
         assert self.sums is not None
-        if not is_in_backward():  # else it is computed again, and is counted already
+        if not is_in_backward():  # a recomputation is already counted
             self.sums[name] += total.detach()
             self.weighted[name] += weight * total.detach() if weight else 0.0
         if not weight:

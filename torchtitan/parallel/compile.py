@@ -1,8 +1,8 @@
 """`torch.compile` block by block: blocks are alike, so one compilation serves them all.
 
-What is compiled is a block's forward, recomputation and tensor parallelism included; the hooks that
-gather and reduce its parameters stay outside. With a way to shard that has none
-(`ShardingConfig.in_graph`), the whole model can be one graph.
+A block's forward is compiled, with recomputation and tensor parallelism; the hooks that gather and
+reduce its parameters stay outside. With a sharding that has no hooks (`ShardingConfig.in_graph`),
+the whole model can be one graph.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from torchtitan.config import Config, PlannedWorld, Problem, local_path
+from torchtitan.config import Config, Context, Problem, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.parallel.technique import Technique
@@ -30,7 +30,7 @@ Granularity = Literal["block", "model"]
 
 
 class CompileConfig(Config):
-    """What is compiled."""
+    """Compilation of the model and the loss."""
 
     enable: bool = Field(False, description="Compile the model's blocks and the loss.")
     components: tuple[Component, ...] = Field(
@@ -60,7 +60,8 @@ class CompileConfig(Config):
         "waits for Python; not with FSDP2, pipelines or accumulation.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
+        world = context.world
         if self.enable and not self.components:
             message = "with self.enable = true, wanted at least one of model, loss"
             yield Problem("components", message, ("enable",))
@@ -86,7 +87,7 @@ class CompileConfig(Config):
 
 
 def prepare(config: CompileConfig) -> None:
-    """Before anything is compiled; what is, is kept, or taken from where it was kept."""
+    """Set up counters and the cache of compiled graphs; call it before anything is compiled."""
     if config.compiles("model"):
         counts_once_where_recomputed()
     if config.enable and config.backend == "inductor":
@@ -97,10 +98,10 @@ def prepare(config: CompileConfig) -> None:
 def apply(
     modules: Iterable[nn.Module], config: CompileConfig, options: dict[str, Any] | None = None
 ) -> None:
-    """Compile the forward of each of `modules`; parameter names stay as they are.
+    """Compile the forward of each of `modules`, without renaming parameters.
 
     Args:
-        options: of the backend, as torch.compile takes them.
+        options: backend options for `torch.compile`.
     """
     if config.compiles("model"):
         for module in modules:
@@ -110,7 +111,7 @@ def apply(
 def compiled(
     function: Callable[..., Any], config: CompileConfig, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """`function`, which is compiled when first called, and again for other shapes."""
+    """Return `function` compiled on its first call, and again for each new shape."""
     recorded = {"triton.cudagraphs": True} if config.cuda_graphs else {}
     return torch.compile(
         function,
@@ -122,7 +123,7 @@ def compiled(
 
 
 class Watch(Technique):
-    """Tells what the compiler made of this rank's part, and when it has to compile again."""
+    """Reports graphs, graph breaks and recompilations of this rank's part of the model."""
 
     def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:
         self.config, self.blocks, self.has_loss = config, blocks, has_loss
@@ -130,7 +131,7 @@ class Watch(Technique):
         self.seen: set[str] = set()
 
     def after_step(self, step: int, is_last: bool) -> None:
-        """Report after two steps, or the last; later, warn of what was compiled after that."""
+        """Report after two steps or the last; warn of recompilations after that."""
         self.steps += 1
         if self.steps > 2:
             for name, compilation in compilations().items():
@@ -142,7 +143,7 @@ class Watch(Technique):
 
 
 def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
-    """Log what the compiler made of this rank's blocks and loss, and what came from its cache."""
+    """Log the graphs of this rank's blocks and loss, with cache hits, breaks and recompilations."""
     what = "the model" if config.granularity == "model" else _number(blocks, "block")
     parts = [what] * config.compiles("model")
     parts += ["the loss"] * (config.compiles("loss") and has_loss)

@@ -1,16 +1,16 @@
 """Context parallelism: each rank holds a part of every sequence, and attention spans the ranks.
 
-A rank keeps its queries, and the keys and values of the others come to it. Attention over one
-rank's keys gives an output o and the log-sum-exp l of its scores; two such parts merge exactly, in
-any order, to l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 + exp(l2 - l) o2. In the backward a
-part needs only the merged o and l for its share of the gradients (Ring Attention with Blockwise
-Transformers, Liu et al., 2023, arXiv:2310.01889).
+A rank keeps its queries and receives the keys and values of the others. Attention over one rank's
+keys gives an output o and the log-sum-exp l of its scores; two such results merge exactly, in any
+order, to l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 + exp(l2 - l) o2. In the backward, each
+part needs only the merged o and l to compute its share of the gradients (Ring Attention with
+Blockwise Transformers, Liu et al., 2023, arXiv:2310.01889).
 
-The causal mask would leave the last rank all the work and the first hardly any. With `headtail`
-a sequence is cut into two chunks a rank, and rank r of n takes chunk r and its mirror 2n - 1 - r
-(the aim of Striped Attention, Brandon et al., 2023, arXiv:2311.09431, in larger pieces). Then the
-keys of another rank are seen by all queries in their first half, if that rank comes before, or
-else as a whole by the second half of the queries: one rectangle a rank, the same size for all.
+Under the causal mask, contiguous parts would give the last rank the most work and the first hardly
+any. With `headtail` a sequence is cut into two chunks per rank, and rank r of n takes chunk r and
+its mirror 2n - 1 - r (the aim of Striped Attention, Brandon et al., 2023, arXiv:2311.09431, in
+larger pieces). All queries then attend to the first half of the keys of an earlier rank, and the
+second half of the queries to all keys of a later one: one rectangle per rank, all of equal size.
 
 Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value heads, E head dim.
 """
@@ -32,7 +32,7 @@ from torchtitan.torch_private.collectives import all_gather, process_group
 
 
 def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: Balancing) -> int:
-    """Let every attention of `model` span the ranks of `group`; returns how many there are."""
+    """Make all attention modules of `model` span the ranks of `group`; return their number."""
     assert group.size() > 1, "one rank has the whole sequence"
     name = group.group_name
 
@@ -48,15 +48,15 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
 
 
 def shard(batch: Batch, rank: int, size: int, balancing: Balancing) -> Batch:
-    """One rank's part of the sequences."""
+    """Return one rank's part of the sequences."""
     return batch if size == 1 else batch.shard(partial(Cut(size, balancing).part, rank=rank))
 
 
 def following(x: Tensor, group: ProcessGroup, balancing: Balancing) -> Tensor:
-    """Of each position what stands at the next one of the whole sequence; zeros after the last.
+    """Return the values at each position's successor in the whole sequence; zeros after the last.
 
     Args:
-        x: (B, S, D), this rank's part, without a gradient.
+        x: this rank's part (B, S, D), without a gradient.
     """
     cut = Cut(group.size(), balancing)
     pieces = x.chunk(len(cut.owned(group.rank())), dim=1)
@@ -74,7 +74,7 @@ def following(x: Tensor, group: ProcessGroup, balancing: Balancing) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Queries of one rank that attend to keys of another; if `causal`, each up to its own place."""
+    """Queries of one rank and keys of another; if `causal`, each attends up to its own position."""
 
     queries: slice
     keys: slice
@@ -83,30 +83,30 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a sequence is divided among `size` ranks."""
+    """Partitioning of a sequence among `size` ranks."""
 
     size: int
     balancing: str
 
     @property
     def chunks(self) -> int:
-        """Number of equal pieces; the length of a sequence is a multiple of it."""
+        """Number of equal pieces, which divides the length of a sequence."""
         return self.size if self.balancing == "none" or self.size == 1 else 2 * self.size
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """What `rank` has of `whole` (B, whole sequence): (B, S)."""
+        """Return the part of `whole` (B, whole sequence) that `rank` owns: (B, S)."""
         assert whole.shape[1] % self.chunks == 0, f"{whole.shape[1]} not in {self.chunks} chunks"
         pieces = whole.chunk(self.chunks, dim=1)
         return torch.cat([pieces[index] for index in self.owned(rank)], dim=1)
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """Which of the pieces a rank has, in order."""
+        """Return the indices of a rank's pieces, in order."""
         return (rank,) if self.chunks == self.size else (rank, self.chunks - 1 - rank)
 
     def tile(self, rank: int, owner: int, length: int) -> Tile | None:
-        """What the queries of `rank` see of the keys of `owner`, both `length` long, if anything.
+        """Return the queries of `rank` that attend to keys of `owner`, both `length` long, if any.
 
-        The parts keep the order of the sequence, so a rank sees itself as a whole sequence does.
+        Parts keep the order of the sequence, so a rank's own tile is an ordinary causal one.
         """
         whole, half = slice(0, length), length // 2
         if owner == rank:
@@ -120,10 +120,10 @@ class Cut:
     def bias(
         self, documents: Tensor | None, tile: Tile, rank: int, owner: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """What to add to the scores of a tile to keep documents apart: (B, 1, queries, keys).
+        """Return the additive mask that separates documents in a tile: (B, 1, queries, keys).
 
-        It is finite: a query that sees no key of a tile then has a log-sum-exp so low that nothing
-        of its output is left after merging; kernels differ on what follows from minus infinity.
+        It is finite: a query that attends to no key of a tile gets a log-sum-exp so low that its
+        output vanishes in the merge; kernels differ in their results for minus infinity.
         """
         if documents is None:
             return None
@@ -136,7 +136,7 @@ class Cut:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What attention is summed in."""
+    """Return the dtype in which attention is accumulated: float32 or wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -150,17 +150,17 @@ def context_attention(
     rotation: str,
     balancing: str,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of this rank's queries to the keys of all ranks of a group.
+    """Compute causal attention of this rank's queries to the keys of all ranks of a group.
 
-    It is an operator so that a compiled block can contain it and recomputation can spare it.
+    It is an operator so that compiled blocks can contain it and recomputation can skip it.
 
     Args:
         q: (B, H, S, E).
         k, v: (B, K, S, E); each serves H/K query heads.
-        documents: (B, whole sequence) int64, the document of each token; None: all are one.
+        documents: (B, whole sequence) int64, the document of each token; None: a single document.
         group_name: name of the process group.
         rotation: a key of `ROTATIONS`.
-        balancing: how `shard` cut the sequence.
+        balancing: the partitioning used by `shard`.
 
     Returns:
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in fp32.
@@ -205,10 +205,10 @@ def context_attention_backward(
     rotation: str,
     balancing: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q, and of k and v as one tensor (2, B, K, S, E).
+    """Compute the gradients of q, and of k and v as one tensor (2, B, K, S, E).
 
-    Keys and values travel once more, since keeping those of all ranks would cost the memory that
-    splitting the sequence saved. Gradients travel and are summed in fp32.
+    Keys and values are exchanged again, since keeping all ranks' would cost the memory that
+    splitting the sequence saved. Gradients are sent and summed in fp32.
     """
     group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)

@@ -1,8 +1,8 @@
-"""How the keys and values of a group's ranks come to each of them, and their gradients go back.
+"""Exchange of keys and values among the ranks of a group, and the return of their gradients.
 
-All at once it takes one collective each way, and memory for those of the whole sequence. Around a
-ring a rank holds two ranks' at a time, and the next are on their way while it computes (Ring
-Attention with Blockwise Transformers, Liu et al., 2023, arXiv:2310.01889).
+`allgather` takes one collective each way, and memory for the keys and values of the whole sequence.
+Around a `ring`, a rank holds those of two ranks at a time, and the next arrive while it computes
+(Ring Attention with Blockwise Transformers, Liu et al., 2023, arXiv:2310.01889).
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from torch.distributed import ProcessGroup
 from torchtitan.torch_private.collectives import all_gather, reduce_scatter
 
 Owned = Iterator[tuple[int, Tensor]]
-"""Each rank of a group with its keys and values, or their gradient: (2, B, K, S, E)."""
+"""Pairs of a rank and its keys and values, or their gradient: (2, B, K, S, E)."""
 
 
 class _Exchange:
-    """A tensor on its way to the next rank of the ring, and its like from the previous one."""
+    """Asynchronous send to the next rank of the ring and receive from the previous one."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
-        self.sent = tensor  # kept until it has left
+        self.sent = tensor  # kept alive until it is sent
         self.received = torch.empty_like(tensor)
         self.works = dist.batch_isend_irecv(
             [
@@ -39,7 +39,7 @@ class _Exchange:
 
 
 def _gather(kv: Tensor, group: ProcessGroup) -> Owned:
-    """Every rank's keys and values, fetched at once; this rank's first."""
+    """Yield every rank's keys and values, gathered at once; this rank's first."""
     rank, size = group.rank(), group.size()
     whole = all_gather(kv, group)
     for step in range(size):
@@ -48,7 +48,7 @@ def _gather(kv: Tensor, group: ProcessGroup) -> Owned:
 
 
 def _scatter(gradients: Owned, group: ProcessGroup) -> Tensor:
-    """The gradient of this rank's keys and values, summed over all ranks at once."""
+    """Return the gradient of this rank's keys and values, summed over all ranks at once."""
     whole: Tensor | None = None
     for owner, gradient in gradients:
         if whole is None:
@@ -59,7 +59,7 @@ def _scatter(gradients: Owned, group: ProcessGroup) -> Tensor:
 
 
 def _circulate(kv: Tensor, group: ProcessGroup) -> Owned:
-    """Every rank's keys and values, this rank's first; the next arrive while these are used."""
+    """Yield every rank's keys and values, this rank's first, while the next are received."""
     rank, size = group.rank(), group.size()
     for step in range(size):
         arriving = _Exchange(kv, group) if step < size - 1 else None
@@ -69,10 +69,10 @@ def _circulate(kv: Tensor, group: ProcessGroup) -> Owned:
 
 
 def _return(gradients: Owned, group: ProcessGroup) -> Tensor:
-    """The gradient of this rank's keys and values, summed on its way around the ring.
+    """Return the gradient of this rank's keys and values, accumulated around the ring.
 
-    It follows them one step behind: each rank adds its share and passes it on, the last to the
-    owner, whose own share never leaves.
+    It follows them one step behind: each rank adds its share and sends it on, the last to the
+    owner, which adds its own share.
     """
     _, own = next(gradients)
     arriving: _Exchange | None = None
@@ -84,5 +84,5 @@ def _return(gradients: Owned, group: ProcessGroup) -> Tensor:
     return own + arriving.wait()
 
 
-# How keys and values come, and how their gradients go back.
+# Pairs of functions: fetch keys and values, return their gradients.
 ROTATIONS = {"allgather": (_gather, _scatter), "ring": (_circulate, _return)}

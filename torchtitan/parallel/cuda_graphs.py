@@ -1,9 +1,9 @@
 """Compiled graphs that are recorded once and replayed, so that no kernel waits for Python.
 
-A recording repeats the same kernels on the same addresses. Inductor copies a batch to where the
-recording reads it, but expects parameters to stay where they are; and what a graph gives, gradients
-included, lies in memory that the next pass writes again (torch's documentation, "CUDAGraph Trees").
-So what moves parameters, or adds up gradients over several passes, is refused.
+A recording replays the same kernels on the same addresses. Inductor copies each batch to the
+recorded addresses, but expects parameters to keep theirs; and the outputs of a graph, gradients
+included, are in memory that the next pass overwrites (torch's documentation, "CUDAGraph Trees").
+Features that move parameters, or accumulate gradients over several passes, are therefore refused.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Recorded(Technique):
     """Passes that are recorded as CUDA graphs."""
 
     def before_pass(self) -> None:
-        """Tell that what the last pass gave is read: its memory may be written again.
+        """Mark the outputs of the last pass as consumed: their memory may be overwritten.
 
-        Blocks are graphs of their own; left alone, torch would take each of them for a pass.
+        Each block is a graph of its own, which torch would otherwise take for a whole pass.
         """
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 

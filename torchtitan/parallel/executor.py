@@ -1,4 +1,4 @@
-"""Computes with the parts of a model that this rank has: the whole, or the stages of a pipeline."""
+"""Runs the parts of a model that this rank has: the whole model, or its pipeline stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
 
 Losses = dict[str, Tensor]
-"""Shares of this rank in global means, by name (0-d, detached): the ranks of `loss` add them up.
+"""This rank's shares of global means, by name (0-d, detached), to be summed over the `loss` ranks.
 
-"loss" is what is trained on, and `loss/<name>` an auxiliary one."""
+"loss" is the training objective, and `loss/<name>` an auxiliary loss."""
 
 
 class Executor(Protocol):
-    """Computes with the parts of a model."""
+    """Interface for forward and backward passes through this rank's parts of a model."""
 
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses: ...
     def evaluate(self, batches: Sequence[Batch]) -> Tensor: ...
@@ -29,11 +29,11 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class SingleStage:
-    """A model that is whole on every rank, as far as the pipeline is concerned."""
+    """Executor of a model that is not split into pipeline stages."""
 
     model: nn.Module
     loss: LossFunction | None
-    """None: the model gives it."""
+    """Loss of the outputs; None: the model computes its own."""
     sharding: Sharding
     auxiliary: AuxiliaryLosses
     timeline: Timeline
@@ -54,7 +54,7 @@ class SingleStage:
         return torch.stack([self._loss(batch) for batch in batches]).sum()
 
     def outputs(self, batch: Batch) -> Tensor | None:
-        """What the model makes of a batch."""
+        """Return the model's outputs for a batch."""
         return cast(Tensor, self.model(batch.inputs, **batch.context()))
 
     def _loss(self, batch: Batch) -> Tensor:

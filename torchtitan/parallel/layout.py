@@ -1,4 +1,4 @@
-"""Every choice about how a model is laid out, and what follows from several of them."""
+"""The layout of a model: all settings of its parallelism, and properties derived from several."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from torchtitan.tasks.task import LossFunction
 
 @dataclass(frozen=True)
 class Layout:
-    """Every choice about how a model is laid out and computed."""
+    """All settings of how a model is distributed and computed."""
 
     parallelism: ParallelismConfig
     precision: Precision
@@ -47,18 +47,18 @@ class Layout:
 
     @property
     def reshard(self) -> ReshardPolicy:
-        """Under a pipeline a stage is used by one microbatch after the other: it stays gathered."""
+        """Policy in effect: a pipeline stage stays gathered, since microbatches use it in turn."""
         chosen = self.parallelism
         default = chosen.fsdp_reshard_after_forward == "default"
         in_pipeline = chosen.pipeline_parallel_degree > 1
         return "never" if in_pipeline and default else chosen.fsdp_reshard_after_forward
 
     def shards(self, degrees: Degrees) -> bool:
-        """With one data rank there is nothing to gather or to reduce, but from host memory."""
+        """Whether parameters are gathered and reduced: over data ranks, or from host memory."""
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
 
     def work(self, spec: ModelSpec[Args], args: Args, degrees: Degrees, passes: int) -> Work:
-        """The work of a step of so many `passes`, for estimates."""
+        """Return the work of a step with this number of `passes`, for estimates."""
         return Work(
             spec=spec,
             args=args,
@@ -78,8 +78,8 @@ class Layout:
     def open_sharding(
         self, world: World, spec: ModelSpec[Args], args: Args, last_block: str
     ) -> Sharding:
-        """The way to shard, for the ranks of `world`; `last_block` is the model's, by name."""
-        # What heads send each other along a sequence, they send all together.
+        """Open the sharding on `world`; `last_block` is the name of the model's last block."""
+        # Context parallelism sends all heads together, so they cannot be divided.
         has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
         target = Target(
             mesh=(
@@ -102,19 +102,19 @@ class Layout:
         return self.sharding.open(target)
 
     def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Iterator[Replicas]:
-        """What copies of `parts` have to do, if anything."""
+        """Yield the synchronization of replicas of `parts`, if any is needed."""
         device = torch.device("cpu") if self.cpu_offload else world.device.torch_device
         config, group = self.communication.replicas, world.groups["dp_replicate"]
         return replicas(config, parts, group, device)
 
     def sample(self, spec: ModelSpec[Args], args: Args) -> SampleShapes:
-        """The shapes of a whole sample."""
+        """Return the shapes of a whole sample."""
         return spec.shapes(args, self.seq_len)
 
     def loss_of_outputs(
         self, world: World, spec: ModelSpec[Args], args: Args, auxiliary: AuxiliaryLosses
     ) -> LossFunction | None:
-        """None: the model gives the loss."""
+        """Return the loss of the model's outputs; None if the model computes its own."""
         if self.loss.vocabulary_chunk:
             return None
         is_split = world.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
@@ -123,13 +123,13 @@ class Layout:
         return loss.of_outputs(TASKS[spec.task], mesh, size, self.compile, auxiliary)
 
     def shapes(self, world: World, spec: ModelSpec[Args], args: Args, stages: Stages) -> Shapes:
-        """What this rank has of a pipeline's microbatch."""
+        """Return the shapes of this rank's part of a pipeline's microbatch."""
         chosen, tp, cp = self.parallelism, world.degrees.tp, world.degrees.cp
         size, sample = chosen.pipeline_parallel_microbatch_size, self.sample(spec, args)
         stream = cp if chosen.disable_sequence_parallel else cp * tp
         *outputs, last = sample.outputs
         if tp > 1 and not chosen.disable_loss_parallel:
-            part = -(-last // tp)  # all have as many, but the last
+            part = -(-last // tp)  # the last rank may have fewer
             first = part * dist.get_rank(world.groups["tp"])
             last = min(first + part, last) - first
         return Shapes(
@@ -143,5 +143,5 @@ class Layout:
 
 
 def _part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of a sample whose positions, its first dim, are split over `ranks`."""
+    """Return the shape of a sample whose positions, its first dim, are split over `ranks`."""
     return (shape[0] // ranks, *shape[1:])

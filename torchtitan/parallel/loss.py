@@ -1,7 +1,7 @@
-"""How a model's loss is computed: from its logits, or by itself, a chunk of them at a time.
+"""The loss of a model, from its logits, or inside the model, a chunk of logits at a time.
 
-FSDP gathers the weight of the output for the forward of the model, so a loss that makes its own
-logits has to be computed inside of it: there `apply` sets what the model's `LinearLoss` does.
+FSDP gathers the output weight for the forward of the model, so a loss that computes its own logits
+must run inside that forward: `apply` sets the core of the model's `LinearLoss`.
 """
 
 from functools import partial
@@ -32,9 +32,8 @@ def of_outputs(
     config: CompileConfig,
     auxiliary: AuxiliaryLosses,
 ) -> LossFunction:
-    """The task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of `size`.
-
-    The z-loss joins it, if `auxiliary` has one.
+    """Return the task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of
+    `size`; the z-loss is added if `auxiliary` has one.
     """
     group = None if mesh is None else mesh.get_group()
     loss: LossFunction = task.loss if group is None else task.split_loss(group, size)
@@ -58,10 +57,10 @@ def apply(
     compile_config: CompileConfig,
     auxiliary: AuxiliaryLosses,
 ) -> None:
-    """Have `model` compute its loss where it is given targets.
+    """Make `model` compute its own loss when it is given targets.
 
     Args:
-        mesh: over which tensor parallelism splits the weight of the output (tp), if it does.
+        mesh: mesh over which the output weight is split (tp), if it is.
         sequence_parallel: whether each of its ranks has a part of the sequence.
     """
     group = None if mesh is None else mesh.get_group()
@@ -84,9 +83,9 @@ def apply(
 def _local(
     x: Tensor, weight: Tensor, mesh: DeviceMesh, sequence_parallel: bool
 ) -> tuple[Tensor, Tensor]:
-    """The hidden states of the whole sequence, and this rank's rows of the weight.
+    """Return the hidden states of the whole sequence, and this rank's rows of the weight.
 
-    Each rank finds what its own rows add to the gradient of the hidden states.
+    Each rank computes its own rows' contribution to the gradient of the hidden states.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

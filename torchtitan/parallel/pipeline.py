@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages of the model on different ranks, microbatches passing through them.
 
-Torch runs the schedules; `schedules` tells them apart and `stages` cuts the model. The pipeline
+Torch runs the schedules, `schedules` describes them, and `stages` cuts the model. The pipeline
 fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
@@ -24,27 +24,27 @@ from torchtitan.torch_private.pipeline import leave_out_greeting, schedule_from_
 
 
 class Shapes(NamedTuple):
-    """What a rank has of one microbatch: what goes in, and what leaves the stages."""
+    """Shapes and dtypes of one microbatch on a rank: the input and the outputs of the stages."""
 
     inputs: tuple[int, ...]
     input_dtype: torch.dtype
     hidden: tuple[tuple[int, ...], ...]
-    """What each stage hands on in an evaluation; of the last, what it would if it were not."""
+    """Outputs of each stage in evaluation; for the last, its hidden states."""
     outputs: tuple[int, ...] | None
-    """None: the last stage gives the loss, one number."""
+    """Shape of the model's outputs; None: the last stage returns the loss, a scalar."""
     dtype: torch.dtype
-    """Of the hidden states and the outputs."""
+    """Dtype of the hidden states and the outputs."""
     beside: int = 0
-    """How many more of them a stage hands on in training, in the dim of samples."""
+    """Number of additional hidden states that a stage sends in training, along the sample dim."""
 
     @property
     def trained(self) -> list[tuple[int, ...]]:
-        """What each stage hands on in training."""
+        """Outputs of each stage in training."""
         return [((1 + self.beside) * size, *rest) for size, *rest in self.hidden]
 
 
 class Pipeline:
-    """This rank's stages, and the schedule by which all ranks work on theirs."""
+    """This rank's stages, and the schedule that all ranks follow."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            parts: this rank's stages, in order, ready to compute.
+            parts: this rank's stages, in order, with all techniques applied.
             group: the ranks of the pipeline.
-            microbatches: of one batch.
-            loss: logits and targets of a microbatch to the sum over its targets; None: the last
-                stage gives it.
+            microbatches: number of microbatches in a batch.
+            loss: maps logits and targets of a microbatch to the sum over its targets; None: the
+                last stage returns it.
         """
         self.rank = dist.get_rank(group)
         self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
@@ -78,10 +78,10 @@ class Pipeline:
         self.device = device
         self.auxiliary = auxiliary
         self.timeline = timeline
-        self.count = torch.ones((), device=device)  # in the global batch of the step under way
+        self.count = torch.ones((), device=device)  # units in the current global batch
         self.schedule = self._make_schedule(config)
-        # NCCL makes a group's communicator with its first collective, which all ranks must join;
-        # the messages of a schedule are between two.
+        # NCCL creates a group's communicator in its first collective, which all ranks must join;
+        # a schedule sends only between pairs.
         dist.all_reduce(torch.zeros((), device=device), group=group)
 
     def _make_schedule(self, config: ParallelismConfig) -> Any:
@@ -98,7 +98,7 @@ class Pipeline:
         )
         stages = []
         for stage, part in self.parts.items():
-            # Given the shapes, torch need not find them by running the model before the first step.
+            # With the shapes, torch need not infer them by running the model before the first step.
             given = hidden[stage - 1] if stage else inputs
             left = end if stage == self.last else hidden[stage]
             stages.append(
@@ -114,7 +114,7 @@ class Pipeline:
             )
             leave_out_greeting(stages[-1])
             time_stage(stages[-1], self.timeline.phase)
-        # The loss is divided by the targets of the global batch already, and by nothing else.
+        # The loss is already divided by the targets of the global batch, its only divisor.
         settings = {
             "n_microbatches": self.microbatches,
             "loss_fn": self._share,
@@ -129,21 +129,21 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The stage that ends in logits, or in the loss."""
+        """Index of the stage that ends in logits, or in the loss."""
         return len(self.stages.ranks) - 1
 
     def _loss(self, end: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the loss, from what the last stage gave."""
+        """Return the sum of the loss, from the output of the last stage."""
         return end if self.loss is None else self.loss(end, targets)
 
     def _share(self, end: Tensor, targets: Tensor) -> Tensor:
         return self._loss(end, targets) / self.count
 
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        """Forward and backward of a step's batches; this rank's shares of the global mean losses.
+        """Run a step's batches and return this rank's shares of the global mean losses.
 
-        The ranks with the last stage have all of the main one, and each stage has the auxiliary
-        ones of its blocks. Gradients accumulate.
+        The ranks with the last stage have the whole main loss, and each stage has the auxiliary
+        losses of its blocks. Gradients accumulate.
         """
         with self.auxiliary.recording(count) as shares:
             share = self._train(batches, count)
@@ -170,10 +170,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Sum of the loss over the targets of `batches`, as many as you like; zero without the
+        """Return the sum of the loss over the targets of any number of `batches`; zero without the
         last stage.
 
-        In steps of our own: torch's schedules cannot leave out the backward where neighbouring
+        It follows steps of its own: torch's schedules cannot skip the backward where neighbouring
         stages share a rank, and would keep the logits of all microbatches.
         """
         cut = Batch.join(batches).split(self.shapes.inputs[0])
@@ -202,14 +202,14 @@ class Pipeline:
         return total
 
     def outputs(self, batch: Batch) -> Tensor | None:
-        """Those of the last stage stay there."""
+        """Return None: outputs stay on the last stage."""
         return None
 
     def _message(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
 
     def _context(self, batch: Batch) -> dict[str, Tensor]:
-        """What every stage is told of a batch."""
+        """Return the keyword arguments of every stage for a batch."""
         given = {"targets": batch.targets} if self.loss is None else {}
         return batch.context() | given
 

@@ -1,4 +1,4 @@
-"""Copies of the model that agree on gradients, on weights, or on nothing."""
+"""Replicas of the model that synchronize gradients, weights, or nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class Replicas(Technique):
-    """Agrees on gradients after each backward, unless what shards the model did."""
+    """Synchronizes gradients after each backward, unless the sharding did."""
 
     def __init__(
         self,
@@ -24,17 +24,17 @@ class Replicas(Technique):
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        """`group` has a rank of each copy; `device` is where the parameters will be."""
+        """Open communication over `group`, one rank per replica; parameters will be on `device`."""
         self.config, self.parts, self.group = config, parts, group
         self.updates = 0
-        """Since the weights were last compared."""
+        """Number of updates since the weights were last compared."""
         shapes = {name: part.shape for name, part in self.parameters()}
         self.agree: Agree | None = None
         if not config.in_backward:
             self.agree = config.open(Unit("", shapes, device), group)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has of each, by name."""
+        """Yield this rank's part of each parameter, by name."""
         for part in self.parts:
             for name, parameter in part.named_parameters():
                 yield name, local(parameter)
@@ -50,10 +50,10 @@ class Replicas(Technique):
         self.verify()
 
     def verify(self) -> None:
-        """Where that is due, compare the weights of copies.
+        """Compare the weights of replicas, if a comparison is due.
 
         Raises:
-            RuntimeError: where they differ.
+            RuntimeError: if they differ.
         """
         if not 0 < self.config.steps_verified <= self.updates:
             return
@@ -71,11 +71,11 @@ class Replicas(Technique):
 
 
 class Apart(Replicas):
-    """Lets copies make updates of their own, and agree on how far they have moved.
+    """Lets replicas make local updates, and synchronizes their change at intervals.
 
-    Let a be the weights that they last agreed on, and w those that one of them has after n more
-    updates: what they make of (a - w) / copies, by the way that adds up gradients, takes a to the
-    weights that they agree on next.
+    Let a be the weights last agreed on, and w those of one replica after n local updates: summing
+    (a - w) / replicas, by the method that sums gradients, and subtracting it from a gives the
+    weights next agreed on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Apart(Replicas):
     ) -> None:
         super().__init__(config, parts, group, device)
         self.steps = torch.zeros((), dtype=torch.int64)
-        """Updates since they agreed; zero: their weights are the same."""
+        """Number of updates since the last agreement; zero: the replicas' weights are equal."""
         self.agreed = {
             name: torch.zeros(own.shape, dtype=own.dtype, device=device)
             for name, own in self.parameters()
@@ -95,7 +95,7 @@ class Apart(Replicas):
 
     @torch.no_grad()
     def start_over(self) -> None:
-        """Measure how far each copy moves from where the first one is: others may be elsewhere."""
+        """Measure changes from the first replica's weights, since the others' may differ."""
         super().start_over()
         for name, own in self.parameters():
             self.agreed[name].copy_(own)
@@ -109,7 +109,7 @@ class Apart(Replicas):
                 self.agreed[name].copy_(own)
 
     def after_backward(self) -> None:
-        """Gradients are each copy's own."""
+        """Do nothing: gradients are local to each replica."""
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -134,7 +134,7 @@ class Apart(Replicas):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Return `tensor` in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -145,7 +145,7 @@ def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def replicas(
     config: ReplicasConfig, parts: Sequence[nn.Module], group: ProcessGroup, device: torch.device
 ) -> Iterator[Replicas]:
-    """What copies of `parts` have to do; nothing if there are none, or if they never agree."""
+    """Yield the synchronization of replicas of `parts`; none without replicas or agreement."""
     if group.size() == 1 or config.steps_apart is None:
         return
     if config.runs_apart:

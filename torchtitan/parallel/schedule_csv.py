@@ -1,8 +1,8 @@
-"""A pipeline schedule of one's own, from a CSV file.
+"""Custom pipeline schedules, from CSV files.
 
-Row r is what rank r does, in order; a cell is stage, kind and microbatch, such as `2F0`, or empty.
-The file says how many stages there are and which rank has which. It is the format that torch's
-schedules are written in, without communication: that follows from the rest.
+Row r lists the actions of rank r in order; a cell is stage, kind and microbatch, such as `2F0`, or
+empty. The number of stages and the rank of each follow from the file. The format is that of torch's
+schedules, without communication, which follows from the rest.
 """
 
 import csv
@@ -14,10 +14,10 @@ from torchtitan.parallel.schedules import Orders, parse, simulate
 
 
 def read(path: str | Path) -> Orders:
-    """The schedule in a file with a row a rank.
+    """Read a schedule from a file with one row per rank.
 
     Raises:
-        ConfigError: it cannot be read, or a cell is no action.
+        ConfigError: if it cannot be read, or a cell is not an action.
     """
     try:
         with open(local_path(str(path)), newline="") as file:
@@ -36,13 +36,13 @@ def read(path: str | Path) -> Orders:
 
 
 def ranks(orders: Orders) -> tuple[int, ...]:
-    """The rank of each stage, from an order without faults."""
+    """Return the rank of each stage of a valid schedule."""
     owner = {action.stage: rank for rank, actions in orders.items() for action in actions}
     return tuple(owner[stage] for stage in range(len(owner)))
 
 
-def faults(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
-    """Why an order cannot be run by `pp` ranks; only the first kind of fault that it has."""
+def order_problems(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
+    """Yield the reasons why `pp` ranks cannot run a schedule; only its first kind of fault."""
     if len(orders) != pp:
         yield f"it has {len(orders)} rows; wanted {pp}, one for each rank of the pipeline"
         return

@@ -1,20 +1,20 @@
 """The order in which a pipeline's ranks work on their stages and microbatches.
 
 A schedule is, for each rank, a list of actions, each on one stage and one microbatch: F, forward;
-B, backward; or a backward in two: I, the gradients of the stage's input, which the stage before it
-waits for, and W, those of its weights, which nobody waits for and which can fill a gap.
+B, backward; or a backward in two: I, the gradients of the stage's input, which the previous stage
+waits for, and W, those of its weights, which no stage waits for and which can fill a gap.
 
     GPipe                  all forwards, then all backwards (arXiv:1811.06965)
     1F1B                   forwards and backwards in turn, so that fewer activations are kept
                            (arXiv:2104.04473)
-    Interleaved1F1B        the same with several stages a rank: shorter gaps (the same paper)
-    LoopedBFS              several stages a rank, all microbatches of one after the other
+    Interleaved1F1B        the same with several stages per rank: shorter gaps (the same paper)
+    LoopedBFS              several stages per rank, all microbatches of one before the next
                            (arXiv:2211.05953)
-    InterleavedZeroBubble  several stages a rank, backwards in two (ZB1P, arXiv:2401.10241)
-    ZBVZeroBubble          two stages a rank in the shape of a V, backwards in two (the same)
-    DualPipeV              a V too, forwards paired with backwards (arXiv:2412.19437)
+    InterleavedZeroBubble  several stages per rank, backwards in two (ZB1P, arXiv:2401.10241)
+    ZBVZeroBubble          two stages per rank in the shape of a V, backwards in two (the same)
+    DualPipeV              also a V, forwards paired with backwards (arXiv:2412.19437)
 
-The ideas are the papers', the lists torch's. Here is what they ask for, and the time they take.
+The lists of actions are torch's. This module has the schedules' requirements and simulates them.
 """
 
 import re
@@ -29,11 +29,11 @@ from torchtitan.torch_private.pipeline import pipeline_order
 Kind = Literal["F", "B", "I", "W"]
 
 TIME: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""What an action takes, in forwards of one stage."""
+"""Duration of each kind of action, in forwards of one stage."""
 
 
 class Action(NamedTuple):
-    """Something a rank does."""
+    """Step of a rank's schedule: a forward or backward of one microbatch on one stage."""
 
     stage: int
     kind: Kind
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An action with its place in time, in forwards of one stage."""
+    """Action with its start and end times, in forwards of one stage."""
 
     rank: int
     action: Action
@@ -53,36 +53,36 @@ class Slot(NamedTuple):
 
 
 Orders = dict[int, list[Action]]
-"""What each rank does, in order."""
+"""Actions of each rank, in order."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule asks for."""
+    """Requirements of a schedule."""
 
     stages: Literal["one", "two", "several"]
-    """Stages on each rank; several: two or more."""
+    """Number of stages on each rank; several: two or more."""
     is_v: bool = False
-    """Whether a rank's second stage is its first one mirrored, instead of a lap later."""
+    """Whether a rank's second stage mirrors its first, instead of following one lap later."""
     splits_backward: bool = False
     needs_full: bool = False
     """Whether there must be at least as many microbatches as stages."""
     in_rounds: bool = False
-    """Whether the microbatches, taken in rounds of about as many as ranks, must come out even."""
+    """Whether microbatches must divide into equal rounds of about as many as there are ranks."""
 
     def fits(self, stages: int, pp: int) -> bool:
-        """Whether it can run so many stages on so many ranks."""
+        """Whether the schedule supports this number of stages on `pp` ranks."""
         each, rest = divmod(stages, pp)
         return not rest and {"one": each == 1, "two": each == 2, "several": each >= 2}[self.stages]
 
     def runs(self, microbatches: int, stages: int, pp: int) -> bool:
-        """Whether it can run so many microbatches."""
+        """Whether the schedule supports this number of microbatches."""
         if self.needs_full and microbatches < stages:
             return False
         return not self.in_rounds or microbatches % max(1, microbatches // pp) == 0
 
     def ranks(self, stages: int, pp: int) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Return the rank of each stage."""
         return tuple(
             pp - 1 - stage % pp if self.is_v and stage // pp % 2 else stage % pp
             for stage in range(stages)
@@ -101,16 +101,16 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def order(name: str, stages: int, pp: int, microbatches: int) -> Orders:
-    """What each rank does under a schedule that fits and runs; takes seconds to import torch's."""
+    """Return the actions of a supported schedule; importing torch's schedules takes seconds."""
     if SCHEDULES[name].stages == "one":
-        # Torch's own list for 1F1B counts the forwards of the last rank from 1; it never runs it.
+        # Torch's list for 1F1B, which torch never runs, counts the last rank's forwards from 1.
         return {rank: list(_alternate(name, rank, pp, microbatches)) for rank in range(pp)}
     rows = pipeline_order(name, stages, pp, microbatches)
     return {rank: [action for cell in row for action in parse(cell)] for rank, row in rows.items()}
 
 
 def _alternate(name: str, rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Some forwards ahead, then forwards and backwards in turn as long as there are any."""
+    """Yield warm-up forwards, then alternate forwards and backwards until both are exhausted."""
     ahead = microbatches if name == "GPipe" else min(pp - 1 - rank, microbatches)
     yield from (Action(rank, "F", microbatch) for microbatch in range(ahead))
     for microbatch in range(microbatches):
@@ -120,10 +120,10 @@ def _alternate(name: str, rank: int, pp: int, microbatches: int) -> Iterator[Act
 
 
 def parse(cell: str) -> list[Action]:
-    """The actions in a cell of a CSV schedule: `2F0`, none, or a pair `(0F4;3B1)OVERLAP_F_B`.
+    """Parse a cell of a CSV schedule: `2F0`, empty, or a pair `(0F4;3B1)OVERLAP_F_B`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: if the cell is anything else.
     """
     pair = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     found = []
@@ -140,14 +140,14 @@ def parse(cell: str) -> list[Action]:
 
 
 def timeline(orders: Orders) -> list[Slot]:
-    """When each action runs if nothing but computing takes time, all stages the same."""
+    """Compute when each action runs if communication is free and all stages take equal time."""
     slots, stuck = simulate(orders)
     assert not stuck, f"an order that no one can follow: {stuck}"
     return slots
 
 
 def bubble(slots: Sequence[Slot]) -> float:
-    """The part of the time that the ranks are idle, from 0 to 1.
+    """Return the fraction of time that the ranks are idle, from 0 to 1.
 
     (pp - 1) / (microbatches + pp - 1) for GPipe and 1F1B; less for the others.
     """
@@ -157,18 +157,18 @@ def bubble(slots: Sequence[Slot]) -> float:
 
 
 class InFlight(NamedTuple):
-    """Microbatches of a rank by stage, at a moment when one was added to either."""
+    """Microbatches in flight on a rank by stage, after one was added to either count."""
 
     action: Action
-    """The one that is done: a forward, or the first half of a backward."""
+    """Latest action: a forward, or the first half of a backward."""
     kept: Counter[int]
-    """Microbatches whose activations are kept: their backward is not complete."""
+    """Microbatches whose activations are kept, since their backward is not complete."""
     halved: Counter[int]
-    """Microbatches among those whose weights are yet to get their gradients."""
+    """Microbatches of `kept` that still lack the gradients of weights."""
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
-    """The moments at which a rank that does these `actions` may hold the most."""
+    """Yield the moments at which a rank running `actions` may reach its peak memory."""
     kept, halved = Counter[int](), Counter[int]()
     for action in actions:
         kept[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
@@ -178,9 +178,9 @@ def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
 
 
 def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:
-    """A pass without backward over the stages on `ranks`: what each rank does in each step.
+    """Yield each rank's action in each step of a forward-only pass over the stages on `ranks`.
 
-    A rank takes the latest stage that it has the input for, so few microbatches are under way.
+    A rank runs the latest stage whose input it has, so few microbatches are in flight.
     """
     done = [0] * len(ranks)  # microbatches by stage
     while done[-1] < microbatches:
@@ -195,7 +195,7 @@ def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int,
 
 
 def simulate(orders: Orders) -> tuple[list[Slot], dict[int, Action]]:
-    """The slots of all actions that can run, and what each rank that cannot go on is stuck at."""
+    """Return the slots of all actions that can run, and the next action of each blocked rank."""
     last = max(action.stage for actions in orders.values() for action in actions)
     waiting = {rank: deque(actions) for rank, actions in orders.items()}
     clock = dict.fromkeys(orders, 0)
@@ -211,14 +211,14 @@ def simulate(orders: Orders) -> tuple[list[Slot], dict[int, Action]]:
                 clock[rank] = start + TIME[action.kind]
                 slots.append(Slot(rank, action, start, clock[rank]))
                 ended[action] = clock[rank]
-                if action.kind == "B":  # to those who wait for it, as good as its first half
+                if action.kind == "B":  # includes its first half
                     ended[action._replace(kind="I")] = clock[rank]
                 moved = True
     return slots, {rank: actions[0] for rank, actions in waiting.items() if actions}
 
 
 def _needs(action: Action, last: int) -> list[Action]:
-    """What must be done before, wherever."""
+    """Return the actions, on any rank, that must precede `action`."""
     stage, kind, microbatch = action
     if kind == "F":
         return [Action(stage - 1, "F", microbatch)] if stage else []

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.parallel.world import Degrees
 
 ReshardPolicy = Literal["default", "always", "never"]
@@ -17,7 +17,7 @@ Balancing = Literal["headtail", "none"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a run: `parameters` are stored, `compute` and `reduce` are what they become."""
+    """Dtypes of a run: of stored parameters, of computation, and of gradient reduction."""
 
     parameters: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
@@ -25,12 +25,12 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Whether parameters are used in another dtype than they are stored in."""
+        """Whether parameters are used in a different dtype from the stored one."""
         return self.compute != self.parameters
 
 
 class ParallelismConfig(Config):
-    """How many ranks each technique uses, and how."""
+    """Parallelism: the number of ranks of each technique, and its options."""
 
     data_parallel_replicate_degree: int = Field(
         1, ge=1, description="Replicas of the model: DDP alone, HSDP together with sharding."
@@ -109,7 +109,7 @@ class ParallelismConfig(Config):
         "one piece.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:
             message = "wanted -1 (all ranks that are left) or an integer >= 1"
             yield Problem("data_parallel_shard_degree", message)
@@ -123,30 +123,30 @@ class ParallelismConfig(Config):
                 "self.disable_sequence_parallel = true leaves out"
             )
             yield Problem(key, message, ("disable_sequence_parallel",))
-        on_cpu = world.is_here and world.device_type == "cpu"
+        on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.enable_async_tensor_parallel and on_cpu:
             message = "SymmetricMemory does not support CPU; use it on CUDA, or leave it out"
             yield Problem(key, message)
 
     @property
     def least_ranks(self) -> int:
-        """The least number of ranks that the degrees ask for."""
+        """Minimum number of ranks that the degrees require."""
         one = self.pipeline_parallel_degree * self.context_parallel_degree
         one *= self.tensor_parallel_degree * self.data_parallel_replicate_degree
         return one * max(self.data_parallel_shard_degree, 1)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a rank has all that the model makes of its samples."""
+        """Whether a rank has the model's whole outputs for its samples."""
         whole = self.tensor_parallel_degree == 1 or self.disable_loss_parallel
         return whole and self.pipeline_parallel_degree == 1
 
     def microbatches(self, local_batch_size: int) -> int:
-        """How many pass through a pipeline between its filling and its draining."""
+        """Return the number of microbatches between the filling and draining of a pipeline."""
         return local_batch_size // self.pipeline_parallel_microbatch_size
 
     def degrees(self, world_size: int) -> Degrees:
-        """The sizes of all axes for `world_size` ranks, -1 resolved (to 0 if it cannot be)."""
+        """Return the sizes of all axes for `world_size` ranks; -1 is resolved (0 if impossible)."""
         fixed = (
             self.pipeline_parallel_degree
             * self.data_parallel_replicate_degree

@@ -1,9 +1,9 @@
 """Cuts a model into the stages of a pipeline, by the names of its modules.
 
-The *units* that a cut may not break are what works before the blocks (taken together), each block,
-and what works after them (together). Everything else a model has, such as its rotary table, stays
-on every stage. A stage is the model itself with the other stages' units taken away, so its
-parameters keep the names they have on one rank.
+The indivisible *units* are the modules before the blocks (together), each block, and the modules
+after the blocks (together). Everything else in a model, such as its rotary table, is on every
+stage. A stage is the model itself without the other stages' units, so its parameters keep the names
+they have on one rank.
 """
 
 import copy
@@ -19,25 +19,25 @@ from torchtitan.parallel.schedules import SCHEDULES, Orders, bubble, order, time
 from torchtitan.parallel.settings import ParallelismConfig
 
 Unit = tuple[str, ...]
-"""Names of modules that stand on one stage."""
+"""Names of modules that must be on one stage."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut."""
+    """Stages of a model and their ranks."""
 
     units: tuple[Unit, ...]
-    """The modules of each stage."""
+    """Modules of each stage."""
     ranks: tuple[int, ...]
-    """The rank of each stage."""
+    """Rank of each stage."""
 
     def of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
 def units(spec: ModelSpec[Args], model: nn.Module) -> list[Unit]:
-    """What a cut may not break, in order."""
+    """Return the indivisible units of a model, in order."""
     blocks: list[Unit] = [(name,) for name in spec.blocks(model)]
     extra = spec.auxiliary
     has_extra = extra is not None and getattr(model, extra, None) is not None
@@ -48,10 +48,10 @@ def units(spec: ModelSpec[Args], model: nn.Module) -> list[Unit]:
 def costs(
     config: ParallelismConfig, spec: ModelSpec[Args], args: Args, model: nn.Module, seq_len: int
 ) -> list[float]:
-    """What each unit costs, by what `config` balances: parameters, or operations for a unit.
+    """Return the cost of each unit, as balanced by `config`: its parameters or its operations.
 
-    Where the spec has no costs of parts, a parameter that is multiplied with costs 6 operations.
-    What the whole model needs beyond those is attention, in equal parts.
+    Without costs of modules in the spec, a parameter used in a product costs 6 operations, and the
+    rest of the model's operations is attention, divided equally among the blocks.
     """
     parts = [[model.get_submodule(name) for name in unit] for unit in units(spec, model)]
     counts = [[count_parameters(module) for module in part] for part in parts]
@@ -76,10 +76,10 @@ def costs(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[slice]:
-    """Parts of `costs`, one a stage and none empty, of which the dearest is as cheap as can be.
+    """Return non-empty contiguous slices of `costs`, one per stage, minimising the largest sum.
 
-    Of those cuts the most even one is taken, then the one that leaves the earlier stages less: they
-    keep the activations of more microbatches.
+    Ties are broken by the most even cut, then by smaller earlier stages, which keep the activations
+    of more microbatches.
     """
     worst, _ = _cheapest(costs, stages, max, lambda cost: cost)
 
@@ -96,8 +96,8 @@ def _cheapest(
     join: Callable[[float, float], float],
     weigh: Callable[[float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The least `join` of the weights of all stages, and where the stages end: exactly, by dynamic
-    programming over how many units the first stages have."""
+    """Return the minimal `join` of the weights of all stages, and the ends of the stages: exactly,
+    by dynamic programming over the number of units in the first stages."""
     assert 1 <= stages <= len(costs), f"{stages} stages from {len(costs)} units"
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
@@ -115,9 +115,9 @@ def _cheapest(
 
 
 def number_of_stages(config: ParallelismConfig, blocks: int) -> int:
-    """How many stages a recipe asks for, of a model with so many blocks, if no file says it.
+    """Return the number of stages of a recipe without a schedule file, for a number of blocks.
 
-    The schedule may not fit that many.
+    The schedule may not support that number.
     """
     pp = config.pipeline_parallel_degree
     if pp == 1:
@@ -130,7 +130,7 @@ def number_of_stages(config: ParallelismConfig, blocks: int) -> int:
 
 
 def ranks(config: ParallelismConfig, blocks: int) -> tuple[int, ...]:
-    """The rank of each stage; this and what follows is for a recipe without problems."""
+    """Return the rank of each stage; this and the functions below assume a valid recipe."""
     pp, file = config.pipeline_parallel_degree, config.pipeline_parallel_schedule_csv
     if pp == 1:
         return (0,)
@@ -141,7 +141,7 @@ def ranks(config: ParallelismConfig, blocks: int) -> tuple[int, ...]:
 
 
 def orders(config: ParallelismConfig, blocks: int, microbatches: int) -> Orders:
-    """What each rank of a pipeline does; without a file, it takes seconds to import torch's."""
+    """Return each rank's actions; without a file, importing torch's schedules takes seconds."""
     if config.pipeline_parallel_schedule_csv:
         return schedule_csv.read(config.pipeline_parallel_schedule_csv)
     stages = number_of_stages(config, blocks)
@@ -150,7 +150,7 @@ def orders(config: ParallelismConfig, blocks: int, microbatches: int) -> Orders:
 
 
 def describe(config: ParallelismConfig, blocks: int, microbatches: int) -> str:
-    """A pipeline in words, with the part of the time that its ranks are predicted to be idle."""
+    """Describe a pipeline in words, with the predicted fraction of idle time."""
     pp, many = config.pipeline_parallel_degree, len(ranks(config, blocks))
     name = config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
     idle = predicted_bubble(config, blocks, microbatches)
@@ -161,14 +161,14 @@ def describe(config: ParallelismConfig, blocks: int, microbatches: int) -> str:
 
 
 def predicted_bubble(config: ParallelismConfig, blocks: int, microbatches: int) -> float:
-    """The part of the time that the ranks of a pipeline will be idle, if its stages are equal."""
+    """Predict the fraction of time that a pipeline's ranks are idle, if its stages are equal."""
     return bubble(timeline(orders(config, blocks, microbatches)))
 
 
 def plan(
     config: ParallelismConfig, spec: ModelSpec[Args], args: Args, model: nn.Module, seq_len: int
 ) -> Stages:
-    """Cut `model` as a recipe without problems says: by hand, or into stages of like cost."""
+    """Cut `model` as a valid recipe specifies: by hand, or into stages of similar cost."""
     if config.pipeline_parallel_degree == 1:
         return Stages((sum(units(spec, model), ()),), (0,))
     where = ranks(config, len(spec.blocks(model)))
@@ -180,21 +180,21 @@ def plan(
 
 
 def build(model: nn.Module, stages: Stages, stage: int) -> nn.Module:
-    """One stage of `model`, which stays as it is; they share the modules they both have."""
+    """Return one stage of `model`, which is unchanged; they share their common modules."""
     others = {name for unit in stages.units for name in unit} - set(stages.units[stage])
     return prune(model, others)
 
 
 def prune(module: nn.Module, names: Collection[str]) -> nn.Module:
-    """A copy of `module` that shares all its submodules but the named ones, which it lacks.
+    """Return a copy of `module` without the named submodules, which shares all others.
 
-    An attribute becomes None; an entry of a `ModuleDict` or a `ModuleList` goes, and the others
+    An attribute becomes None; an entry of a `ModuleDict` or `ModuleList` is removed, and the others
     keep their names.
     """
     if not names:
         return module
     pruned = copy.copy(module)
-    # Its tables of submodules, parameters and hooks become its own.
+    # The copy gets its own tables of submodules, parameters and hooks.
     tables = {
         key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)
     }
@@ -210,7 +210,7 @@ def prune(module: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def _by_child(names: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each first part of dotted names, with the rests that follow it; none: it is a name itself."""
+    """Yield each first part of dotted names with the rests that follow it; none for a full name."""
     parts = sorted(name.partition(".") for name in names)
     for child, group in itertools.groupby(parts, key=lambda part: part[0]):
         yield child, [rest for _, _, rest in group if rest]

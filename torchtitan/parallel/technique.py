@@ -1,4 +1,4 @@
-"""What a technique does around the passes of a step, besides being applied to the model."""
+"""Hooks that techniques run around the passes of a step, besides being applied to the model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,43 +10,43 @@ from torchtitan.convert import ConverterConfig
 
 
 class Technique:
-    """A technique that is on; each method does nothing unless it has something to do then."""
+    """Base class of enabled techniques; each method is a hook that does nothing by default."""
 
     def before_pass(self) -> None:
-        """Before a step's forwards, or an evaluation's: weights may have changed."""
+        """Run before the forwards of a step or an evaluation; weights may have changed."""
 
     def after_backward(self) -> None:
-        """The gradients of a step are complete on this rank."""
+        """Run when the gradients of a step are complete on this rank."""
 
     def after_evaluate(self) -> None:
-        """The forwards of an evaluation are done, and no backward follows."""
+        """Run after the forwards of an evaluation, which no backward follows."""
 
     def confirm(self) -> None:
-        """After the first step: log what became of what was asked for.
+        """Log the effect of the technique, after the first step.
 
         Raises:
-            RuntimeError: if nothing did.
+            RuntimeError: if it had none.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """What of its own a checkpoint has to keep, by name; see `torchtitan.comm.Way.state`."""
+        """Return per-rank state to checkpoint, by name; see `torchtitan.comm.Way.state`."""
         return {}
 
     def start_over(self) -> None:
-        """Replace a state that no checkpoint has, given the weights that this rank has loaded."""
+        """Reset state that no checkpoint provides; this rank's weights are already loaded."""
         for tensor in self.state().values():
             tensor.zero_()
 
     def after_update(self) -> None:
-        """The optimizers have updated the weights."""
+        """Run after the optimizers have updated the weights."""
 
     def after_step(self, step: int, is_last: bool) -> None:
-        """After each step."""
+        """Run after each step."""
 
 
 @dataclass(frozen=True)
 class Converters(Technique):
-    """What converted layers need before a pass."""
+    """Preparation of converted layers before each pass."""
 
     configs: Sequence[ConverterConfig]
     parts: Iterable[nn.Module]

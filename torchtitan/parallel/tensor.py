@@ -1,10 +1,10 @@
 """Tensor parallelism: each matrix is split over ranks (Megatron-LM; Shoeybi et al., 2019,
 arXiv:1909.08053), from the roles that a model's plan declares.
 
-A block's first matrices are split by columns and its last by rows, so that between them every rank
-works on its own heads and features, and one sum over ranks ends them. Between blocks runs the
+A block's first matrices are split by columns and its last by rows, so that between them each rank
+computes its own heads and features, and one sum over ranks completes them. Between blocks is the
 *stream* of activations. With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each
-rank keeps a part of the sequence of it; without, every rank keeps all.
+rank keeps a part of its sequence; without, every rank keeps all of it.
 
     role       weights     input                  output
     embedding  rows        tokens                 partial sums -> stream
@@ -18,7 +18,7 @@ rank keeps a part of the sequence of it; without, every rank keeps all.
 
 (*) `nn.Linear` stores its weight as (outputs, inputs), so its columns are the tensor's rows.
 
-Weights become DTensors; what passes between modules stays plain tensors.
+Weights become DTensors; modules exchange plain tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 
 INPUT_DIMS: Mapping[TensorRole, int] = {"norm": 3, "head_norm": 4}
-"""Dims of the input by which a norm of the stream and one of heads are told from each other."""
+"""Number of input dims, which distinguishes a norm of the stream from one of heads."""
 
 
 class Style(NamedTuple):
-    """How a module of some role lies on the tensor axis."""
+    """Placements on the tensor axis of a module with some role."""
 
     weight: "Placement | None"
     given: "Placement"
-    """How the input arrives, a plain tensor."""
+    """Placement of the input as it arrives, a plain tensor."""
     needed: "Placement"
-    """What it is turned into before the module sees it."""
+    """Placement to which the input is redistributed before the module runs."""
     left: "Placement | None"
-    """What the output is turned into; None: there is nothing to do."""
+    """Placement to which the output is redistributed; None: it is left unchanged."""
 
 
 def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Style]:
-    """The table above."""
+    """Return the table above."""
     from torch.distributed.tensor import Replicate, Shard
 
     whole, rows, columns, features = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -99,7 +99,7 @@ def apply(
 def _check_input(
     name: str, role: TensorRole, dims: int, _: nn.Module, inputs: tuple[Any, ...]
 ) -> None:
-    """Refuse an input that is split otherwise than `role` says: a gradient would lack a sum."""
+    """Refuse an input that is not split as `role` requires: a gradient would lack a sum."""
     assert inputs[0].ndim == dims, (
         f"{name} has the role {role}, whose input has {dims} dims, and is given {inputs[0].ndim}"
     )
@@ -108,9 +108,9 @@ def _check_input(
 def _wire(
     module: nn.Module, name: str, plan: Mapping[str, TensorRole], role: TensorRole
 ) -> Wire | None:
-    """How a converter wants what the module takes from other ranks, or gives to them, sent.
+    """Return the wire format that a converter requests for the module's input or output, if any.
 
-    What is gathered once is given to several linears, so all of them must want it.
+    A gathered input is shared by several linear layers, so all of them must request it.
     """
     if role == "rowwise":
         return getattr(module, "wire", None)
@@ -130,10 +130,10 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert style.weight is not None, f"{name} stands in a module without weights of its own"
-        # A bias has no inputs to be split by.
+        # A bias has no input dim to split.
         splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
         placement = Replicate() if splits_inputs else style.weight
-        # No rank's values are sent: all are drawn later, by name.
+        # No values are sent, since all are drawn later, by name.
         placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed))
 
@@ -146,8 +146,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
         x, *rest = inputs
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [style.given], run_check=False)
-        # Even to where it is already, a redistribution would complete the sums of the backward, one
-        # after the other; left alone, those of several modules add up and are completed together.
+        # Even if it changes nothing, a redistribution would complete the sums of the backward one
+        # by one; without it, those of several modules accumulate and are completed together.
         if x.placements != (style.needed,):
             x = wire.shrink(x) if wire else x
             x = x.redistribute(placements=[style.needed])
@@ -165,9 +165,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
 
 def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
-    """Each rank looks up the tokens whose rows it has, and gives zeros for the others.
+    """Look up the tokens whose rows this rank has; return zeros for the others.
 
-    On plain tensors, since DTensor's own would make the gradient of the whole table on every rank.
+    On plain tensors, since DTensor would compute the gradient of the whole table on every rank.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -182,7 +182,7 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
 
 
 def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
-    """Each rank has the whole matrix, and multiplies the positions that it has.
+    """Multiply this rank's positions with the whole matrix, which every rank has.
 
     On plain tensors, since torch 2.11's DTensor does not fold a split sequence into a batch.
     """
@@ -202,7 +202,7 @@ def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
 
 @dataclass(frozen=True)
 class SplitGradients(Technique):
-    """Tensor parallelism, after a backward."""
+    """Completion of tensor-parallel gradients after a backward."""
 
     parts: Sequence[nn.Module]
 
@@ -211,9 +211,9 @@ class SplitGradients(Technique):
 
 
 def redistribute_grads(parameters: Iterable[Tensor]) -> None:
-    """Bring gradients to where their parameters are: those of norms still await a sum over ranks.
+    """Redistribute gradients like their parameters; those of norms still lack a sum over ranks.
 
-    FSDP does this itself; without it, once a step is enough.
+    FSDP does this itself; without it, once per step is enough.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,7 +1,7 @@
-"""The work of a rank in a step, as the formulas of memory and traffic count with it.
+"""The work of a rank in a step, as input to the formulas of memory and traffic.
 
-It follows from a model and its layout alone, without memory or process groups. Of what a step
-sends, this is what happens in eager execution: a compiler may recompute more, or less.
+It follows from a model and its layout alone, without memory or process groups. Traffic is that of
+eager execution: a compiler may recompute more, or less.
 """
 
 from collections import Counter
@@ -24,17 +24,16 @@ from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import Degrees
 
 SPLIT_IN_ROWS = ("embedding", "colwise", "logits")
-"""The roles whose weights tensor parallelism splits by rows."""
+"""Roles whose weights tensor parallelism splits by rows."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives alike in one step, or messages alike that one rank sends.
+    """Identical collectives in one step, or identical messages that one rank sends.
 
-    A collective is described by its axis, its kind and the bytes of its whole: what an all-gather
-    ends with, what a reduce-scatter begins with, the tensor of an all-reduce or of a send. Of a
-    whole of b bytes each of n ranks sends, around a ring (Patarasuk and Yuan, 2009,
-    doi:10.1016/j.jpdc.2008.09.002),
+    A collective is described by its axis, its kind and the bytes of its whole tensor: the output of
+    an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or a send. For b bytes
+    each of n ranks sends, around a ring (Patarasuk and Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002),
 
         all-gather      b (n - 1) / n
         reduce-scatter  b (n - 1) / n
@@ -44,18 +43,18 @@ class Traffic:
     """
 
     axis: str
-    """A key of `World.groups`; "sharing": those that share parameters, copies among them;
-    "shards": those that share one copy; "all" ranks."""
+    """Key of `World.groups`; "sharing": ranks that share parameters, with all replicas;
+    "shards": ranks that share one replica; "all": all ranks."""
     what: str
     operation: Operation
     bytes: int
-    """Of the whole of each."""
+    """Size of the whole tensor of each."""
     count: int
     ranks: int = 0
-    """How many neighbors on the axis take part; 0: all."""
+    """Number of neighboring ranks on the axis that take part; 0: all."""
 
     def sent(self, ranks: int) -> float:
-        """Bytes that each of the `ranks` of the axis sends, for all of them together."""
+        """Return the bytes that each of the `ranks` of the axis sends in all collectives."""
         whole, ranks = self.bytes * self.count, self.ranks or ranks
         if self.operation == "send":
             return whole
@@ -64,13 +63,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a run, of which each rank has a part."""
+    """Work of one step of a run, over all ranks."""
 
     spec: ModelSpec[Any]
     args: Any
     degrees: Degrees
     passes: int
-    """Batches that are accumulated; with a pipeline, how often it is filled and drained."""
+    """Number of accumulated batches; a pipeline fills and drains once for each."""
     local_batch_size: int
     seq_len: int
     parallelism: ParallelismConfig
@@ -78,46 +77,46 @@ class Work:
     communication: CommunicationConfig
     recomputation: ActivationCheckpointConfig
     reshard: ReshardPolicy
-    """The policy in effect."""
+    """Policy in effect."""
     shards: bool
     """Whether parameters are gathered and reduced."""
     logits_in_chunks: bool
 
     @cached_property
     def model(self) -> nn.Module:
-        """The whole network, on the meta device."""
+        """Whole model, on the meta device."""
         return build_empty(self.spec.build, self.args, self.seq_len)
 
     @cached_property
     def stages(self) -> Stages:
-        """The stages that a recipe without problems has the model cut into."""
+        """Pipeline stages of the model; the recipe must be valid."""
         return stages.plan(self.parallelism, self.spec, self.args, self.model, self.seq_len)
 
     @cached_property
     def orders(self) -> Orders:
-        """The actions of each rank of the pipeline in one pass."""
+        """Actions of each rank of the pipeline in one pass."""
         if self.degrees.pp == 1:
             return {0: [Action(0, "F", 0), Action(0, "B", 0)]}
         return stages.orders(self.parallelism, self.layers, self.microbatches)
 
     def parts(self, stage_rank: int) -> list["Part"]:
-        """The stages of a rank of the pipeline, in order."""
+        """Return the stages of a rank of the pipeline, in order."""
         owned = self.stages.of(stage_rank)
         return [Part(self, stage, stages.build(self.model, self.stages, stage)) for stage in owned]
 
     @cached_property
     def order(self) -> Sequence[str]:
-        """The blocks of the whole model, with those of auxiliary losses."""
+        """Blocks of the whole model, including those of auxiliary losses."""
         return [*self.spec.all_blocks(self.model)]
 
     @property
     def layers(self) -> int:
-        """Number of blocks without those of auxiliary losses."""
+        """Number of blocks, excluding those of auxiliary losses."""
         return len(self.spec.blocks(self.model))
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
-        """The blocks that are run again in the backward, as far as no compiler chooses."""
+        """Blocks recomputed in the backward, unless the compiler chooses."""
         every = self.recomputation.every
         return frozenset(self.order[::every] if every else ())
 
@@ -139,25 +138,25 @@ class Work:
 
     @property
     def times(self) -> int:
-        """How often a part of the model is run."""
+        """Number of forwards of each stage in a step."""
         return self.passes * self.microbatches
 
     @property
     def heads(self) -> int:
-        """How often a pass embeds tokens, and ends in a loss: for each depth once more."""
+        """Number of embeddings and of losses in a forward: one, and one for each extra depth."""
         return 1 + self.shapes.beside
 
     def tokens(self, module: str = "") -> int:
-        """Positions of a microbatch after a module, as far as this rank has its sequences."""
+        """Return this rank's number of positions of a microbatch after a module."""
         return self.sequences * self.shapes.after(module)[0] // self.degrees.cp
 
     @property
     def outputs(self) -> int:
-        """Positions of a microbatch for which the model makes an output, in the same way."""
+        """This rank's number of positions of a microbatch with an output."""
         return self.sequences * self.shapes.outputs[0] // self.degrees.cp
 
     def hidden(self, module: str = "") -> int:
-        """Bytes of the hidden states of those positions."""
+        """Return the bytes of this rank's hidden states of a microbatch after a module."""
         return self.tokens(module) * self.shapes.after(module)[1] * self.precision.compute.itemsize
 
     @property
@@ -168,7 +167,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of the model, or all of it, as a rank runs it."""
+    """Stage of the model, or all of it, as a rank runs it."""
 
     work: Work
     stage: int
@@ -176,17 +175,17 @@ class Part:
 
     @cached_property
     def blocks(self) -> Sequence[str]:
-        """The blocks of this stage by name, with those of auxiliary losses."""
+        """Names of the blocks of this stage, including those of auxiliary losses."""
         return [*self.work.spec.all_blocks(self.module)]
 
     @cached_property
     def plan(self) -> Mapping[str, TensorRole]:
-        """The roles of modules by name."""
+        """Tensor-parallel roles of modules, by name."""
         return tensor_roles(self.module, self.work.spec.tensor_plan)
 
     @property
     def roles(self) -> Mapping[str, TensorRole]:
-        """The same as far as tensor parallelism splits them."""
+        """Same as `plan` under tensor parallelism; empty without."""
         return self.plan if self.work.degrees.tp > 1 else {}
 
     @cached_property
@@ -205,20 +204,20 @@ class Part:
 
     @property
     def again(self) -> Collection[str]:
-        """The blocks that are recomputed."""
+        """Names of the recomputed blocks."""
         return self.work.recomputed & {*self.blocks}
 
     @cached_property
     def halved(self) -> int:
-        """Backwards of a pass in two halves; torch leaves those of the first stage whole."""
+        """Number of a pass's backwards in two halves; torch keeps the first stage's whole."""
         actions = (a for actions in self.work.orders.values() for a in actions)
         return sum(a.kind == "I" and a.stage == self.stage for a in actions) if self.stage else 0
 
     def recomputations(self, name: str) -> int:
-        """How often in a step the module or parameter `name` is run again in the backward.
+        """Return the number of recomputations in a step of the module or parameter `name`.
 
-        The second half of a backward runs a block again for each module with weights: torch
-        computes the gradients of each by themselves.
+        The second half of a backward recomputes a block for each module with weights: torch
+        computes the gradients of each separately.
         """
         block = next((block for block in self.again if f"{name}.".startswith(f"{block}.")), None)
         if block is None:
@@ -228,7 +227,7 @@ class Part:
         return self.work.passes * (self.work.microbatches + self.halved * weighted)
 
     def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
-        """Shape of each rank's part of a parameter on the first tensor rank, padded to be equal."""
+        """Return the padded shape of each rank's part of a parameter, on the first tensor rank."""
         sizes, dim, parts = list(shape), 0, self.work.degrees.fsdp
         role, tp = self.roles.get(name.rpartition(".")[0]), self.work.degrees.tp
         if role in SPLIT_IN_ROWS:
@@ -248,12 +247,12 @@ class Part:
         regathers: int = 0,
         neighbors: int = 0,
     ) -> Iterator[Traffic]:
-        """Traffic of parameters that are gathered and reduced together, each so often in a step.
+        """Yield the traffic of parameters that are gathered and reduced together, in a step.
 
         Args:
-            shapes: of one rank's part of each.
-            regathers: from `neighbors` alone.
-            sums: over copies, where those are added up in the backward.
+            shapes: shapes of one rank's part of each parameter.
+            regathers: number of gathers from `neighbors` alone.
+            sums: number of sums over replicas, if these are summed in the backward.
         """
         work, unit = self.work, Unit("", shapes, torch.device("meta"))
         ways, precision, parts = work.communication, work.precision, work.degrees.fsdp
@@ -273,12 +272,12 @@ class Part:
 
 
 def largest_block(parts: Sequence[Part]) -> int:
-    """Parameters of the largest block."""
+    """Return the number of parameters of the largest block."""
     return max((size for part in parts for name, size in part.sizes.items() if name), default=0)
 
 
 def outside_blocks(parts: Sequence[Part]) -> int:
-    """Parameters that are in no block."""
+    """Return the number of parameters outside the blocks."""
     return sum(part.sizes[""] for part in parts)
 
 
@@ -296,16 +295,16 @@ def of_parameters(
     scatters: int,
     sums: int,
 ) -> Iterator[Traffic]:
-    """DDP, FSDP and HSDP: one unit of parameters in parts and copies (arXiv:2304.11277).
+    """Yield the traffic of a unit of parameters under DDP, FSDP or HSDP (arXiv:2304.11277).
 
     Args:
-        gathered: bytes of all parts, filled up so that they are equal.
+        gathered: bytes of all parts, padded to equal sizes.
         scattered: bytes of the gradients of all parts.
         summed: bytes of the gradients of one part.
-        scatter: the collective that adds up gradients over the parts.
-        gathers, scatters, sums: how often in a step it is gathered, its gradients are scattered
-            over the parts, and summed over the copies.
-        regathers: how often it is gathered from `neighbors` alone, over which it has stayed split.
+        scatter: the collective that sums gradients over the parts.
+        gathers, scatters, sums: number of times in a step that the unit is gathered, its gradients
+            are scattered over the parts, and summed over the copies.
+        regathers: number of gathers from `neighbors` alone, over which it has stayed split.
     """
     if parts > 1:
         yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)

@@ -1,6 +1,6 @@
-"""Who this process is among the others: rank, device, one mesh with every axis, reductions.
+"""The process's place in a distributed run: rank, device, a mesh with every axis, reductions.
 
-Every axis always exists, with size 1 when unused, so nothing above asks whether it is there:
+Every axis always exists, with size 1 when unused, so callers need not check for it:
 
     pp            pipeline stages
     dp_replicate  copies of the model (DDP; HSDP together with dp_shard)
@@ -9,11 +9,11 @@ Every axis always exists, with size 1 when unused, so nothing above asks whether
     tp            parts of a matrix
 
 Axes are also joined: the ranks of `data` read different samples; those of `fsdp` own different
-parts of the parameters, which the ranks of a sequence can share as well as those of different
-samples; and those of `loss` own different parts of the global loss.
+shards of the parameters, which ranks with the same sequence can share as well as ranks with
+different samples; and those of `loss` own different parts of the global loss.
 
-Process groups are made for the axes in use alone: all axes of size 1 have one group, of this rank
-alone, and axes over the same ranks share theirs.
+Process groups are created only for axes in use: all axes of size 1 have one group, of this rank
+alone, and axes over the same ranks share a group.
 """
 
 import math
@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device, pick
 from torchtitan.torch_private.collectives import set_timeout
 
@@ -40,7 +40,7 @@ JOINED_AXES = {
     "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
 }
 PARAMETER_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-# Coordination of saves: as slow as a shared file system can be.
+# Coordination of saves can be as slow as a shared file system.
 OBJECT_TIMEOUT = timedelta(hours=2)
 
 
@@ -96,7 +96,7 @@ class CommConfig(Config):
         "run.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         prefix = self.save_traces_file_prefix
         if "/" in prefix or prefix[-1:].isdigit():
             message = "wanted the first part of a file's name; the number of a rank follows it"
@@ -104,19 +104,19 @@ class CommConfig(Config):
 
 
 class Launch(NamedTuple):
-    """What the launcher says of this process, from the environment variables of torchrun."""
+    """Rank, size and restarts of this process, from the environment variables of torchrun."""
 
     rank: int
     size: int
     local_rank: int
     by_launcher: bool
     by_agent: bool = False
-    """Whether an elastic agent started it, which takes any status but 0 as a cause to restart."""
+    """Whether an elastic agent started the process; it restarts the run on any non-zero status."""
     restart: int = 0
-    """How often the agent has started the run again, of at most `restarts` times."""
+    """Number of restarts by the agent so far, at most `restarts`."""
     restarts: int = 0
     local_size: int = 1
-    """Of the ranks, how many are on this machine."""
+    """Number of ranks on this machine."""
 
     @classmethod
     def read(cls) -> "Launch":
@@ -142,7 +142,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run as one of them sees them; made by `open_world`."""
+    """Processes of a run, as seen by one of them; created by `open_world`."""
 
     rank: int
     size: int
@@ -150,75 +150,75 @@ class World:
     degrees: Degrees
     mesh: DeviceMesh
     parameter_mesh: DeviceMesh
-    """The same ranks, with dp_shard and cp as one axis: parameters lie on it."""
+    """Mesh of the same ranks with dp_shard and cp as one axis, on which parameters are placed."""
     groups: "dict[str, dist.ProcessGroup]"
-    """By the name of an axis or of joined axes; some names share a group."""
+    """Process groups by the name of an axis or of joined axes; some names share a group."""
     patient: "dist.ProcessGroup"
     comm: CommConfig
 
     @property
     def data_rank(self) -> int:
-        """Which share of every batch of samples this rank reads."""
+        """Index of the share of every batch of samples that this rank reads."""
         return dist.get_rank(self.groups["data"])
 
     @property
     def stage_rank(self) -> int:
-        """Its place in the pipeline."""
+        """Rank in the pipeline."""
         return dist.get_rank(self.groups["pp"])
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """What FSDP works on: (copies, parts), or (parts) where there are no copies."""
+        """Mesh of FSDP: (replicas, shards), or (shards) without replicas."""
         copied = self.degrees.dp_replicate > 1
         return (
             self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
         )
 
     def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss"]) -> Tensor:
-        """Sum over an axis or joined axes, in place; the same on all their ranks."""
+        """Sum over an axis or joined axes, in place; equal on all their ranks."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.groups[over])
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over all ranks, in place."""
+        """Take the elementwise maximum over all ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def table(self, values: Tensor) -> Tensor:
-        """The numbers (n,) of every rank, in rank order, on every rank: (ranks, n)."""
+        """Gather the values (n,) of all ranks, in rank order, on every rank: (ranks, n)."""
         rows = values.new_zeros(self.size, len(values))
         rows[self.rank] = values
         dist.all_reduce(rows)
         return rows
 
     def gather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, in rank order, on every rank."""
+        """Gather a small picklable value of every rank, in rank order, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.patient)
         return values
 
     def collect(self, value: Any) -> list[Any] | None:
-        """A picklable value of every rank, in rank order, on rank 0; None on the others."""
+        """Gather a picklable value of every rank, in rank order, on rank 0; None on the others."""
         values = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.patient)
         return values
 
     def deal(self, values: Sequence[Any] | None) -> Any:
-        """To each rank its own of rank 0's picklable values; the other ranks give None."""
+        """Scatter rank 0's picklable values, one to each rank; the other ranks pass None."""
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, list(values) if values else None, 0, group=self.patient)
         return mine[0]
 
     def share(self, value: Any) -> Any:
-        """Rank 0's small picklable value, on every rank."""
+        """Broadcast rank 0's small picklable value to every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.patient)
         return values[0]
 
     def after_first_step(self) -> None:
-        """From now on a rank that does not answer is found sooner."""
+        """Shorten timeouts, so that a rank that does not respond is detected sooner."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
-            return  # torch cannot change the timeout of a group that checks what it is given
+            return  # torch cannot change the timeout of a group that checks its collectives
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in {id(group): group for group in self.groups.values()}.values():
             set_timeout(group, timeout)
@@ -226,7 +226,7 @@ class World:
 
 
 class Groups:
-    """Makes the process groups of a run: one for each different set of ranks, when first asked."""
+    """Process groups of a run: one for each distinct set of ranks, created on first use."""
 
     def __init__(self, degrees: Degrees, timeout: timedelta) -> None:
         self.degrees, self.timeout = degrees, timeout
@@ -234,7 +234,7 @@ class Groups:
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def over(self, axes: Sequence[str]) -> dist.ProcessGroup:
-        """This rank's group along `axes`."""
+        """Return this rank's group along `axes`."""
         used = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
         if used not in self.made:
             self.made[used] = self._make(used)
@@ -250,7 +250,7 @@ class Groups:
         if len(ranks) == len(self.ranks.flatten()) > 1:
             everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
             return everyone
-        # Ranks of other groups need not take part, however many there are.
+        # Ranks of other groups need not take part.
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=self.timeout,
@@ -260,7 +260,7 @@ class Groups:
         return group
 
     def mesh(self, axes: Mapping[str, Sequence[str]], device_type: str) -> DeviceMesh:
-        """A mesh of all ranks, each of whose axes joins neighbouring axes of the world."""
+        """Return a mesh of all ranks, each of whose axes joins neighbouring axes of the world."""
         sizes = [math.prod(getattr(self.degrees, axis) for axis in axes[name]) for name in axes]
         return DeviceMesh.from_group(
             [self.over(joined) for joined in axes.values()],
@@ -273,7 +273,7 @@ class Groups:
 def make_world(
     degrees: Degrees, comm: CommConfig, device: Device, patient: dist.ProcessGroup
 ) -> World:
-    """The world of this process, whose default process group exists."""
+    """Create the world of this process, whose default process group exists."""
     groups = Groups(degrees, timedelta(seconds=comm.init_timeout_seconds))
     own = {name: (name,) for name in Degrees._fields}
     parameters = {name: JOINED_AXES.get(name, (name,)) for name in PARAMETER_AXES}
@@ -292,15 +292,15 @@ def make_world(
 
 @contextmanager
 def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None) -> Iterator[World]:
-    """Join the other processes and build the mesh; leave them at the end.
+    """Join the other processes and build the mesh; leave them on exit.
 
-    Where a process group exists already (a test made it) it is used and left as it is.
+    An existing process group (as in a test) is used and not destroyed.
     """
     launch = Launch.read()
     device = device or pick(launch.local_rank)
     device.make_current()
     if comm.debug_level is not None:
-        # Each group reads it when it is made.
+        # Each group reads the level when it is created.
         level = getattr(dist.DebugLevel, comm.debug_level.upper())  # type: ignore[attr-defined]
         dist.set_debug_level(level)  # type: ignore[attr-defined]
     owner = not dist.is_initialized()

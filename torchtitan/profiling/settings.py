@@ -1,11 +1,10 @@
 """The section `[profiling]`."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 
 
 class ProfilingConfig(Config):
@@ -29,7 +28,7 @@ class ProfilingConfig(Config):
         "memory_snapshot", description="Folder of the memory snapshots, inside job.dump_folder."
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         busy = self.profiler_warmup + self.profiler_active
         if self.enable_profiling and busy > self.profile_freq:
             message = (
@@ -37,9 +36,10 @@ class ProfilingConfig(Config):
                 f"profiler_active = {self.profiler_active}; use at least {busy}"
             )
             yield Problem("profile_freq", message, ("profiler_warmup", "profiler_active"))
-        if self.enable_memory_snapshot and world.device_type != "cuda":
+        if self.enable_memory_snapshot and context.world.device_type != "cuda":
             message = (
                 "torch keeps a history of allocations on CUDA only, and this runs on "
-                f"{world.device_type}; set it to false (a trace of enable_profiling works here)"
+                f"{context.world.device_type}; set it to false (a trace of enable_profiling works "
+                "here)"
             )
             yield Problem("enable_memory_snapshot", message)

@@ -1,4 +1,4 @@
-"""What models are trained to do: `ModelSpec.task` is a key of `TASKS`."""
+"""Training tasks: `ModelSpec.task` is a key of `TASKS`."""
 
 from torchtitan.config import Registry
 from torchtitan.data.batch import Batch

@@ -1,11 +1,11 @@
-"""Predicting the next token of text: batches of token ids, cross entropy, and a tokenizer.
+"""Next-token prediction of text: batches of token ids, cross entropy, and a tokenizer.
 
-Loss in nats a token says little across tokenizers: longer tokens are fewer and harder. So that of
-held-out text is also reported per byte, with B bytes that the targets stand for:
+Loss in nats per token says little across tokenizers: longer tokens are fewer and harder. So the
+loss on held-out text is also reported per byte, with B the bytes of the target tokens:
 
     bits per byte = nats / (B ln 2)        perplexity per byte = exp(nats / B)
 
-Special tokens stand for no bytes, but their loss counts: a model has to know where a text ends.
+Special tokens have no bytes, but their loss counts: a model has to know where a text ends.
 """
 
 import dataclasses
@@ -46,16 +46,15 @@ class TokenBatch(Batch):
 
     tokens: Tensor
     targets: Tensor
-    """The token after each; -100 where there is nothing to predict."""
+    """Next token of each; -100 where there is nothing to predict."""
     positions: Tensor
-    """Where in its sequence each token stands."""
+    """Position of each token in its sequence."""
     documents: Tensor | None = None
-    """Which document of its sequence each token belongs to: 0, 1, ...; None: attention does not
-    ask."""
+    """Document of each token in its sequence: 0, 1, ...; None: attention does not need it."""
     ahead_tokens: Tensor | None = None
-    """(B, S, A): the tokens that follow each, as far as auxiliary losses ask; 0 beyond the end."""
+    """Tokens that follow each, as far as auxiliary losses need: (B, S, A); 0 beyond the end."""
     ahead_targets: Tensor | None = None
-    """(B, S, A): the target of each of those; -100 beyond the end, or in another document."""
+    """Target of each of `ahead_tokens`: (B, S, A); -100 beyond the end, or in another document."""
 
     @property
     def inputs(self) -> Tensor:
@@ -67,11 +66,11 @@ class TokenBatch(Batch):
         return known | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def count(self) -> Tensor:
-        """Targets."""
+        """Return the number of targets."""
         return (self.targets != IGNORED).sum()
 
     def shard(self, part: Callable[[Tensor], Tensor]) -> Self:
-        """`documents` stays whole, so that any mask can be made."""
+        """Shard all fields but `documents`, which stays whole, so that any mask can be made."""
         ahead = AHEAD if self.ahead_tokens is not None else ()
         names = ("tokens", "targets", "positions", *ahead)
         own = {name: part(getattr(self, name)) for name in names}
@@ -80,20 +79,20 @@ class TokenBatch(Batch):
 
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
-    """Documents joined into rows of tokens, cut into samples of `seq_len` + 1."""
+    """Documents packed into rows of tokens, split into samples of `seq_len` + 1."""
 
     tokenizer: Tokenizer
     seq_len: int
     add_bos: bool
     add_eos: bool
     has_documents: bool
-    """Whether a batch tells which document a token is of."""
+    """Whether a batch has the document of each token."""
     ahead: int = 0
-    """How many tokens after the next a batch tells of each."""
+    """Number of tokens after the next that a batch provides for each."""
 
     @property
     def identity(self) -> Identity:
-        """What a run resumes only on equal."""
+        """Settings that must be equal when a run resumes."""
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "add_bos": self.add_bos,
@@ -101,12 +100,12 @@ class PackedTokens:
         }
 
     def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Lane:
-        """The samples of a lane, from where it stood."""
+        """Open a lane at its saved state."""
         rows = tokenized(documents, self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
         return Lane(number, rows, self.seq_len, start)
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """A batch of the samples."""
+        """Join samples into a batch."""
         tokens = _stacked([sample.tokens for sample in samples])
         documents = _stacked([sample.documents for sample in samples])
         batch = TokenBatch(
@@ -119,7 +118,7 @@ class PackedTokens:
 
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
-    """The batch, of whole sequences, with what follows each token."""
+    """Add the following tokens of each token to a batch of whole sequences."""
     tokens = [_later(batch.tokens, k, 0) for k in range(1, depth + 1)]
     targets = [_later(batch.targets, k, IGNORED) for k in range(1, depth + 1)]
     if batch.documents is not None:
@@ -130,7 +129,7 @@ def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
 
 
 def _later(rows: Tensor, positions: int, beyond: int) -> Tensor:
-    """What stands so many positions later (B, S)."""
+    """Return the values shifted left by `positions` (B, S)."""
     filled = torch.nn.functional.pad(rows, (0, positions), value=beyond)
     return filled[:, positions:].contiguous()
 
@@ -194,8 +193,10 @@ class NextToken(Task):
 
     @classmethod
     def split_sums(cls, positions: int) -> Sequence[int]:
-        """The largest logit, the sum of exponentials, and the logit of the target of each token
-        (arXiv:1909.08053, section 3)."""
+        """Return the sizes of three sums over ranks, with one number per token in each: the
+        largest logit, the sum of exponentials, and the target's logit (arXiv:1909.08053, section
+        3).
+        """
         return [positions] * 3
 
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:
@@ -210,7 +211,7 @@ class NextToken(Task):
                 )
 
     def measure(self, batch: Batch) -> Tensor:
-        """The bytes of text that the targets stand for, where that is known."""
+        """Count the bytes of text of the targets, if known."""
         if self._bytes is None:
             return super().measure(batch)
         return self._bytes[batch.targets[batch.targets != IGNORED]].sum()[None]
@@ -226,7 +227,7 @@ class NextToken(Task):
 
 
 def preview(batch: TokenBatch, tokenizer: Tokenizer, chars: int = 400) -> str:
-    """The beginning of the first row of `batch` as text, on one line."""
+    """Return the start of the first row of `batch` as text, on one line."""
     # No token is shorter than a byte, and no character longer than four.
     tokens = batch.tokens[0, : 4 * chars].tolist()
     text = tokenizer.decode(tokens)
@@ -234,7 +235,7 @@ def preview(batch: TokenBatch, tokenizer: Tokenizer, chars: int = 400) -> str:
 
 
 def unigram_loss(source: Source, tokenizer: Tokenizer, max_tokens: int = 2**20) -> float:
-    """Nats per token of a model that knows only how frequent each token is.
+    """Return the nats per token of a model that knows only the frequency of each token.
 
     It is the entropy of the tokens of the first documents, about `max_tokens` of them, BOS and EOS
     included: H = -sum p log p.

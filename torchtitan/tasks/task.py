@@ -1,4 +1,4 @@
-"""What a task says of itself: its batches and where they come from, its loss, unit and metrics."""
+"""Interface of a task: its batches and their source, its loss, unit and metrics."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -15,66 +15,67 @@ from torchtitan.logging import logger
 from torchtitan.models.settings import ModelConfig
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""What a model gave, and the targets, to the sum of the loss."""
+"""Function from a model's outputs and the targets to the sum of the loss."""
 
 
 class Task:
-    """What a family of models is trained to do.
+    """Training task of a family of models.
 
     The loss of a step is a sum over all units of the global batch, divided by their number: so it
-    is the same on every layout, however the units are spread.
+    is the same on every layout, regardless of the distribution of units.
     """
 
     unit: ClassVar[str]
-    """What is counted: a key of the metrics, and a word of the log."""
+    """Name of the counted units: a key of the metrics, and a word of the log."""
     rate: ClassVar[str]
-    """The key of units per second and device."""
+    """Key of units per second and device."""
     content: ClassVar[str] = "text"
-    """What documents have to hold: see `torchtitan.data.Dataset.content`."""
+    """Required content of documents: see `torchtitan.data.Dataset.content`."""
     outputs: ClassVar[str] = "outputs"
-    """What the last dim of what a model gives counts: tokens of a vocabulary, say."""
+    """Name of the last dim of a model's outputs: tokens of a vocabulary, say."""
     has_logits: ClassVar[bool] = False
-    """Whether those are logits, of a vocabulary."""
+    """Whether the outputs are logits over a vocabulary."""
     key: ClassVar[str] = "model"
-    """The setting that is wrong where the task cannot be opened."""
+    """Key of the setting to report if the task cannot be opened."""
     splits_sequences: ClassVar[bool] = False
     """Whether its batches can be split over the ranks of context parallelism."""
     has_picture: ClassVar[bool] = False
-    """Whether a validation can be looked at."""
+    """Whether a validation has a picture."""
     hides_ended: ClassVar[bool] = False
-    """Whether its batches hide what a lane without further documents is filled up with."""
+    """Whether its batches mask the padding of a lane without further documents."""
 
     def __init__(self, model: ModelConfig, args: Any) -> None:
-        """Read what the task needs beside the data.
+        """Read the requirements of the task in addition to the data.
 
         Raises:
-            ConfigError: where it is not there, or does not fit the model.
+            ConfigError: if they are missing, or do not fit the model.
         """
 
     @classmethod
     def units(cls, seq_len: int) -> int:
-        """How many units a sample has at most."""
+        """Return the maximum number of units of a sample."""
         return 1
 
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> Packing:
-        """How documents become samples, and samples a batch.
+        """Return the conversion of documents to samples, and of samples to batches.
 
         Raises:
-            ConfigError: where the section asks for what is not there.
+            ConfigError: if the section requests something unavailable.
         """
         raise NotImplementedError
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
-        """The documents that a data section names."""
+        """Open the documents named by a data section."""
         return open_source(config, None, seed=seed)
 
     def open_stream(
         self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: Any
     ) -> DataStream:
-        """The stream of one data-parallel rank; `part` is for `build_stream`.
+        """Open the stream of one data-parallel rank; `part` is for `build_stream`.
 
         Args:
-            once: read each document once; the stream is as endless, but has no targets then.
+            once: read each document once; the stream is still endless, but without targets at the
+                end.
         """
         source = self.open_source(config, seed)
         packing = self.packing(config, seq_len, seed)
@@ -84,57 +85,57 @@ class Task:
         return build_stream(config, source, packing, **part)
 
     def preview(self, batch: Batch) -> str:
-        """What a person sees of the first sample of a batch, on one line."""
+        """Return the first sample of a batch in readable form, on one line."""
         raise NotImplementedError
 
     @classmethod
     def check_files(cls, config: DataConfig) -> None:
-        """Look at what files a section of data names, before anything is started.
+        """Check the files named by a section of data, before anything is started.
 
         Raises:
-            ConfigError: they cannot be read, and why.
+            ConfigError: if they cannot be read, with the reason.
         """
 
     @classmethod
     def left_out(cls, config: DataConfig) -> str | None:
-        """The metric that counts documents which are left out; None if none ever is."""
+        """Return the metric that counts skipped documents; None if none are ever skipped."""
         return None
 
     def reference(self, config: DataConfig, seed: int) -> str | None:
-        """A loss to compare with that needs no model, in words, where the recipe asks for it."""
+        """Describe a baseline loss that needs no model, if the recipe requests it."""
         return None
 
     @classmethod
     def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the loss over the units of a microbatch, in float32 (0-d)."""
+        """Return the sum of the loss over the units of a microbatch, in float32 (0-d)."""
         raise NotImplementedError
 
     @classmethod
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
-        """`loss` of outputs whose last dim, of `size`, is split over tensor-parallel ranks."""
+        """Return `loss` of outputs whose last dim, `size` in all, is sharded over tp ranks."""
         raise NotImplementedError
 
     @classmethod
     def split_sums(cls, positions: int) -> Sequence[int]:
-        """How many float32 numbers `split_loss` adds up over ranks, for each sum that it makes.
+        """Return the number of float32 values in each sum of `split_loss` over ranks.
 
         Args:
-            positions: of a microbatch, for which the model makes outputs.
+            positions: positions of a microbatch that have outputs.
         """
         raise NotImplementedError
 
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:
-        """Make ready for `measure` on a device; the first rank may log something."""
+        """Prepare `measure` on a device; the first rank may log something."""
 
     def measure(self, batch: Batch) -> Tensor:
-        """Further counts of a batch of held-out data, for `derived`: (n,) int64."""
+        """Return further counts of a batch of held-out data, for `derived`: (n,) int64."""
         return torch.zeros(0, dtype=torch.int64, device=batch.targets.device)
 
     def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """What a person looks at after a validation, where the task `has_picture`.
+        """Return the picture of a validation, if the task `has_picture`.
 
         Args:
-            outputs: what the model made of the batch.
+            outputs: outputs of the model for the batch.
 
         Returns:
             (3, height, width) in 0..1.
@@ -142,12 +143,12 @@ class Task:
         raise NotImplementedError
 
     def derived(self, loss: float, count: int, measured: Sequence[int]) -> dict[str, float | None]:
-        """What else a validation tells, from sums over all of a data set: loss, units, measures."""
+        """Return further metrics of a validation, from sums over all of a data set."""
         return {}
 
 
 def previewed(batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
-    """The batches; of the first, the log shows the first sample."""
+    """Yield the batches, logging the first sample of the first one."""
     first = next(batches)
     logger.info("first sequence: %s", task.preview(first))
     yield first

@@ -1,5 +1,5 @@
-"""The one place that touches torch's private interfaces, by subject (torch 2.11 to 2.13).
+"""All uses of torch's private interfaces, by subject (torch 2.11 to 2.13).
 
-They are imported where they are used: DTensor alone takes a second, which a command that only
-reads a recipe should not pay.
+They are imported where they are used: DTensor alone takes a second, which would slow commands that
+only read a recipe.
 """

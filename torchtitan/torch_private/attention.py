@@ -1,4 +1,4 @@
-"""Attention kernels that tell their normaliser, which the public function does not."""
+"""Attention kernels that return the normalizer, which the public function does not."""
 
 import torch
 import torch.nn.functional as F
@@ -8,14 +8,14 @@ from torch import Tensor
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention by a fused kernel, which unlike the public function tells its normaliser.
+    """Compute softmax attention by a fused kernel that returns its normalizer.
 
     Args:
         q: (B, H, Sq, E).
         k, v: (B, K, Sk, E); each serves H/K query heads.
         causal: a query sees the keys up to its own index; only for Sq = Sk and without `bias`.
-        bias: added to the scores, (B, 1, Sq, Sk) in q's dtype. Finite: of a row of minus infinity
-            alone, the CPU kernel says that its log-sum-exp is 0.
+        bias: added to the scores, (B, 1, Sq, Sk) in q's dtype. Must be finite: for a row of only
+            minus infinity, the CPU kernel returns a log-sum-exp of 0.
 
     Returns:
         The output (B, H, Sq, E), and the log-sum-exp of the scores (B, H, Sq) in fp32.
@@ -47,10 +47,10 @@ def attention_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in `attention_forward`.
+    """Compute the gradients of q, k and v in `attention_forward`.
 
-    `out` and `lse` may be those of attention over more keys than these; the result is then the
-    part of the gradients that these keys account for.
+    `out` and `lse` may come from attention over more keys than these; the result is then the
+    contribution of these keys to the gradients.
     """
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -60,7 +60,7 @@ def attention_backward(
         return grads[0], grads[1], grads[2]
     no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)  # in place of a random state
     if _flash_can(q, bias):
-        # The kernel takes `lse` as if it were contiguous, without looking.
+        # The kernel assumes without a check that `lse` is contiguous.
         grads = aten._scaled_dot_product_flash_attention_backward(
             *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]),
             *(0.0, causal, no_dropout, no_dropout),
@@ -69,7 +69,8 @@ def attention_backward(
     keys, values, bias = _for_efficient(q, k, v, bias)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         *(grad_out, q, keys, values, bias),
-        # It takes the heads of a token to be neighbours, and rows of `lse` padded as it pads them.
+        # It assumes that the heads of a token are adjacent, and that rows of `lse` have its
+        # padding.
         out.transpose(1, 2).contiguous().transpose(1, 2),
         F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous(),
         *(no_dropout, no_dropout, 0.0, [True, True, True, False], causal),
@@ -85,9 +86,9 @@ def _flash_can(q: Tensor, bias: Tensor | None) -> bool:
 def _for_efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and bias for the memory-efficient kernel.
+    """Return keys, values and bias for the memory-efficient kernel.
 
-    It wants as many key heads as query heads, and a bias for each whose rows begin at multiples
+    It requires as many key heads as query heads, and a bias for each whose rows start at multiples
     of 16 elements.
     """
     heads = q.shape[1]

@@ -1,11 +1,12 @@
-"""What autograd is doing."""
+"""State of autograd."""
 
 import torch
 
 
 def is_in_backward() -> bool:
-    """Whether this is part of a backward, where a forward may be computed again; a compiler sees
-    only the first."""
+    """Whether a backward is running, which may recompute a forward; a compiler traces only the
+    forward outside of it.
+    """
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1

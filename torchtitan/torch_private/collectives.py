@@ -1,4 +1,4 @@
-"""Process groups and collectives, whose names change from one version of torch to the next."""
+"""Process groups and collectives, whose names differ between versions of torch."""
 
 from datetime import timedelta
 
@@ -9,41 +9,41 @@ from torch.distributed import ProcessGroup
 
 
 def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
-    """Change how long a collective of `group` (None: the default group) may take."""
+    """Set the time limit of collectives of `group` (None: the default group)."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
 
 
 def timeout_of(group: ProcessGroup, device_type: str) -> timedelta:
-    """How long a collective of `group` may take."""
+    """Return the time limit of collectives of `group`."""
     timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
 
 
 def process_group(name: str) -> ProcessGroup:
-    """The process group of that name: an operator is given names, not objects."""
+    """Return the process group called `name`, as operators take names, not objects."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """`tensor` of every rank of `group`: (ranks, *shape)."""
+    """Gather `tensor` of every rank of `group`: (ranks, *shape)."""
     whole = tensor.new_empty(group.size(), *tensor.shape)
     all_gather_into(whole.flatten(0, 1), tensor, group)
     return whole
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's row of the sum of `tensor` (ranks, *shape) over `group`."""
+    """Return this rank's row of the sum of `tensor` (ranks, *shape) over `group`."""
     own = torch.empty_like(tensor[0])
     reduce_scatter_into(own, tensor.flatten(0, 1), group)
     return own
 
 
 def max_over(tensor: Tensor, group_name: str) -> Tensor:
-    """The elementwise maximum over the ranks of a group; a compiled graph can contain it."""
+    """Return the elementwise maximum over the ranks of a group; a compiled graph can contain it."""
     from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
     largest: Tensor = wait_tensor(  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def max_over(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def columns_to_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """From columns of a matrix, all rows of them, to all columns of some rows.
+    """Redistribute a matrix from sharded columns to sharded rows.
 
     Args:
         tensor: (rows, this rank's columns); all ranks have the same rows, and columns in order.
@@ -86,7 +86,7 @@ def reduce_scatter_into(part: Tensor, whole: Tensor, group: ProcessGroup) -> Non
 
 
 def flight_records(device_type: str) -> list[bytes]:
-    """What torch's Flight Recorders hold, as pickles of plain values: the device's own first.
+    """Return the data of torch's Flight Recorders, as pickles of plain values: the device's first.
 
     Gloo has a recorder and NCCL another; a process that trains on CUDA uses both.
     """
@@ -102,7 +102,7 @@ def flight_records(device_type: str) -> list[bytes]:
 
 
 def group_members() -> dict[str, tuple[str, list[int]]]:
-    """Of each process group by name: what it is for, and its ranks in the world."""
+    """Return the purpose and the global ranks of each process group, by name."""
     from torch.distributed import get_process_group_ranks
     from torch.distributed.distributed_c10d import _world
 

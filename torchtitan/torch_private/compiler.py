@@ -1,4 +1,4 @@
-"""What torch.compile counts, keeps and chooses."""
+"""Counters, caches and options of torch.compile."""
 
 import os
 import sys
@@ -13,44 +13,44 @@ from torch import Tensor
 
 
 def any_number_of_shapes() -> AbstractContextManager[None]:
-    """Within, torch.compile does not give up where a function is called with many shapes."""
+    """Disable torch.compile's limit on recompilations for new shapes within this context."""
     from torch._dynamo.utils import disable_cache_limit
 
     return disable_cache_limit()
 
 
 def compiler_counts() -> Mapping[str, Counter[str]]:
-    """What torch.compile has counted in this process, by topic: `stats`, `graph_break`, ..."""
+    """Return torch.compile's counters in this process, by topic: `stats`, `graph_break`, ..."""
     from torch._dynamo.utils import counters
 
     return counters
 
 
 class Compilation(NamedTuple):
-    """A graph that was compiled, forward and backward."""
+    """Compiled graph, forward and backward."""
 
     reason: str | None
-    """Why again, where the same code was compiled before."""
+    """Reason for recompilation, if the same code was compiled before."""
     hits: int
     misses: int
-    """How many of its parts inductor found in its cache, and how many not."""
+    """Cache hits and misses of its parts in inductor."""
 
 
 UPDATES = ("single_param_adam", "newton_schulz")
-"""Functions of an optimizer that are compiled: torchao's Adam, and Muon's iteration."""
+"""Compiled functions of optimizers: torchao's Adam, and Muon's iteration."""
 
 
 def compiles_updates() -> bool:
-    """Whether this process has compiled any of those."""
+    """Whether this process has compiled any of `UPDATES`."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return any(metrics.co_name in UPDATES for metrics in get_compilation_metrics())
 
 
 def compilations() -> dict[str, Compilation]:
-    """What this process has compiled, the latest at least, by the name that torch gives it.
+    """Return at least the latest compilations of this process, by torch's name for them.
 
-    But not updates, which are compiled again for each shape: that is how they are meant.
+    Updates are excluded, as they are recompiled for each shape by design.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -69,7 +69,7 @@ def compilations() -> dict[str, Compilation]:
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent in compiling, forward and backward together."""
+    """Return the seconds this process has spent compiling, forward and backward together."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
     from torch._dynamo.utils import cumulative_time_spent_ns
@@ -79,28 +79,27 @@ def compile_seconds() -> float:
 
 
 def keep_compiled_graphs(folder: Path | None) -> None:
-    """Have inductor look for graphs on disk, and leave them there (None: where torch does)."""
+    """Set the folder where inductor caches graphs on disk (None: torch's default)."""
     from torch._functorch import config as autograd
     from torch._inductor import config as inductor
 
     autograd.enable_autograd_cache = inductor.fx_graph_cache = True
     if folder is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # read whenever a graph is looked for
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # read on each graph lookup
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """The part of its activations that each graph compiled from now on may keep."""
+    """Set the part of its activations that each graph compiled from now on may keep."""
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    # A DTensor's mesh is an input of the graph from torch 2.13 on, and of no size worth counting.
+    # From torch 2.13 on, a DTensor's mesh is an input of the graph, of negligible size.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def counts_once_where_recomputed() -> bool:
-    """Whether what a compiled forward adds up elsewhere can be left out where it is recomputed; if
-    so, it is from now on."""
+    """Disable side effects of compiled forwards in recomputation; return whether torch can."""
     from torch._dynamo import config
 
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
@@ -110,10 +109,10 @@ def counts_once_where_recomputed() -> bool:
 
 
 def compiles_recomputed_attention(device_type: str) -> bool:
-    """Whether a compiled graph over a mesh can recompute what a kernel with dropout gave.
+    """Whether a compiled graph over a mesh can recompute the output of a kernel with dropout.
 
-    From torch 2.12 on, the mesh is one of the graph's inputs. On a CPU the state of the generator,
-    which is saved for the recomputation, then ends up where the mesh is looked for.
+    From torch 2.12 on, the mesh is an input of the graph. On a CPU the state of the generator,
+    saved for the recomputation, is then passed in place of the mesh.
     """
     from torch.distributed import device_mesh
 
@@ -121,8 +120,9 @@ def compiles_recomputed_attention(device_type: str) -> bool:
 
 
 def keeps_nodes_of_functions() -> bool:
-    """Whether a node of the autograd graph that stands for a function of our own lives as long as
-    it is referred to; before torch 2.13 it goes with the tensors that it led to."""
+    """Whether an autograd node of a custom function lives as long as references to it; before
+    torch 2.13 it is freed with the tensors it led to.
+    """
 
     class Twice(torch.autograd.Function):
         @staticmethod

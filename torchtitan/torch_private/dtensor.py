@@ -1,4 +1,4 @@
-"""How DTensors lie over a mesh."""
+"""Placements of DTensors on a mesh."""
 
 import math
 import sys
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is distributed.
+    """Whether a tensor is a DTensor.
 
-    Importing DTensor takes half a second, and where nobody has imported it there is none.
+    Importing DTensor takes half a second, so if it is not imported yet, there is none.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Give a model on the meta device memory, uninitialised: `model.to_empty`, but sooner.
+    """Allocate the memory of a meta-device model, uninitialized: a faster `model.to_empty`.
 
     `empty_like` of a meta tensor imports sympy, which takes as long as a step.
     """
@@ -37,10 +37,10 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
 
 
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part of `tensor`, and where in the whole that part begins.
+    """Return the shape of this rank's part of `tensor`, and its offset in the whole.
 
-    Torch gives the first index only, so the part must be contiguous. Under FSDP over tensor
-    parallelism (`_StridedShard`) it is, as long as the split is even.
+    Torch returns the first index only, so the part must be contiguous. Under FSDP over tensor
+    parallelism (`_StridedShard`) it is, if the split is even.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -57,10 +57,10 @@ def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
-    """Which indices of each dim of `tensor` the rank at a coordinate of its mesh holds.
+    """Return the range of each dim of `tensor` at a coordinate of its mesh.
 
-    A part of a part is one piece too, so it does not matter to its form which axis split it first,
-    but to where it begins: what FSDP splits after tensor parallelism (`_StridedShard`) comes last.
+    A part of a part is contiguous too, so its size does not depend on the order of the axes, but
+    its start does: FSDP's split after tensor parallelism (`_StridedShard`) comes last.
     """
     found = [range(size) for size in tensor.shape]
     if not is_dtensor(tensor):
@@ -79,13 +79,13 @@ def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The plain tensor in one that FSDP2 gathers in another form, as torchao's in Float8."""
+    """Return the plain tensor inside one that FSDP2 gathers in another format, such as Float8."""
     whole: Tensor = getattr(tensor, "_tensor", tensor)
     return whole
 
 
 def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
-    """A tensor that is split over two meshes, as FSDP2 describes it.
+    """Return a tensor sharded over two meshes, as FSDP2 represents it.
 
     Args:
         whole: the tensor on the mesh of tensor parallelism.
@@ -98,7 +98,7 @@ def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
     assert isinstance(split, Shard)
     sizes = zip(whole.device_mesh.shape, whole.placements, strict=True)
     inner = math.prod(size for size, placement in sizes if placement.is_shard(split.dim))
-    # This rank's part is a part of its part on the other mesh, whose parts are the nearer ones.
+    # This rank's part is a shard of its part on the other mesh, which varies faster.
     strided = _StridedShard(split.dim, split_factor=inner) if inner > 1 else split
     return DTensor.from_local(
         part.to_local(),
@@ -111,7 +111,7 @@ def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
 
 
 def laid_out_as(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part` as this rank's part of a tensor that is laid out as `tensor` is, on part's device.
+    """Return `part` as this rank's part of a tensor with the layout of `tensor`, on part's device.
 
     The public `DTensor.from_local` would move it to the device of the mesh.
     """
@@ -125,7 +125,7 @@ def laid_out_as(tensor: Tensor, part: Tensor) -> Tensor:
 def placed(
     part: Tensor, mesh: DeviceMesh, placements: "Sequence[Placement]", shape: Size
 ) -> Tensor:
-    """`part` as this rank's part of a tensor of `shape` that lies so on a mesh."""
+    """Return `part` as this rank's part of a tensor of `shape` with `placements` on a mesh."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -135,17 +135,17 @@ def placed(
 
 
 def split_dim(placement: "Placement") -> int | None:
-    """The dim that a placement splits: torch says no for one within parts (`_StridedShard`)."""
+    """Return the dim of a sharding placement; torch's `is_shard` is False for `_StridedShard`."""
     return getattr(placement, "dim", None)
 
 
 def splits_within(placement: "Placement") -> int:
-    """How many parts that later mesh axes make a placement splits again; 1: it splits the whole."""
+    """Return the number of shards of later mesh axes that a placement splits; 1: the whole."""
     return getattr(placement, "split_factor", 1)
 
 
 def shard_rows(within: int) -> "Placement":
-    """Rows are split, each of `within` parts by itself that later mesh axes make of them."""
+    """Return a placement that shards rows within each of `within` shards of later mesh axes."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

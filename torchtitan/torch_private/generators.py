@@ -1,19 +1,19 @@
-"""Random generators on the CPU that have more than torch keeps of a seed."""
+"""Random generators on the CPU with more state than a torch seed provides."""
 
 from hashlib import shake_256
 
 import torch
 
 WORDS = 624
-"""Words of 32 bits in the state of a Mersenne Twister."""
+"""Number of 32-bit words in the state of a Mersenne Twister."""
 FIRST = 24
-"""Byte of a generator's state at which they start, each in 8 bytes."""
+"""Offset of the words in a generator's state, 8 bytes each."""
 
 
 def generator_of(name: str) -> torch.Generator:
-    """A generator whose whole state is a hash of a name.
+    """Return a generator whose whole state is a hash of a name.
 
-    `manual_seed` keeps 32 bits of a seed, by which two of 100,000 names are likely to draw alike.
+    `manual_seed` keeps 32 bits of a seed, so two of 100,000 names are likely to draw alike.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     state = generator.get_state()

@@ -1,4 +1,4 @@
-"""Passes over the compiler's graphs, and the collectives that stand in them."""
+"""Passes over the compiler's graphs, and the collectives in them."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 
 GraphPass = Callable[[Graph], None]
-"""What is done to a graph, in place."""
+"""Function that changes a graph in place."""
 
 
 def graph_pass(function: GraphPass, source: str, settings: str = "") -> Any:
-    """`function` as inductor runs it.
+    """Wrap `function` as a pass of inductor.
 
     Args:
-        source: path of the file it stands in; graphs cached with other versions of it are stale.
-        settings: what else decides on what it does.
+        source: path of the file that defines it; graphs cached with other versions of it are stale.
+        settings: other inputs that determine its effect.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -32,21 +32,22 @@ def graph_pass(function: GraphPass, source: str, settings: str = "") -> Any:
 
 
 def collective(node: Node) -> str:
-    """Which collective a node of a graph starts; "" if none. Its last argument names the group."""
+    """Return the collective started by a node; "" if none. Its last argument names the group."""
     _, _, name = str(node.target).partition("_c10d_functional.")
     return "" if is_wait(node) else name.partition(".")[0]
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node of a graph is where a collective has ended."""
+    """Whether a node waits for a collective."""
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def module_of(node: Node) -> str:
-    """The name of the module, within the one that was compiled, whose forward a node computes.
+    """Return the name, within the compiled module, of the module whose forward a node computes.
 
-    Of a node of the backward, that whose gradients it computes. What the forward has no node for,
-    such as the sum over copies of a parameter, belongs where its input does.
+    For a node of the backward, it is the module whose gradients it computes. A node without a
+    counterpart in the forward, such as the sum over replicas of a parameter, belongs to the module
+    of its input.
     """
     from torch._inductor.fx_passes.graph_view import _clean_stack_name, _get_module_stack
 
@@ -56,10 +57,10 @@ def module_of(node: Node) -> str:
 
 
 def merge_collectives(graph: Graph, is_wanted: Callable[[Node], bool], megabytes: float) -> None:
-    """Join collectives of a kind, group and dtype that follow each other, up to `megabytes`.
+    """Merge consecutive collectives of a kind, group and dtype, up to `megabytes`.
 
     Args:
-        is_wanted: of a node that starts a collective; the others are passed over.
+        is_wanted: filters the nodes that start a collective; the others are skipped.
     """
     from torch._inductor.fx_passes import bucketing
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -74,9 +75,9 @@ def merge_collectives(graph: Graph, is_wanted: Callable[[Node], bool], megabytes
 
 
 def schedule_collectives(graph: Graph, modules: Sequence[Sequence[str]] | None) -> None:
-    """Join the collectives of each of `modules` (None: as estimated times suggest), and move them.
+    """Merge the collectives of each of `modules` (None: by estimated times), and reorder them.
 
-    The estimates are those of a GPU, which has to be there.
+    The estimates are those of a GPU, which is required.
     """
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
@@ -92,9 +93,9 @@ def schedule_collectives(graph: Graph, modules: Sequence[Sequence[str]] | None) 
 
 
 def enable_symmetric_memory(group: ProcessGroup) -> None:
-    """Let compiled code use memory that the ranks of `group` share.
+    """Let compiled code use symmetric memory of the ranks of `group`.
 
-    Torch calls this no longer needed, but its compiler still fuses only where it was called.
+    Torch calls this no longer needed, but its compiler still fuses only after this call.
     """
     from torch.distributed import _symmetric_memory
 
@@ -104,11 +105,12 @@ def enable_symmetric_memory(group: ProcessGroup) -> None:
 
 
 def fuse_tensor_parallelism(before: GraphPass, after: GraphPass, source: str) -> None:
-    """Have inductor fuse collectives with matrix products in what is compiled from now on.
+    """Make inductor fuse collectives with matrix products in later compilations.
 
     Args:
-        before, after: what to do to each graph before and after that.
-        source: path of the file they stand in; graphs cached with other versions of it are stale.
+        before, after: passes to run on each graph before and after fusion.
+        source: path of the file that defines them; graphs cached with other versions of it are
+            stale.
     """
     from torch._inductor import config
 

@@ -6,7 +6,7 @@ import torch
 
 
 def record_memory(events: int | None) -> None:
-    """Remember the last `events` allocations and frees on CUDA; None: stop remembering."""
+    """Record the last `events` allocations and frees on CUDA; None stops recording."""
     if events is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -14,5 +14,5 @@ def record_memory(events: int | None) -> None:
 
 
 def dump_memory(path: Path) -> None:
-    """Write what is remembered, for https://pytorch.org/memory_viz."""
+    """Write the record, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Torch's pipeline schedules and stages, as far as they cannot be had from outside."""
+"""Private parts of torch's pipeline schedules and stages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[int, list[str]]:
-    """What each rank does under a pipeline schedule for several stages a rank, as CSV cells.
+    """Return each rank's actions in a pipeline schedule with several stages per rank, as CSV cells.
 
-    The constructors work out the orders of all ranks, and ask a stage for little more than its
-    number, so that a stand-in without a process group will do.
+    The constructors compute the orders of all ranks, and need little more of a stage than its
+    number, so a stand-in without a process group suffices.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -24,15 +24,15 @@ def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[i
 
 
 def leave_out_greeting(stage: Any) -> None:
-    """Keep torch 2.11 from greeting a pipeline stage's neighbours, later ones do not.
+    """Skip torch 2.11's point-to-point warm-up with a stage's neighbours, absent in later versions.
 
-    It makes communicators. Where a neighbour is on the same rank, gloo cannot send to itself.
+    It creates communicators. If a neighbour is on the same rank, gloo cannot send to itself.
     """
     stage._get_init_p2p_neighbors_ops = list
 
 
 def time_stage(stage: Any, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Have `phase` entered around each forward and backward of a microbatch in a stage."""
+    """Enter `phase` around each forward and backward of a microbatch in a stage."""
     names = {
         "forward_one_chunk": "forward",
         "backward_one_chunk": "backward",
@@ -53,7 +53,7 @@ def _inside(
 
 
 def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any:
-    """A pipeline schedule over `stages` that follows the order in a file."""
+    """Build a pipeline schedule over `stages` that follows the order in a file."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     schedule: Any = _PipelineScheduleRuntime(stages, **settings)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""torchao, without its noise."""
+"""torchao, without its warnings."""
 
 import logging
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Import torchao within; it warns of CUDA kernels that it can do without, and of its own ways.
+    """Suppress torchao's warnings of missing optional CUDA kernels, and others, on import.
 
-    The noise comes from two loggers: its own, and that of torch's pytree.
+    They come from two loggers: its own, and that of torch's pytree.
     """
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [each.level for each in noisy]

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from torchtitan.config import ConfigError, PlannedWorld, Problem
+from torchtitan.config import ConfigError, Context, Problem
 from torchtitan.data import DataConfig, load_tokenizer, open_source
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
 from torchtitan.data.files import find_files
@@ -205,7 +205,7 @@ def test_check_finds_mistakes(settings: dict[str, object], key: str, message: st
 
 def refused(config: DataConfig) -> list[Problem]:
     """What is refused of a section where three ranks share a global batch of 12."""
-    found = [*config.problems(None, PlannedWorld()), *config.uneven(12, 3)]
+    found = [*config.problems(Context()), *config.batch_problems(12, 3)]
     return [problem.within("data") for problem in found]
 
 

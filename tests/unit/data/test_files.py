@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from torchtitan.config import ConfigError, PlannedWorld
+from torchtitan.config import ConfigError, Context
 from torchtitan.data import (
     DATASETS,
     DataConfig,
@@ -260,7 +260,7 @@ def test_another_format_is_found_by_its_suffix_and_by_its_name(
     with pytest.raises(ConfigError, match=r"several kinds: paragraphs \(a\.par\) and text"):
         source(tmp_path)
     assert set(texts(source(tmp_path, "mine"), 4)) == {"one", "two"}
-    (problem,) = DataConfig(dataset="mine").problems(None, PlannedWorld())
+    (problem,) = DataConfig(dataset="mine").problems(Context())
     assert problem.path == "dataset_path"
     (tmp_path / "c.par").touch()
     with pytest.raises(ConfigError, match="no paragraphs"):

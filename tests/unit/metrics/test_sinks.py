@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
-from torchtitan.config import PlannedWorld
+from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.metrics import (
     SINKS,
@@ -514,7 +514,7 @@ def test_a_sink_added_to_the_registry_is_used(tmp_path, monkeypatch):
 
 
 def missing(config):
-    return [problem[:2] for problem in config.problems(None, PlannedWorld())]
+    return [problem[:2] for problem in config.problems(Context())]
 
 
 def test_a_missing_package_is_found_before_the_run(monkeypatch):

@@ -18,7 +18,7 @@ def test_what_a_recipe_does_not_say_is_the_flavors(flavor: str) -> None:
     config = Llama3Config(flavor=flavor)
     assert MODELS["llama3"].args(config) == args
     assert MODELS["llama3"].args(Llama3Config(**Llama3Config.sizes_of(args))) == args
-    assert list(config.misfits(args)) == []
+    assert list(config.size_problems(args)) == []
 
 
 def test_every_size_can_be_said() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.named import named
-from torchtitan.config import PlannedWorld
+from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, OptimizerConfig, Optimizers
@@ -36,7 +36,7 @@ def is_accepted(kind: type[OptimizerConfig], settings: dict[str, Any]) -> bool:
     if not settings.keys() <= kind.model_fields.keys():
         return False
     world = PlannedWorld(1, "cuda")
-    found = kind(**settings).problems(JobConfig(), world)
+    found = kind(**settings).problems(Context(JobConfig(), world))
     return all(problem.severity == "note" for problem in found)
 
 
@@ -92,7 +92,7 @@ def test_weights_written_after_an_update_are_updated_next(name: str, way: str) -
                 parameter.add_(FAR)
 
     network, inner = opened(name, way)
-    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=write)
+    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=[write])
     before = weights(network)
     for _ in range(3):
         backward(network, optimizers)

@@ -120,13 +120,13 @@ def cores(clip: float) -> tuple[set[Any], list[str]]:
         run = build(job, world)
         found = {m.core for p in run.model.parts for _, m in attentions(p)}
         run.batches.close()
-        after = run.optimizers.after_update
-        return {core is causal_attention for core in found}, [after.__name__] if after else []
+        after = [call.__qualname__ for call in run.optimizers.after_update]
+        return {core is causal_attention for core in found}, after
 
 
 def test_without_a_limit_there_is_nothing() -> None:
     assert run_ranks(cores, 1, 0.0) == [({True}, [])]
-    assert run_ranks(cores, 1, 1.0) == [({False}, ["apply"])]
+    assert run_ranks(cores, 1, 1.0) == [({False}, ["LogitLimit.apply"])]
     assert SelfAttention().core is causal_attention
 
 

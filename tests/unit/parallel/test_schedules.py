@@ -55,7 +55,7 @@ def test_every_order_can_be_followed_and_has_no_fault() -> None:
     for name, stages, pp, microbatches in LAYOUTS:
         if SCHEDULES[name].runs(microbatches, stages, pp) and microbatches in (6, 8):
             orders = order(name, stages, pp, microbatches)
-            assert not list(schedule_csv.faults(orders, pp, microbatches))
+            assert not list(schedule_csv.order_problems(orders, pp, microbatches))
             assert schedule_csv.ranks(orders) == SCHEDULES[name].ranks(stages, pp)
 
 
@@ -136,7 +136,7 @@ def test_a_file_reads_as_torch_reads_it(tmp_path: Path) -> None:
     orders = schedule_csv.read(path)
     assert [str(action) for action in orders[0]] == ["0F0", "0F1", "0I0", "0B1", "0W0"]
     assert [str(action) for action in orders[1]] == ["1F0", "1B0", "1F1", "1B1"]
-    assert not list(schedule_csv.faults(orders, 2, 2))
+    assert not list(schedule_csv.order_problems(orders, 2, 2))
     assert schedule_csv.ranks(orders) == (0, 1)
 
 
@@ -171,14 +171,14 @@ FAULTS = {
 @pytest.mark.parametrize("rows", FAULTS)
 def test_a_file_that_cannot_be_run(rows: str, tmp_path: Path) -> None:
     orders = schedule_csv.read(write(tmp_path / "order.csv", *rows.split("/")))
-    assert FAULTS[rows] in " | ".join(schedule_csv.faults(orders, 2, 1))
+    assert FAULTS[rows] in " | ".join(schedule_csv.order_problems(orders, 2, 1))
 
 
 def test_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
     rows = ("0F0,2F0,2B0,0F1,2F1,2B1,0B0,0B1", "1F1,1F0,1B0,1B1")
-    assert list(schedule_csv.faults(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)) == [
-        "rank 0 waits for ever to do 2F0; wanted an order in which it can come"
-    ]
+    assert list(
+        schedule_csv.order_problems(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)
+    ) == ["rank 0 waits for ever to do 2F0; wanted an order in which it can come"]
 
 
 def test_bubbles_in_the_docs_are_the_predicted_ones() -> None:

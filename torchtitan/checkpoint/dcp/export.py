@@ -1,6 +1,6 @@
-"""A checkpoint of ours as TorchTitan saves one; the names are in `dcp.torchtitan`.
+"""Export of a checkpoint of ours as TorchTitan saves one; the names are in `dcp.torchtitan`.
 
-It reads every key that its own optimizer, scheduler and counters have, so all of them are written.
+TorchTitan reads every key of its optimizer, scheduler and counters, so all of them are written.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,11 +34,11 @@ def write_torchtitan(
     """Write our weights, or a whole run, into a folder, with one tensor at a time in memory.
 
     Args:
-        state: what train_state.json says of the run; None: the weights alone.
-        dtype: of the weights alone; None: each keeps its own.
+        state: content of train_state.json; None exports the weights alone.
+        dtype: dtype of exported weights without a run; None: each keeps its own.
 
     Raises:
-        RecipeError: where TorchTitan cannot continue the run.
+        RecipeError: if TorchTitan cannot resume the run.
     """
     if state is None:
         write_dcp(folder, _weights(source, network, dtype), max_file_bytes)
@@ -58,7 +58,7 @@ def write_torchtitan(
 def _weights(
     source: TensorSource, network: Network, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Keys, Tensor]]:
-    """The weights, which stand at the top; `dtype` is that of all, None: each keeps its own."""
+    """Yield the weights, with top-level keys, converted to `dtype`; None: each keeps its own."""
     for name in weights_of(source, network):
         ours = f"model.{name}"
         theirs = to_theirs(ours)
@@ -72,7 +72,7 @@ def _tied(network: Network) -> Iterator[str]:
 
 
 def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """Why TorchTitan cannot continue the run of a recipe, by dotted keys; a line each."""
+    """Yield the reasons why TorchTitan cannot resume the run of a recipe, by dotted keys."""
     if (name := recipe["optimizer.name"]) not in OPTIMIZERS:
         yield f"optimizer.name: got {show(name)}; TorchTitan has {', '.join(OPTIMIZERS)}"
     uneven = {
@@ -88,7 +88,7 @@ def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
 def _run(
     source: TensorSource, network: Network, state: Mapping[str, Any]
 ) -> Iterator[tuple[Keys, Any]]:
-    """All that TorchTitan resumes from."""
+    """Yield everything that TorchTitan resumes from."""
     recipe, counters = state["recipe"], state["train_state"]
     yield from _weights(source, network)
     step, peak = counters["step"], recipe["optimizer.lr"]
@@ -115,7 +115,7 @@ def _run(
 
 
 def _options(recipe: Mapping[str, Any], peak: float, rate: float) -> dict[str, Any]:
-    """The group of a torch optimizer, which holds for each weight."""
+    """Return the options of a torch optimizer's group, which apply to each weight."""
     implementation = recipe.get("optimizer.implementation", "fused")
     return {
         "lr": rate,
@@ -134,10 +134,10 @@ def _options(recipe: Mapping[str, Any], peak: float, rate: float) -> dict[str, A
 
 
 def _factor(recipe: Mapping[str, Any], step: int) -> float:
-    """Of the peak rate, in a step of the schedule."""
+    """Return the fraction of the peak learning rate in a step of the schedule."""
     prefix = "lr_scheduler."
     section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
-    # Before there were several, a recipe did not name its schedule.
+    # Before there were several schedules, a recipe did not name its own.
     kind = SCHEDULES.get(section.get("name", ""), WarmupStableDecay)
     config = kind.model_validate(section)
     return learning_rate_factor(config, step, config.total_steps or recipe["training.steps"])

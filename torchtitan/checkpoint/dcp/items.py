@@ -1,8 +1,8 @@
-"""What `torch.save` wrote, as a view of the file: a zip archive with a pickle and the bytes.
+"""Items written by `torch.save`, as views of the file: a zip archive with a pickle and the bytes.
 
-`torch.load` reads all of a tensor to give a part of it. The archive is not compressed, though, so a
-tensor is where its bytes are in the file, and a block of it costs no more than its own bytes. The
-pickle says only how they are laid out, and is read as data.
+`torch.load` reads a whole tensor to return a part of it. The archive is not compressed, though, so
+a tensor's bytes are in the file as they are, and reading a block takes only its own bytes. The
+pickle describes only their layout, and is read as data.
 """
 
 import math
@@ -41,14 +41,14 @@ NAMES = {*STORAGES, _TYPED, _UNTYPED, "collections.OrderedDict"}
 
 
 class Storage(NamedTuple):
-    """The bytes of a tensor, as its pickle names them."""
+    """Reference to the bytes of a tensor in its pickle."""
 
     dtype: torch.dtype | None
     key: str
 
 
 class Item(NamedTuple):
-    """A part of a file that `torch.save` wrote."""
+    """Part of a file, written by `torch.save`."""
 
     file: str
     offset: int
@@ -56,33 +56,33 @@ class Item(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in a file."""
+    """Location and layout of a tensor in a file."""
 
     file: str
     dtype: torch.dtype
     shape: Sizes
     strides: Sizes
     begin: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """Length in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Record(NamedTuple):
-    """A part of an item, by the directory at its end."""
+    """Part of an item, as listed in the directory at its end."""
 
     begin: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
     size: int
     crc: int
-    """CRC-32 of its bytes; 0 in all records of an item that was saved without."""
+    """CRC-32 of its bytes; 0 in all records of an item saved without checksums."""
 
 
 class View(RawIOBase):
-    """An item as a file."""
+    """File interface to an item."""
 
     def __init__(self, files: Files, item: Item) -> None:
         self.files, self.item, self.at = files, item, 0
@@ -107,15 +107,15 @@ class View(RawIOBase):
 
 
 def records(files: Files, item: Item, where: str) -> dict[str, Record]:
-    """What is in an item, by name; none of it is compressed.
+    """Return the records of an item by name, all of them uncompressed.
 
     Raises:
-        Damaged: where it is not what `torch.save` writes.
+        Damaged: if it was not written by `torch.save`.
     """
     found = {}
     try:
         for about in zipfile.ZipFile(View(files, item)).infolist():
-            # Behind the header of a record, which ends with two fields of their own length.
+            # After the header of a record, which ends with two fields of variable length.
             header = item.offset + about.header_offset
             lengths = files.read(item.file, header + 26, header + 30)
             begin = header + 30 + sum(struct.unpack("<HH", lengths))
@@ -133,10 +133,10 @@ def records(files: Files, item: Item, where: str) -> dict[str, Record]:
 
 
 def changed_records(files: Files, item: Item, where: str) -> list[str] | None:
-    """Names of records that have not the bytes that were saved; None if nothing tells.
+    """Return the names of records whose bytes have changed; None without checksums.
 
     Raises:
-        Damaged: where it is not what `torch.save` writes.
+        Damaged: if it was not written by `torch.save`.
     """
     found = records(files, item, where)
     if not any(record.crc for record in found.values()):
@@ -152,11 +152,11 @@ def _crc(files: Files, item: Item, record: Record) -> int:
 
 
 def layout_of(files: Files, item: Item, where: str) -> Layout:
-    """How the tensor in an item lies; `where` it is, for messages.
+    """Return the layout of the tensor in an item; `where` is its place, for messages.
 
     Raises:
-        ConfigError: where it is anything but a plain tensor.
-        Damaged: where it is none.
+        ConfigError: if it is anything but a plain tensor.
+        Damaged: if it is malformed.
     """
     found = records(files, item, where)
 
@@ -180,7 +180,7 @@ def layout_of(files: Files, item: Item, where: str) -> Layout:
 
 
 def _described(pickled: bytes, file: str, where: str) -> tuple[Layout, Storage]:
-    """What the pickle says; `begin` is counted from the first byte of the storage."""
+    """Parse the pickle; the layout's `begin` is relative to the storage."""
 
     def storage_of(pid: Any) -> Storage:
         kind, key = (pid[1], pid[2]) if isinstance(pid, tuple) and len(pid) == 5 else (None, None)

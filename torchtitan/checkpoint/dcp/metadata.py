@@ -1,8 +1,8 @@
-"""`.metadata` of a DCP checkpoint: which tensors and values it has, and where they are.
+"""`.metadata` of a DCP checkpoint: its tensors and values, and their locations.
 
 The file is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It is read as data, and
-believed only as far as it makes sense: the chunks of a tensor have to fill it without overlapping,
-and each has to lie within a file that is there.
+validated: the chunks of a tensor must fill it without overlapping, and each must be within an
+existing file.
 """
 
 import math
@@ -35,15 +35,15 @@ NAMES = {
         for system in ("Posix", "Windows")
     ),
 }
-"""All that DCP of torch 2.4 to 2.13 names there."""
+"""All classes and functions that DCP of torch 2.4 to 2.13 names in `.metadata`."""
 
 
 Chunk = Block[Item | Layout]
-"""A block of a tensor: in an item, or at a known place."""
+"""Block of a tensor: in an item, or at a known place."""
 
 
 class Entry(NamedTuple):
-    """A tensor."""
+    """Tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -51,19 +51,19 @@ class Entry(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """All that a checkpoint has, by name."""
+    """Contents of a checkpoint, by name."""
 
     tensors: dict[str, Entry]
     values: dict[str, Item]
 
 
 def read_metadata(checkpoint: Path) -> Contents:
-    """What a checkpoint has, known to lie within files that are there.
+    """Read the contents of a checkpoint, verified to be within existing files.
 
     Raises:
-        ConfigError: where it is still being written, names what is no part of the format, or is
+        ConfigError: if it is still being written, names anything outside the format, or is
             compressed.
-        Damaged: where the file makes no sense, or those that it speaks of are missing or cut.
+        Damaged: if the file is malformed, or the files it refers to are missing or truncated.
     """
     path = checkpoint / METADATA
     try:
@@ -83,7 +83,7 @@ def read_metadata(checkpoint: Path) -> Contents:
 
 
 def unfinished(checkpoint: Path) -> ConfigError:
-    """The error for a folder without metadata."""
+    """Return the error for a folder without metadata."""
     if not checkpoint.is_dir():
         return ConfigError(f"{checkpoint}: there is no such folder")
     if any(checkpoint.glob("__*.metadata")):
@@ -100,7 +100,7 @@ def unfinished(checkpoint: Path) -> ConfigError:
 
 
 class _Parser:
-    """Takes `Metadata` apart; anything that is not as it should be raises."""
+    """Parser of `Metadata`, which raises if anything is malformed."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path, self.pickle = path, InertUnpickler(data, path, NAMES)
@@ -173,7 +173,7 @@ def _sizes(value: Any) -> Sizes:
 
 
 def problem_of_chunks(shape: Sizes, chunks: Sequence[Chunk]) -> str | None:
-    """Why blocks are not a tensor, each element once; None if they are."""
+    """Return why blocks do not cover a tensor exactly once; None if they do."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape) or any(
             at + size > whole
@@ -188,7 +188,7 @@ def problem_of_chunks(shape: Sizes, chunks: Sequence[Chunk]) -> str | None:
 
 
 def _overlapping(shape: Sizes, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Chunk]]:
-    """Sweeps along the dim with the most cuts, where few blocks lie beside each other."""
+    """Yield overlapping blocks, by a sweep along the dim with the most cuts."""
     if not shape:
         return
     dim = max(range(len(shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
@@ -204,7 +204,7 @@ def _overlapping(shape: Sizes, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk,
 
 
 def _check_files(checkpoint: Path, contents: Contents) -> None:
-    """Raises Damaged where a file is missing, or shorter than what has to be in it."""
+    """Raise Damaged if a file is missing, or shorter than its contents."""
     places = [chunk.place for entry in contents.tensors.values() for chunk in entry.chunks]
     ends: dict[str, int] = {}
     for item in (*contents.values.values(), *places):

@@ -1,4 +1,4 @@
-"""Whether the optimizer that a run of TorchTitan had is the one that the recipe goes on with."""
+"""Comparison of the optimizer of a TorchTitan run with that of the recipe that resumes it."""
 
 import math
 import re
@@ -16,11 +16,11 @@ from torchtitan.optim import OPTIMIZERS, NamedParameter, OptimizerConfig, Update
 from torchtitan.optim.grouping import assign
 
 SHOWN = 5
-"""States that do not fit, at most, in a message."""
+"""Maximum number of mismatched states in a message."""
 
 
 def rules_of(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> dict[str, UpdateRule]:
-    """How the recipe updates each weight."""
+    """Return the recipe's update rule of each weight."""
     network = checkpoint.network
     parameters = [
         NamedParameter(torch.empty(shape, device="meta"), name, network.spec.role(name, len(shape)))
@@ -30,17 +30,17 @@ def rules_of(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> di
 
 
 def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> None:
-    """Know that a checkpoint has the states that an optimizer keeps, and no others.
+    """Verify that a checkpoint has exactly the states that an optimizer keeps.
 
     Raises:
-        ConfigError: where it has not.
+        ConfigError: if it does not.
     """
     found = checkpoint.states()
     kinds = set().union(*found.values())
     wrong = []
     for weight, rule in rules_of(checkpoint, optimizer).items():
         wanted = rule.state_names()
-        if wanted is None:  # compared once they are made
+        if wanted is None:  # compared once they are created
             continue
         if not wanted & kinds and wanted != kinds:
             raise ConfigError(
@@ -58,10 +58,10 @@ def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -
 
 
 def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
-    """What a full checkpoint says besides its tensors, as ours does; the data has no position.
+    """Return a full checkpoint's state besides tensors, in our form, without a data position.
 
     Raises:
-        ConfigError: where it has not all the states of its optimizer, or does not say its step.
+        ConfigError: if states of its optimizer or its step are missing.
     """
     weight = next(iter(checkpoint.network.parameters()))
     is_adam = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
@@ -77,10 +77,10 @@ def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
 def changes(
     checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig, factor: Callable[[int], float]
 ) -> list[str]:
-    """In what the recipe updates weights otherwise than was done, a line each.
+    """Return the differences in how the recipe updates weights, one line each.
 
     Args:
-        factor: of the peak learning rate, by the step of the schedule.
+        factor: fraction of the peak learning rate, by step of the schedule.
     """
     rules = rules_of(checkpoint, optimizer)
     lines = _changed_options(checkpoint, rules)
@@ -100,7 +100,7 @@ def changes(
 def _changed_options(
     checkpoint: TorchTitanCheckpoint, rules: Mapping[str, UpdateRule]
 ) -> list[str]:
-    # What holds for a weight holds for its like in all layers; so little is read.
+    # Options are read for one layer only, since they are the same in all.
     kinds = {weight: re.sub(r"\.\d+\.", ".*.", weight) for weight in rules}
     likes = {kind: weight for weight, kind in kinds.items()}
     options = {kind: checkpoint.options(weight) for kind, weight in likes.items()}

@@ -1,8 +1,8 @@
 """Reads pickles as data: nothing in them is imported, called or trusted.
 
-A pickle names classes and functions, and calls them. Here each name has to be one of those that the
-format uses, and stands for a class made on the spot, which keeps what it is given and does nothing
-else; so whatever a file asks for, the result is tuples, dicts and objects without behaviour.
+A pickle names classes and functions, and calls them. Here each name must be in the format's list,
+and maps to a stub class, which keeps its arguments and does nothing else; so for any file, the
+result is tuples, dicts and objects without behaviour.
 """
 
 import io
@@ -19,11 +19,11 @@ MALFORMED = (
     *(pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError),
     *(OverflowError, MemoryError, RecursionError),
 )
-"""What `pickle` raises where the bytes make no sense."""
+"""Errors that `pickle` raises for malformed bytes."""
 
 
 class Inert:
-    """An object of a pickle: what it was made of, and the state that it was given."""
+    """Stub of a pickled object: its arguments and its state."""
 
     args: tuple[Any, ...]
     state: Any
@@ -38,7 +38,7 @@ class Inert:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Knows the names it is told, and dtypes; of each it makes an `Inert`, of sizes a tuple."""
+    """Unpickler that knows the given names and dtypes, and creates `Inert` stubs and tuples."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class InertUnpickler(pickle.Unpickler):
         names: Collection[str],
         storage: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`where` the pickle is; `names` as module.name; `storage`: a persistent id's meaning."""
+        """Open a pickle at `where`; `names` are module.name; `storage` maps persistent ids."""
         super().__init__(io.BytesIO(data))
         self.where, self.names, self.storage = where, names, storage
-        # Made anew for each pickle: what one of them does to a class ends with it.
+        # Created for each pickle, so that none affects the classes of another.
         self.kinds: dict[str, Any] = {"torch.Size": tuple}
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """What stands for a class or function; never the one that is named."""
+        """Return the stub of a class or function; the real one is never imported."""
         full = f"{module}.{name}"
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
@@ -65,7 +65,7 @@ class InertUnpickler(pickle.Unpickler):
         return self.kinds.setdefault(full, type(name, (Inert,), {}))
 
     def _member(self, kind: Any, name: Any) -> Inert:
-        """Of an enum, as Python 3.11.0 to 3.11.3 pickles it: by its name, others by its value."""
+        """Return an enum member, which Python 3.11.0 to 3.11.3 pickles by name, others by value."""
         if not any(kind is known for known in self.kinds.values() if known is not tuple):
             raise self._refusal("builtins.getattr")
         member: Inert = kind(name)
@@ -78,17 +78,17 @@ class InertUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Tensors' storages, where there may be some."""
+        """Return a tensor's storage, if the pickle may have any."""
         if self.storage is None:
             raise pickle.UnpicklingError("persistent id")
         return self.storage(pid)
 
     def read(self) -> Any:
-        """The content.
+        """Return the content.
 
         Raises:
-            ConfigError: where it names anything else.
-            Damaged: where it is not a pickle.
+            ConfigError: if it names anything unknown.
+            Damaged: if it is not a pickle.
         """
         try:
             return self.load()
@@ -98,5 +98,5 @@ class InertUnpickler(pickle.Unpickler):
             raise Damaged(f"{self.where}: damaged: {error}") from None
 
     def is_a(self, value: Any, name: str) -> bool:
-        """Whether a value is a record of the class module.name."""
+        """Whether a value is a stub of the class module.name."""
         return name in self.kinds and isinstance(value, self.kinds[name])

@@ -1,4 +1,4 @@
-"""A checkpoint in the format of torch's distributed checkpoint, as a `TensorSource`."""
+"""Reader of checkpoints in the format of torch's distributed checkpoint, as a `TensorSource`."""
 
 import io
 import pickle
@@ -20,7 +20,7 @@ from torchtitan.config import ConfigError
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether `dcp.save` wrote, or writes, into a folder, in its own format."""
+    """Whether `dcp.save` wrote, or is writing, a folder in its own format."""
     signs = (METADATA, "*.distcp", "__*.metadata")
     return not (folder / MANIFEST).exists() and any(any(folder.glob(sign)) for sign in signs)
 
@@ -33,14 +33,14 @@ def saved_by_dcp(path: Path) -> bool:
 
 
 class DcpCheckpoint:
-    """What `dcp.save` wrote; names as they are there, with dots for nesting."""
+    """Checkpoint written by `dcp.save`, with its own names, nested by dots."""
 
     def __init__(self, path: Path) -> None:
-        """Look at it, and read no tensor.
+        """Open a checkpoint without reading tensors.
 
         Raises:
-            ConfigError: where it is still being written, or asks for code to be run.
-            Damaged: where a file is missing, cut or makes no sense.
+            ConfigError: if it is still being written, or requests code execution.
+            Damaged: if a file is missing, truncated or malformed.
         """
         self.path, self.folder = path, path
         if (path / METADATA).exists():
@@ -53,19 +53,19 @@ class DcpCheckpoint:
         self._layouts: dict[Item, Layout] = {}
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Dtype and shape of tensors by name."""
+        """Return dtype and shape of tensors by name."""
         return {name: (e.dtype, e.shape) for name, e in self.contents.tensors.items()}
 
     def values(self) -> Iterable[str]:
-        """Names of what is no tensor."""
+        """Return the names of values that are not tensors."""
         return self.contents.values.keys()
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor.
+        """Read a value that is not a tensor.
 
         Raises:
-            ConfigError: where it is more than plain values.
-            Damaged: where it is none.
+            ConfigError: if it has anything but plain values.
+            Damaged: if it is malformed.
         """
         item = self.contents.values[name]
         where = f"{self.folder / item.file}: {name}"
@@ -81,11 +81,11 @@ class DcpCheckpoint:
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it; to be copied, not to be changed.
+        """Read a tensor, or a block of it; copy it, do not modify it.
 
         Raises:
-            ConfigError: where it is no plain tensor.
-            Damaged: where it is not the one that was saved.
+            ConfigError: if it is not a plain tensor.
+            Damaged: if it is not the one that was saved.
         """
         entry = self.contents.tensors[name]
         sizes = entry.shape if sizes is None else tuple(sizes)
@@ -100,17 +100,17 @@ class DcpCheckpoint:
 
     @property
     def files(self) -> set[str]:
-        """Names of the files that items are in."""
+        """Names of the files of all items."""
         return {item.file for _, item, _ in self._items()}
 
     @property
     def bytes(self) -> int:
-        """Of all items together."""
+        """Total size of all items."""
         return sum(item.length for _, item, _ in self._items())
 
     def verify(self) -> Iterator[str | None]:
-        """Read everything; for each item what is wrong with it, "" if nothing, None if it has no
-        checksums by which that could be told."""
+        """Read everything and yield the problem of each item: "" if there is none, None if it has
+        no checksums to tell."""
         return (self._verify_item(*each) for each in self._items())
 
     def _items(self) -> Iterator[tuple[str, Item | Layout, Chunk | None]]:
@@ -135,7 +135,7 @@ class DcpCheckpoint:
         return f"{where}: damaged: its bytes are not those that were saved" if changed else ""
 
     def _layout(self, name: str, chunk: Chunk) -> Layout:
-        """How a chunk lies in its file, known to be what the metadata says."""
+        """Return the layout of a chunk in its file, verified against the metadata."""
         item = chunk.place
         if isinstance(item, Layout):
             return item

@@ -1,7 +1,6 @@
-"""Safetensors that DCP's `HuggingFaceStorageWriter` wrote: blocks of tensors, or whole ones.
+"""Safetensors written by DCP's `HuggingFaceStorageWriter`: blocks of tensors, or whole ones.
 
-Where a file has blocks, `DCP_SHARDING_INFO` in its header says at which offset in the whole tensor
-each of them is.
+If a file has blocks, `DCP_SHARDING_INFO` in its header has their offsets in the whole tensor.
 """
 
 import json
@@ -19,9 +18,9 @@ INFO, INDEX = "DCP_SHARDING_INFO", "model.safetensors.index.json"
 
 
 def find_shards(checkpoint: Path) -> Path | None:
-    """The folder of the files, if there are some.
+    """Return the folder of the files, if there are any.
 
-    Whole tensors are put together from those in `sharded`; the index is written when they are.
+    DCP assembles whole tensors from the files in `sharded`, and writes the index after that.
     """
     sharded = checkpoint / "sharded"
     has_whole = any(checkpoint.glob("*.safetensors"))
@@ -31,11 +30,11 @@ def find_shards(checkpoint: Path) -> Path | None:
 
 
 def read_shards(folder: Path) -> Contents:
-    """What the files have, known to be within them.
+    """Read the contents of the files, verified to be within them.
 
     Raises:
-        Damaged: where a header makes no sense, or blocks of a tensor are missing.
-        ConfigError: where a tensor has a dtype that is not supported.
+        Damaged: if a header is malformed, or blocks of a tensor are missing.
+        ConfigError: if a tensor has a dtype that is not supported.
     """
     files, found = files_in(folder), dict[str, list[Chunk]]()
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""A checkpoint of TorchTitan, under our names.
+"""Checkpoints of TorchTitan, under our names.
 
     theirs                                 here
     <weight>                               model.<weight>
@@ -8,7 +8,7 @@
     train_state.step, .ntokens_seen        train_state: step, tokens
     dataloader.dp_rank_<r>                 private to their ranks, and not read
 
-Weights and states have the same layout in both, so that only names are translated. TorchTitan v0.1
+Weights and states have the same layout in both, so only names are translated. TorchTitan v0.1
 writes `model.<weight>`, and `lr_scheduler` and `train_state` as one value each.
 """
 
@@ -29,26 +29,26 @@ STATE, OPTION = "optimizer.state.", "optimizer.param_groups."
 STEP, TOKENS = "train_state.step", "train_state.ntokens_seen"
 LAST_EPOCH = "lr_scheduler.last_epoch"
 NO_WEIGHTS = {"optimizer", "lr_scheduler", "train_state", "dataloader"}
-"""First parts of the names of what is no weight."""
+"""First parts of the names of entries that are not weights."""
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay")
-"""Of each weight, those that a recipe has too."""
+"""Options of each weight that a recipe also has."""
 
 
 def to_ours(theirs: str) -> str | None:
-    """Our name of a tensor; None where it is neither a weight nor a state of the optimizer."""
+    """Return our name of a tensor; None if it is neither a weight nor an optimizer state."""
     if theirs.startswith(STATE):
         return f"optimizer.{theirs.removeprefix(STATE)}"
     return None if theirs.partition(".")[0] in NO_WEIGHTS else f"model.{theirs}"
 
 
 def to_theirs(ours: str) -> str | None:
-    """The other way round; None where TorchTitan has no such tensor."""
+    """Return TorchTitan's name of a tensor; None if it has no such tensor."""
     part, _, name = ours.partition(".")
     return {"model": name, "optimizer": f"{STATE}{name}"}.get(part)
 
 
 def translated(saved: DcpCheckpoint) -> dict[str, str]:
-    """Tensors that we have too: our names, and theirs."""
+    """Map our names to TorchTitan's, for tensors that both have."""
     names = {ours: theirs for theirs in saved.shapes() if (ours := to_ours(theirs))}
     weights = [name for name in names if name.startswith("model.")]
     if all(name.startswith("model.model.") for name in weights):  # v0.1
@@ -57,7 +57,7 @@ def translated(saved: DcpCheckpoint) -> dict[str, str]:
 
 
 def number_in(saved: DcpCheckpoint, name: str) -> Any:
-    """A plain value by its name there, however it was saved; None where there is none."""
+    """Read a number by its name there, however it was saved; None if it is missing."""
     part, _, key = name.partition(".")
     tensors, values = saved.contents
     value: Any = None
@@ -71,13 +71,13 @@ def number_in(saved: DcpCheckpoint, name: str) -> Any:
 
 
 class TorchTitanCheckpoint(Renamed):
-    """The tensors of such a checkpoint, and what else it tells; see `TensorSource`."""
+    """Tensors of such a checkpoint, and its other values; see `TensorSource`."""
 
     def __init__(self, path: Path, network: Network) -> None:
-        """Open it; no tensor is read.
+        """Open a checkpoint without reading tensors.
 
         Raises:
-            ConfigError: where its weights are not those of `network`.
+            ConfigError: if its weights do not match `network`.
         """
         self.path, self.saved, self.network = path, DcpCheckpoint(path), network
         super().__init__(self.saved, translated(self.saved))
@@ -89,31 +89,31 @@ class TorchTitanCheckpoint(Renamed):
         fitting(path, network, of_weights, network.parameters())
 
     def number(self, name: str) -> Any:
-        """See `number_in`."""
+        """Read a number; see `number_in`."""
         return number_in(self.saved, name)
 
     @property
     def dtype(self) -> str:
-        """That of its weights, as a recipe says it."""
+        """Dtype of the weights, as written in a recipe."""
         dtype = next(kind for name, kind in self.shapes().items() if name.startswith("model."))[0]
         return str(dtype).removeprefix("torch.")
 
     @property
     def tokens(self) -> int | None:
-        """On which it was trained, if it says so."""
+        """Number of tokens that it was trained on, if recorded."""
         tokens = self.number(TOKENS)
         return tokens if type(tokens) is int and tokens >= 0 else None
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is more than weights."""
+        """Whether the checkpoint has more than weights."""
         return self.number(STEP) is not None
 
     def counters(self) -> dict[str, int]:
-        """Where its run stands, as `TrainState` counts it.
+        """Return the counters of its run, as in `TrainState`.
 
         Raises:
-            ConfigError: where it does not say at which step.
+            ConfigError: if the step is missing.
         """
         step, last_epoch = self.number(STEP), self.number(LAST_EPOCH)
         if type(step) is not int or step < 0:
@@ -124,11 +124,11 @@ class TorchTitanCheckpoint(Renamed):
         return {"step": step, "tokens": self.tokens or 0, "schedule_start": begun}
 
     def run(self) -> SavedRun:
-        """All that a run resumes from."""
+        """Return everything that a run resumes from."""
         return SavedRun(self.path, self, self.counters())
 
     def states(self) -> dict[str, set[str]]:
-        """What is kept of each weight."""
+        """Return the names of the optimizer states of each weight."""
         found: dict[str, set[str]] = {}
         for name in self.names:
             if name.startswith("optimizer."):
@@ -137,7 +137,7 @@ class TorchTitanCheckpoint(Renamed):
         return found
 
     def options(self, weight: str) -> dict[str, float]:
-        """How a weight was updated, by the keys of a recipe, if it says so; `lr` is the peak."""
+        """Return a weight's recorded update options, by the keys of a recipe; `lr` is the peak."""
         lr, betas, *rest = (self.number(f"{OPTION}{weight}.{key}") for key in OPTIONS)
         pair = betas if isinstance(betas, Sequence) and len(betas) == 2 else (None, None)
         values = zip(("lr", "beta1", "beta2", *OPTIONS[2:]), (lr, *pair, *rest), strict=True)

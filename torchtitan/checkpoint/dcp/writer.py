@@ -1,7 +1,7 @@
 """Writes the classic form of torch's distributed checkpoint (DCP), which `dcp.load` opens.
 
     __0_0.distcp, __0_1.distcp, ...   tensors and values, each as `torch.save` writes it
-    .metadata                         which they are, and where: a pickle, as torch wants it
+    .metadata                         their names and locations: a pickle, as torch requires
 
 torch's own writer keeps all tensors of a file until it is complete; here one is in memory at a
 time.
@@ -18,16 +18,16 @@ from torch import Tensor
 from torchtitan.torch_private.dcp import storage_info
 
 CHUNK_BYTES = 64 * 2**20
-"""Of a tensor in one item: a rank that needs a part of it reads whole items."""
+"""Bytes of a tensor per item: a rank that needs a part of it reads whole items."""
 Keys = tuple[str, ...]
-"""Where in nested dictionaries a value is; with dots between them they are its name."""
+"""Path of a value in nested dictionaries; joined by dots, its name."""
 
 
 def write_dcp(folder: Path, items: Iterable[tuple[Keys, Any]], max_file_bytes: int) -> None:
     """Write tensors and plain values into an empty folder.
 
     Args:
-        max_file_bytes: of a file, unless a single item has more.
+        max_file_bytes: maximum size of a file, unless a single item is larger.
     """
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -63,7 +63,7 @@ def write_dcp(folder: Path, items: Iterable[tuple[Keys, Any]], max_file_bytes: i
 
 
 def _chunks(value: Any) -> Iterator[tuple[torch.Size | None, Any]]:
-    """A tensor in blocks of rows, with the offsets of each; anything else as it is."""
+    """Yield blocks of rows of a tensor with their offsets; anything else unchanged."""
     if not isinstance(value, Tensor):
         yield None, value
     elif value.nbytes <= CHUNK_BYTES or not value.ndim:
@@ -75,9 +75,9 @@ def _chunks(value: Any) -> Iterator[tuple[torch.Size | None, Any]]:
 
 
 def _append(path: Path, value: Any) -> int:
-    """Write an item at the end of a file; the length of the file then."""
+    """Append an item to a file; return the new length of the file."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-        value = value.clone()  # else all that it is a part of would be written
+        value = value.clone()  # else its whole storage would be written
     with path.open("ab") as file:
         torch.save(value, file)
         return file.tell()

@@ -1,8 +1,8 @@
 """Converts weights from one format to another: `torchtitan checkpoint convert`.
 
 Each format has one way to open a folder and one to write it, and a `TensorSource` with our names
-connects them. So nothing here knows two formats at once, and never more of a model is in memory
-than one file of it. The destination gets its name once it is complete.
+connects them. So no code knows two formats at once, and at most one file of a model is in memory.
+The destination gets its name once it is complete.
 """
 
 import re
@@ -38,14 +38,14 @@ LAST = (MANIFEST, ".metadata", CONFIG, PARAMS)
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """The options of a conversion; None: as it follows from the weights."""
+    """Options of a conversion; None: derived from the weights."""
 
     source_format: str | None = None
     target_format: str | None = None
     model: str | None = None
     flavor: str | None = None
     recipe: Mapping[str, Any] | None = None
-    """What the weights were trained with, by dotted keys, where they do not say it themselves."""
+    """Recipe that the weights were trained with, by dotted keys, if they do not record it."""
     dtype: str | None = None
     max_shard_size: str | None = None
     with_optimizer: bool = False
@@ -57,10 +57,10 @@ def convert(
     """Write the weights in `source` to `destination`, which must not exist yet.
 
     Args:
-        about: what a checkpoint of ours records about its origin.
+        about: origin to record in a checkpoint of ours.
 
     Raises:
-        ConfigError: with all problems; then nothing was written.
+        ConfigError: with all problems, before anything is written.
     """
     kind = options.source_format or find_format(source)
     target = options.target_format or ("hf" if kind == "ours" else "ours")
@@ -94,7 +94,7 @@ def convert(
 
 
 def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
-    """Why options do not fit the two formats, or each other, if so."""
+    """Return why options do not match the two formats or each other, or None."""
     if options.max_shard_size and target == "meta":
         return "--max-shard-size: not supported with Meta's format, which is written as one file"
     if options.with_optimizer and {kind, target} != {"ours", "dcp"}:
@@ -112,7 +112,7 @@ def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
 
 
 def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
-    """What a run says besides its tensors; `destination` is known to be a name for it."""
+    """Return the state of a run besides its tensors, after checking the name `destination`."""
     if opened.state is None:
         raise ConfigError(f"--with-optimizer: {source} holds only weights")
     state = opened.state()
@@ -135,7 +135,7 @@ def write_ours(
     """Write a checkpoint of ours: a `checkpoint.initial_load_path`.
 
     Args:
-        state: what there is to be said of a whole run; None: the weights alone are written.
+        state: state of a whole run besides its tensors; None writes the weights alone.
     """
     state = state or {}
     recipe = {**network.recipe(), **extras.recipe(), **state.get("recipe", {})}
@@ -152,9 +152,9 @@ def write_ours(
 
 @contextmanager
 def complete_or_absent(destination: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name once everything in it is on disk.
+    """Yield a folder to write into, which gets its name once everything in it is on disk.
 
-    For a store it is a temporary one, of which all files are uploaded then: libraries write these
+    For a store it is a temporary folder, whose files are uploaded afterwards: libraries write these
     formats to a disk.
     """
     if isinstance(destination, RemotePath):
@@ -179,7 +179,7 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
 
 
 def upload(folder: Path, destination: RemotePath) -> None:
-    """Copy files to a store, those that show what a folder is last; all of them, or none."""
+    """Upload files to a store, those that mark a folder's format last; all of them or none."""
     try:
         for path in sorted(folder.iterdir(), key=lambda path: (path.name in LAST, path.name)):
             with path.open("rb") as file, (destination / path.name).open("wb") as copy:
@@ -192,7 +192,7 @@ def upload(folder: Path, destination: RemotePath) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB" or "512MiB"."""
+    """Return the bytes of a size such as "5GB" or "512MiB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
     size = 0.0
     if match:

@@ -1,4 +1,4 @@
-"""What comes with weights in other formats: the tokenizer, its special tokens, the context."""
+"""Data that accompanies weights in other formats: tokenizer, special tokens, context length."""
 
 import json
 import shutil
@@ -23,20 +23,20 @@ TOKENIZER_FILES = (
 
 
 class Extras(NamedTuple):
-    """As far as they are known."""
+    """Data that accompanies weights, as far as it is known."""
 
     seq_len: int | None = None
-    """The longest sequence."""
+    """Maximum length of a sequence."""
     bos: int | list[int] | None = None
     eos: int | list[int] | None = None
     tokenizer: Path | None = None
-    """Its folder."""
+    """Folder of the tokenizer."""
     generation: Mapping[str, Any] | None = None
-    """How to generate, as Hugging Face's generation_config.json says it."""
+    """Options of generation, as in Hugging Face's generation_config.json."""
 
     @classmethod
     def of_recipe(cls, recipe: Mapping[str, Any]) -> "Extras":
-        """As the recipe of a run has them; dotted keys to values."""
+        """Read the extras from the recipe of a run, by dotted keys."""
         seq_len, key = recipe.get("training.seq_len"), "model.tokenizer_path"
         if key not in recipe:
             return cls(seq_len)
@@ -54,15 +54,15 @@ class Extras(NamedTuple):
 
     @classmethod
     def beside(cls, folder: Path, **known: Any) -> "Extras":
-        """With the tokenizer in a folder of weights, if there is one."""
-        # Those who load a tokenizer load it from a disk.
+        """Return the `known` extras, with the tokenizer in a folder of weights, if there is one."""
+        # Tokenizers are loaded from a disk.
         is_there = not isinstance(folder, RemotePath) and any(
             (folder / name).is_file() for name in TOKENIZERS
         )
         return cls(tokenizer=folder.resolve() if is_there else None, **known)
 
     def recipe(self) -> dict[str, Any]:
-        """What `of_recipe` reads."""
+        """Return the keys that `of_recipe` reads."""
         recipe: dict[str, Any] = {}
         if self.seq_len is not None:
             recipe["training.seq_len"] = self.seq_len
@@ -81,9 +81,9 @@ class Extras(NamedTuple):
 
 
 def _describe_tokenizer(folder: Path) -> None:
-    """Say that the tokenizer is the one of tokenizer.json.
+    """Declare that the tokenizer is the one in tokenizer.json.
 
-    Without that, transformers makes one such as is usual for the architecture of the weights.
+    Otherwise transformers creates the usual one for the architecture of the weights.
     """
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
@@ -92,5 +92,5 @@ def _describe_tokenizer(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that people may want to read."""
+    """Write a human-readable JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

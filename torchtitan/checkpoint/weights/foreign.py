@@ -1,10 +1,10 @@
-"""Weights between our names and another format's, one tensor at a time.
+"""Translation of weights between our names and another format's, one tensor at a time.
 
-`ForeignWeights` shows another format under our names, `Translated` shows ours under the other's.
-The first is a `TensorSource`, so whatever reads a checkpoint of ours reads other weights too, whole
+`ForeignWeights` presents another format under our names, `Translated` ours under the other's. The
+first is a `TensorSource`, so code that reads a checkpoint of ours also reads other weights, whole
 or the block that a rank needs. Both refuse weights that do not match the network, and report every
 tensor that is missing, unexpected or of another shape. The names are part of a model's spec
-(`torchtitan.models.spec.WeightFormat`); the layout of files is known one level up.
+(`torchtitan.models.spec.WeightFormat`); the layout of files is implemented one level up.
 """
 
 import re
@@ -30,11 +30,11 @@ class ForeignWeights(ABC):
     def __init__(
         self, folder: Path, network: Network, kind: str, found: Mapping[str, Kind | str]
     ) -> None:
-        """Check that the weights are those of `network`.
+        """Verify that the weights match `network`.
 
         Args:
             kind: the format, a key of `ModelSpec.formats`.
-            found: each tensor's dtype and shape, or why it cannot be read, by its name there.
+            found: dtype and shape of each tensor, or why it cannot be read, by foreign name.
 
         Raises:
             ConfigError: with everything that does not match.
@@ -57,20 +57,20 @@ class ForeignWeights(ABC):
                 raise ConfigError(f"{folder}: {theirs} is not that of {network}, which is fixed")
 
     def _holds(self, theirs: str, kind: Kind | str, constant: Tensor) -> bool:
-        """Whether a tensor there is this one, as far as its dtype can say it."""
+        """Whether a foreign tensor equals `constant`, within its dtype's precision."""
         if isinstance(kind, str) or kind[1] != tuple(constant.shape):
             return False
         block = self._block(theirs, (0,) * constant.ndim, kind[1])
         return torch.allclose(block.double(), constant.to(block.dtype).double(), atol=1e-6)
 
     def shapes(self) -> dict[str, Kind]:
-        """Dtype and shape by our name."""
+        """Return dtype and shape by our name."""
         return {ours: self._kinds[theirs] for ours, theirs in self._names.items()}
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, or a block of it; to be copied, not to be changed."""
+        """Read a tensor, or a block of it; copy it, do not modify it."""
         theirs = self._names[name]
         dtype, shape = self._kinds[theirs]
         offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
@@ -80,7 +80,7 @@ class ForeignWeights(ABC):
         rows = self.format.rows(self.network.args, name.removeprefix("model."))
         if rows is None:
             return self._block(theirs, offsets, sizes)
-        # Rows that are read together are near each other there too, in the same heads.
+        # Rows that are read together are near each other in the other format, in the same heads.
         rows = rows[offsets[0] : offsets[0] + sizes[0]]
         first, last = int(rows.min()), int(rows.max())
         near = self._block(theirs, (first, *offsets[1:]), (last + 1 - first, *sizes[1:]))
@@ -92,16 +92,16 @@ class ForeignWeights(ABC):
 
     @abstractmethod
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        """A non-empty block of a tensor, by its name there."""
+        """Read a non-empty block of a tensor, by its foreign name."""
 
 
 class Translated:
-    """Our weights in another format: names, order of rows, dtype."""
+    """Our weights in another format, with its names, order of rows and dtype."""
 
     def __init__(
         self, source: TensorSource, network: Network, kind: str, dtype: torch.dtype | None = None
     ) -> None:
-        """`dtype` is that of all tensors there; None: each keeps its own."""
+        """Open `source` for output in `dtype`; None: each tensor keeps its own."""
         self.source, self.network, self.dtype = source, network, dtype
         self.format = network.format(kind)
         self._kinds = weights_of(source, network)
@@ -111,17 +111,17 @@ class Translated:
         self._constants = self.format.constants(network.args)
 
     def shapes(self) -> dict[str, Kind]:
-        """Dtype and shape by the name there, in the order of the network."""
+        """Return dtype and shape by foreign name, in the order of the network."""
         kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
         kinds |= {n: (self._dtype(c), tuple(c.shape)) for n, c in self._constants.items()}
         return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
 
     def _dtype(self, constant: Tensor) -> torch.dtype:
-        """That of the parameters."""
+        """Return the dtype of the parameters."""
         return next((dtype for dtype, _ in self._kinds.values()), constant.dtype)
 
     def read(self, theirs: str) -> Tensor:
-        """A whole tensor by its name there."""
+        """Read a whole tensor by its foreign name."""
         if theirs in self._constants:
             constant = self._constants[theirs]
             return cast(theirs, constant, self.dtype or self._dtype(constant))
@@ -132,9 +132,9 @@ class Translated:
 
 
 def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
-    """Dtype and shape of the parameters of `network` by name, known to be in `source`.
+    """Return dtype and shape of the parameters of `network`, verified to be in `source`, by name.
 
-    What auxiliary losses took in training is left out.
+    Parameters of auxiliary losses in training are omitted.
     """
     left_out = f"model.{network.spec.auxiliary}."
     found: dict[str, Kind | str] = {
@@ -146,10 +146,10 @@ def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in `dtype`, contiguous.
+    """Convert a tensor to `dtype`, contiguous.
 
     Raises:
-        ConfigError: if a value becomes infinite by that.
+        ConfigError: if a value becomes infinite in `dtype`.
     """
     result = tensor.to(dtype or tensor.dtype).contiguous()
     if dtype == torch.float16 and bool((result.isinf() & ~tensor.isinf()).any()):
@@ -166,10 +166,10 @@ def fitting(
     wanted: Mapping[str, Sizes],
     optional: Mapping[str, Sizes] | None = None,
 ) -> dict[str, Kind]:
-    """The tensors found, in the order of those wanted, if they match.
+    """Return the tensors of `found` in the order of `wanted`, if they match.
 
     Raises:
-        RecipeError: with what is missing, unexpected, of another shape or unreadable.
+        RecipeError: with every tensor that is missing, unexpected, of another shape or unreadable.
     """
     shapes = {**wanted, **(optional or {})}
     problems = [f"missing: {name}" for name in wanted if name not in found]

@@ -1,12 +1,12 @@
-"""Weights as Hugging Face transformers has them: safetensors files beside a `config.json`.
+"""Weights in the format of Hugging Face transformers: safetensors files and a `config.json`.
 
-    config.json                        which network it is
-    generation_config.json             which tokens begin and end a text
-    model-00001-of-00004.safetensors   tensors; `model.safetensors` if there is but one file
-    model.safetensors.index.json       which tensor is in which file
-    tokenizer.json, ...                the tokenizer, where it is known
+    config.json                        the network
+    generation_config.json             the tokens that start and end a text
+    model-00001-of-00004.safetensors   tensors; `model.safetensors` if there is only one file
+    model.safetensors.index.json       the file of each tensor
+    tokenizer.json, ...                the tokenizer, if it is known
 
-What is written here is loaded by `AutoModelForCausalLM.from_pretrained` and gives the same logits.
+`AutoModelForCausalLM.from_pretrained` loads the written files and returns the same logits.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -34,7 +34,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class HuggingFaceWeights(ForeignWeights):
-    """The weights in such a folder, under our names; see `TensorSource`."""
+    """Weights in such a folder, under our names; see `TensorSource`."""
 
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
@@ -56,7 +56,7 @@ class HuggingFaceWeights(ForeignWeights):
         super().__init__(folder, network, "hf", kinds)
 
     def extras(self) -> Extras:
-        """What comes with the weights."""
+        """Return the data that accompanies the weights."""
         has_generation = (self.folder / GENERATION).is_file()
         return Extras.beside(
             self.folder,
@@ -74,7 +74,7 @@ class HuggingFaceWeights(ForeignWeights):
 
 
 class HuggingFaceShards(ForeignWeights):
-    """The same as DCP saves it: whole tensors or blocks of them, and no `config.json`."""
+    """Weights in this format as DCP saves them: whole tensors or blocks, without `config.json`."""
 
     def __init__(self, folder: Path, network: Network) -> None:
         """Open the weights of `network`.
@@ -105,7 +105,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _is_beside(name: object) -> bool:
-    """Whether it is the name of a file in the same folder."""
+    """Whether `name` is that of a file in the same folder."""
     return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
@@ -121,11 +121,11 @@ def write_hugging_face(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write our weights into a folder, with no more of them in memory than a file holds.
+    """Write our weights into a folder, with at most one file of them in memory.
 
     Args:
-        dtype: of all tensors; None: each keeps its own.
-        max_shard_bytes: of tensors in a file, unless a single one has more.
+        dtype: dtype of all tensors; None: each keeps its own.
+        max_shard_bytes: maximum size of the tensors in a file, unless a single one is larger.
     """
     weights = Translated(source, network, "hf", dtype)
     kinds = weights.shapes()
@@ -134,7 +134,7 @@ def write_hugging_face(
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        # Without a name of their own, the tensors are gone before the next are read.
+        # Unnamed, so that the tensors are freed before the next are read.
         save_file({name: weights.read(name) for name in names}, folder / file, {"format": "pt"})
         places |= dict.fromkeys(names, file)
         logger.info("wrote %s", file)
@@ -142,7 +142,7 @@ def write_hugging_face(
         total = sum(_bytes(kind) for kind in kinds.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     first = next(iter(kinds.values()))[0]
-    # Without them, a reader would take the special tokens of Llama 2.
+    # Without these, a reader would use the special tokens of Llama 2.
     has_tokens = weights.format.has_tokens
     tokens = {"bos_token_id": extras.bos, "eos_token_id": extras.eos} if has_tokens else {}
     about = {**tokens, "torch_dtype": str(first).removeprefix("torch.")}
@@ -153,7 +153,7 @@ def write_hugging_face(
 
 
 def _shards(kinds: Mapping[str, Kind], most: int) -> Iterator[list[str]]:
-    """The tensors of each file, in order."""
+    """Yield the tensors of each file, in order."""
     names: list[str] = []
     size = 0
     for name, kind in kinds.items():

@@ -1,9 +1,9 @@
-"""Weights as Meta publishes them: `consolidated.00.pth` and so on, beside `params.json`.
+"""Weights as published by Meta: `consolidated.00.pth` and so on, and `params.json`.
 
 Several files are the ranks of tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
 every file holds a block of each matrix, of its rows or of its columns, and small tensors are the
-same in all of them. The shapes show which is which. The files are pickles; torch reads them without
-executing anything in them, and maps the tensors into memory instead of loading them.
+same in all of them, as the shapes tell. The files are pickles; torch reads them without executing
+anything in them, and maps the tensors into memory instead of loading them.
 """
 
 import pickle
@@ -27,7 +27,7 @@ PARAMS = "params.json"
 
 
 class MetaWeights(ForeignWeights):
-    """The weights in such a folder, under our names; see `TensorSource`."""
+    """Weights in such a folder, under our names; see `TensorSource`."""
 
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
@@ -60,7 +60,7 @@ class MetaWeights(ForeignWeights):
         super().__init__(folder, network, "meta", found)
 
     def extras(self) -> Extras:
-        """What comes with the weights."""
+        """Return the data that accompanies the weights."""
         return Extras.beside(self.folder)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
@@ -80,7 +80,7 @@ class MetaWeights(ForeignWeights):
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files of the weights, known to be all."""
+    """Return the files of the weights, verified to be complete."""
     found = sorted(folder.glob("consolidated.*.pth"))
     wanted = [folder / f"consolidated.{number:02}.pth" for number in range(len(found) or 1)]
     if found != wanted:
@@ -104,7 +104,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str | None:
-    """The dim that is sharded over the blocks; None: each is whole; or why they do not match."""
+    """Return the dim sharded over the blocks, None if each is whole, or why they do not match."""
     first, *others = blocks
     if len(blocks) < files:
         return f"is in {len(blocks)} of {files} files"
@@ -138,9 +138,9 @@ def write_meta(
 
 
 def save_mapped(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """`torch.save` for more tensors than memory holds: they are mapped from files.
+    """Run `torch.save` on more tensors than memory holds, by mapping them from files.
 
-    The disk needs room for the tensors twice.
+    The disk needs space for the tensors twice.
     """
     with TemporaryDirectory(dir=path.parent) as spool:
         mapped: dict[str, Tensor] = {}

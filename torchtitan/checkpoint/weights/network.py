@@ -14,21 +14,21 @@ Sizes = tuple[int, ...]
 
 
 class Network(NamedTuple):
-    """A family of models, and the arguments of one of them."""
+    """Network: a family of models, and the arguments of one of them."""
 
     spec: ModelSpec[Any]
     args: Any
     flavor: str | None = None
-    """What a recipe calls these arguments; None if no flavor has them."""
+    """Name of these arguments in a recipe; None if no flavor has them."""
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.flavor}" if self.flavor else f"a {self.spec.name}"
 
     def recipe(self) -> dict[str, Any]:
-        """How a recipe names it, by dotted keys: all sizes, over the flavor that is most alike.
+        """Return the network's recipe by dotted keys: all sizes, over the most similar flavor.
 
         Raises:
-            ConfigError: where sizes alone do not make that flavor this network.
+            ConfigError: if sizes alone do not turn that flavor into this network.
         """
         flavor = self.flavor or most_alike(self)
         sizes = self.spec.settings.sizes_of(self.args)
@@ -38,12 +38,12 @@ class Network(NamedTuple):
         return {f"model.{key}": value for key, value in named.items()}
 
     def parameters(self) -> dict[str, Sizes]:
-        """Shape of every parameter by our name, in the order of the network."""
+        """Return the shape of every parameter by our name, in the order of the network."""
         network = build_empty(self.spec.build, self.args, seq_len=1)
         return {name: tuple(weight.shape) for name, weight in network.state_dict().items()}
 
     def format(self, kind: str) -> WeightFormat[Any]:
-        """How its weights are written in a format of `ModelSpec.formats`."""
+        """Return the network's `WeightFormat` for a key of `ModelSpec.formats`."""
         if kind not in self.spec.formats:
             raise ConfigError(
                 f"{self.spec.name}: its spec does not support the weight format {kind!r}"
@@ -51,7 +51,7 @@ class Network(NamedTuple):
         return self.spec.formats[kind]
 
     def tensors(self, kind: str) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
-        """Shapes by the names of a format: of what has to be there, and of what may repeat it."""
+        """Return shapes by a format's names: of required tensors, and of optional copies."""
         written, parameters = self.format(kind), self.parameters()
         repeated = written.repeated(self.args)
         return (
@@ -61,7 +61,7 @@ class Network(NamedTuple):
 
 
 def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor: str) -> Network:
-    """The network that a recipe calls so; `where` it stands."""
+    """Return the network with these names in a recipe; `where` is the place, for messages."""
     if name not in models:
         raise ConfigError(f"{where}: model: got {show(name)}; {allowed_names(name, models)}")
     flavors = models[name].flavors
@@ -71,7 +71,7 @@ def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor
 
 
 def in_recipe(recipe: Mapping[str, Any]) -> Network:
-    """The network of a valid recipe, by dotted keys."""
+    """Return the network of a valid recipe, by dotted keys."""
     flavor = recipe["model.flavor"]
     spec = spec_in_recipe(recipe)
     return Network(spec, spec.flavors[flavor], flavor)
@@ -80,7 +80,7 @@ def in_recipe(recipe: Mapping[str, Any]) -> Network:
 def of_recipe(
     where: object, recipe: Mapping[str, Any], model: str | None = None, flavor: str | None = None
 ) -> Network:
-    """The network of a recorded recipe, by dotted keys; or another that is asked for by name."""
+    """Return the network of a recorded recipe, by dotted keys, or another requested by name."""
     recorded = recipe["model.name"], recipe["model.flavor"]
     network = named(where, MODELS, model or recorded[0], flavor or recorded[1])
     if (network.spec.name, network.flavor) != recorded:
@@ -94,14 +94,14 @@ def of_shapes(
     specs: Collection[ModelSpec[Any]],
     flavor: str | None = None,
 ) -> Network:
-    """The network whose parameters have these shapes, or else the most alike.
+    """Return the network whose parameters have these shapes, or else the most similar one.
 
     Args:
-        specs: the families it may be of.
-        flavor: what it has to be; None: whatever it is.
+        specs: the allowed families.
+        flavor: the required flavor; None: any.
 
     Raises:
-        ConfigError: if it could be several.
+        ConfigError: if there are several.
     """
     known = {spec.name: spec for spec in specs if flavor in (None, *spec.flavors)}
     if not known:
@@ -124,16 +124,16 @@ def of_shapes(
 def identify(
     path: Path, kind: str, specs: Collection[ModelSpec[Any]], flavor: str | None = None
 ) -> tuple[Network, dict[str, Any]]:
-    """The network that a config file describes, and what the file says.
+    """Return the network that a config file describes, and the content of the file.
 
-    A flavor is the one described if its own config file would say the same.
+    A flavor matches if its own config file would be the same.
 
     Args:
-        specs: the families it may be of.
-        flavor: what it has to be; None: whatever it is.
+        specs: the allowed families.
+        flavor: the required flavor; None: any.
 
     Raises:
-        ConfigError: if it is none of these, or could be several.
+        ConfigError: if none matches, or several do.
     """
     config = read_config(path)
     described = _described(path, kind, _families(path, kind, specs, config), config)
@@ -158,7 +158,7 @@ def identify(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a config file says."""
+    """Read a config file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
@@ -173,12 +173,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def unsaid(network: Network, kind: str) -> list[str]:
-    """What a format's config file does not express about a network, or expresses differently."""
+    """Return the facts about a network that a format's config file omits or changes."""
     return unlike(network.args, as_written(network.spec, kind, network.args))
 
 
 def without_flavor(network: Network) -> ConfigError:
-    """The error for a network that is no flavor, with the closest one."""
+    """Return the error for a network that is not a flavor, with the closest one."""
     nearest = most_alike(network)
     difference = "; ".join(unlike(network.args, network.spec.flavors[nearest]))
     return ConfigError(
@@ -190,13 +190,13 @@ def without_flavor(network: Network) -> ConfigError:
 
 
 def most_alike(network: Network) -> str:
-    """The flavor that differs from a network in the fewest arguments."""
+    """Return the flavor that differs from a network in the fewest arguments."""
     flavors = network.spec.flavors
     return min(flavors, key=lambda name: len(unlike(network.args, flavors[name])))
 
 
 def unlike(found: object, wanted: object) -> list[str]:
-    """In which arguments two networks differ, a line each."""
+    """Return the arguments in which two networks differ, one line each."""
     return [
         f"{key} is {value} instead of {vars(wanted)[key]}"
         for key, value in vars(found).items()
@@ -207,7 +207,7 @@ def unlike(found: object, wanted: object) -> list[str]:
 def _families(
     path: Path, kind: str, specs: Collection[ModelSpec[Any]], config: Mapping[str, Any]
 ) -> list[ModelSpec[Any]]:
-    """Those whose weights may be written so: of the architecture that the config names, if any."""
+    """Return the families that support a format, of the architecture in the config, if any."""
     able = [spec for spec in specs if kind in spec.formats]
     if not able:
         names = ", ".join(spec.name for spec in specs)
@@ -230,7 +230,7 @@ def _families(
 def _described(
     path: Path, kind: str, families: Collection[ModelSpec[Any]], config: Mapping[str, Any]
 ) -> list[Network]:
-    """What a config file describes to each of the families that can make sense of it."""
+    """Return the network that a config file describes in each family that can interpret it."""
     found: list[Network] = []
     problems: list[str] = []
     for spec in families:
@@ -244,5 +244,5 @@ def _described(
 
 
 def as_written(spec: ModelSpec[Any], kind: str, args: Any) -> Any:
-    """Arguments as they are read back from a config file, which may say less than they do."""
+    """Return arguments as read back from a config file, which may hold fewer facts."""
     return spec.formats[kind].args(spec.formats[kind].config(args, None))

@@ -29,25 +29,25 @@ SIGNS = {
     "hf": (HUGGING_FACE_INDEX, "*.safetensors", "sharded/*.safetensors"),
     "meta": (PARAMS, "consolidated.*.pth"),
 }
-"""Files from which the format of a folder is detected."""
+"""Files that identify the format of a folder."""
 
 
 class Opened(NamedTuple):
-    """Weights under our names, and what is known about them."""
+    """Opened weights under our names, and the known facts about them."""
 
     source: TensorSource
     network: Network
     extras: Extras
     state: Callable[[], Mapping[str, Any]] | None = None
-    """Reads what a full checkpoint says besides its tensors, as train_state.json does; None: it has
-    only weights."""
+    """Function that reads a full checkpoint's state besides its tensors, in the form of
+    train_state.json; None if it has only weights."""
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints at `path`: itself, a folder of them, or a run's dump folder; by step.
+    """Find the checkpoints at `path` by step: itself, a folder of them, or a run's dump folder.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: if there is none.
     """
     is_step = path.name.startswith("step-") and path.is_dir()
     if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
@@ -63,12 +63,12 @@ def find(path: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path:
-    """The newest complete checkpoint in a folder of them; the folder itself if it is none.
+    """Return the newest complete checkpoint in a folder; the folder itself if it contains none.
 
-    One of this project is complete if it is there; one of `dcp.save` has its `.metadata` last.
+    One of this project is complete if it exists; one of `dcp.save` if it has `.metadata`.
     """
     steps = saved_steps(folder)
-    # On an object store those are ours alone.
+    # On an object store these can only be ours.
     for path in folder.iterdir() if folder.is_dir() else ():
         if (name := NAME.fullmatch(path.name)) and saved_by_dcp(path):
             steps[int(name[1])] = path
@@ -81,14 +81,14 @@ def newest(folder: Path) -> Path:
 
 
 def find_format(folder: Path) -> str:
-    """The format of the weights in a folder."""
+    """Detect the format of the weights in a folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     if is_dcp(newest(folder)):
         return "dcp"
     found = [kind for kind, signs in SIGNS.items() if any(any(folder.glob(sign)) for sign in signs)]
     if len(found) > 1 and "ours" in found:
-        return "ours"  # its files are safetensors too
+        return "ours"  # whose files are also safetensors
     if len(found) > 1:
         raise ConfigError(f"{folder}: it holds {' and '.join(found)}; choose one with --from")
     if not found:
@@ -98,7 +98,7 @@ def find_format(folder: Path) -> str:
 
 
 def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    """A checkpoint of ours, or the newest in a folder of them or of a run."""
+    """Open a checkpoint of ours, or the newest in a folder of them or of a run."""
     path = find(folder)[-1]
     manifest = look_at(path)
     state = read_state(path, manifest)
@@ -118,10 +118,10 @@ def open_meta(folder: Path, model: str | None, flavor: str | None) -> Opened:
 
 
 def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    """A checkpoint of `dcp.save`, or the newest in a folder of them, as TorchTitan names it.
+    """Open a checkpoint of `dcp.save`, or the newest in a folder, with TorchTitan's names.
 
     Raises:
-        ConfigError: where no flavor has its shapes, which are all that it says of its network.
+        ConfigError: if no flavor has its shapes, the only facts it has about its network.
     """
     path = newest(folder)
     saved = DcpCheckpoint(path)
@@ -147,7 +147,7 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
 
 
 def open_dcp_of(folder: Path, recipe: Mapping[str, Any]) -> Opened:
-    """The same, where the recipe is known, by dotted keys; it says its sizes."""
+    """Open a checkpoint of `dcp.save` whose recipe, with all sizes, is known, by dotted keys."""
     return _opened_as(in_recipe(recipe), newest(folder), Extras.of_recipe(recipe))
 
 
@@ -170,7 +170,7 @@ FOREIGN: dict[str, type[HuggingFaceWeights] | type[MetaWeights]] = {
 
 
 def families(model: str | None) -> list[ModelSpec[Any]]:
-    """The families that weights may be of."""
+    """Return the families that weights may belong to."""
     if model is None:
         return list(MODELS.values())
     if model not in MODELS:
@@ -179,19 +179,19 @@ def families(model: str | None) -> list[ModelSpec[Any]]:
 
 
 class Verified:
-    """Tensors of a checkpoint of ours, each verified to be the one that was saved."""
+    """Tensors of a checkpoint of ours, each verified to be what was saved."""
 
     def __init__(self, checkpoint: Path, saved: SavedTensors) -> None:
         self.checkpoint, self.saved = checkpoint, saved
 
     def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape by name."""
+        """Return dtype and shape by name."""
         return self.saved.shapes()
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor, verified; or a block of it, for which there is no digest."""
+        """Read and verify a tensor, or read a block of it, for which there is no digest."""
         tensor = self.saved.read(name, offsets, sizes)
         if offsets is None and not self.saved.is_intact(name, tensor):
             raise Damaged(f"{self.checkpoint}: {name} is not what was saved")

@@ -1,15 +1,15 @@
-"""What a Llama 3 has for auxiliary losses (`torchtitan.auxiliary`), after its blocks.
+"""Llama 3's modules for auxiliary losses (`torchtitan.auxiliary`), after its blocks.
 
-Multi-token prediction is that of DeepSeek-V3 (2024, arXiv:2412.19437, section 2.2): the module of
-depth k is given the hidden states of depth k - 1 and the embeddings of the tokens k positions
-later, and what it makes of them goes through the output of the model:
+Multi-token prediction follows DeepSeek-V3 (2024, arXiv:2412.19437, section 2.2): the module of
+depth k receives the hidden states of depth k - 1 and the embeddings of the tokens k positions
+later, and its result goes through the output of the model:
 
     h_k = Block(M [RMSNorm(h_(k-1)); RMSNorm(Emb(t_(i+k)))]),  loss_k: that of t_(i+k+1) by h_k
 
-The modules follow each other, so every prediction sees the whole causal chain. What embeds and what
-gives logits is the model's own.
+The modules are chained, so every prediction sees the whole causal chain. The embedding and the
+output are shared with the model.
 
-Shapes: B batch, S sequence, D model dim, A how many tokens ahead.
+Shapes: B batch, S sequence, D model dim, A number of tokens predicted ahead.
 """
 
 import torch
@@ -19,7 +19,7 @@ from torchtitan.models.output import AuxiliaryLoss
 
 
 class AheadModule(nn.Module):
-    """The module of one depth."""
+    """Module of one depth."""
 
     def __init__(self, depth: int, dim: int, eps: float, block: nn.Module) -> None:
         super().__init__()
@@ -33,8 +33,10 @@ class AheadModule(nn.Module):
     def forward(
         self, hidden: Tensor, embedded: Tensor, positions: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """Hidden states of the depth before, and of later tokens the embeddings, to those of this
-        depth; all (B, S, D)."""
+        """Compute the hidden states of this depth from those of the one before; all (B, S, D).
+
+        `embedded` holds the embeddings of the later tokens.
+        """
         both = torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), -1)
         made: Tensor = self.block(self.project(both), positions, documents)
         return made

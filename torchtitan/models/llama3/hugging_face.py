@@ -1,11 +1,11 @@
-"""Llama 3 as Hugging Face transformers has it: `LlamaForCausalLM`.
+"""Llama 3 in Hugging Face transformers' format: `LlamaForCausalLM`.
 
-The weights are the same under other names, but for the rows of the query and key projections. The
-rotary embedding there turns element i of a head together with element i + E/2, where Meta's, and
-ours, turns neighbours; so within each head the even rows come first there, then the odd ones.
+The weights are the same under other names, except for the rows of the query and key projections.
+There the rotary embedding pairs element i of a head with element i + E/2; Meta's, and ours, pairs
+neighbours. So within each head the even rows come first there, then the odd ones.
 
-What is written is the older form of `config.json` (`rope_theta` beside `rope_scaling`), which every
-version of transformers reads; the newer one (`rope_parameters`) is read too.
+`config.json` is written in the older form (`rope_theta` and `rope_scaling`), which every version of
+transformers reads; the newer one (`rope_parameters`) is read too.
 """
 
 import re
@@ -34,7 +34,7 @@ MODULES = {
     "norm": "model.norm",
     "output": "lm_head",
 }
-"""Our modules, `*` for the number of a block, and theirs."""
+"""Their module names by ours; `*` is the number of a block."""
 
 SIZES = {
     "dim": "hidden_size",
@@ -44,7 +44,7 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What other networks of that architecture may have, and ours has not."""
+"""Options of that architecture with the only values supported here."""
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -61,7 +61,7 @@ def name(ours: str) -> str:
 
 
 def rows(args: Llama3Args, ours: str) -> Tensor | None:
-    """Of queries and keys: row 2i of a head is row i there, and row 2i + 1 is row i + E/2."""
+    """Return the row permutation of queries and keys: row 2i of a head to i, 2i + 1 to i + E/2."""
     heads = {"wq": args.n_heads, "wk": args.n_kv_heads}.get(ours.split(".")[-2])
     if heads is None:
         return None
@@ -70,7 +70,7 @@ def rows(args: Llama3Args, ours: str) -> Tensor | None:
 
 
 def to_config(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
-    """The model's part of config.json."""
+    """Return the model's part of config.json."""
     scaling = args.rope_scaling
     published = 8192 if scaling is None else 131_072
     return {
@@ -93,7 +93,7 @@ def to_config(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> Llama3Args:
-    """Arguments from config.json; where it may leave something out, transformers' default."""
+    """Read arguments from config.json; absent keys have transformers' defaults."""
     problems = [
         f"{key}: got {show(config[key])}; llama3 has {show(value)}"
         for key, value in FIXED.items()

@@ -1,8 +1,8 @@
 """Llama 3 as Meta publishes it: `params.json` and the names of `consolidated.*.pth`.
 
-Names and the order of rows are ours. `params.json` says less than our arguments do: not whether
-the output is the embedding (Meta's files repeat the matrix either way), and of the rotary scaling
-only whether there is one. So a model that is no flavor of ours gets Meta's own constants.
+Names and the order of rows are ours. `params.json` has fewer facts than our arguments: not whether
+the output is tied to the embedding (Meta's files repeat the matrix either way), and only a flag for
+rotary scaling. So a model that is not a flavor of ours gets Meta's constants.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,16 @@ META_SCALING = RopeScaling(factor=8.0)
 
 
 def ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
-    """The width of the feed-forward, as Meta's code computes it."""
+    """Return the width of the feed-forward, as Meta's code computes it."""
     width = int(multiplier * int(2 * 4 * dim / 3))
     return -(-width // multiple_of) * multiple_of
 
 
 def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
-    """What params.json says of a network.
+    """Return the content of params.json for a network.
 
-    Meta rounds a width up to a multiple of another number; that of a single multiple is any width.
+    Meta rounds a width up to a multiple of `multiple_of`, which is the width itself here, so that
+    any width is possible.
     """
     return {
         "dim": args.dim,
@@ -43,7 +44,7 @@ def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any]) -> Llama3Args:
-    """Arguments from params.json."""
+    """Read arguments from params.json."""
     problems = [
         f"{key}: got {show(params.get(key))}; wanted a number above 0"
         for key in SIZES

@@ -1,9 +1,8 @@
 """Llama 3: a decoder with rotary positions, grouped-query attention and SwiGLU.
 
 The network of "The Llama 3 Herd of Models" (https://arxiv.org/abs/2407.21783) as one plain
-`nn.Module` for one device; it knows of no mesh, and whatever distributes it works from outside.
-Parameter names and the rotary convention (neighbouring elements form a pair) are those of Meta's
-own checkpoints.
+`nn.Module` for one device; distribution is applied from outside, and it knows no mesh. Parameter
+names and the rotary convention (neighbouring elements form a pair) are those of Meta's checkpoints.
 
 Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim,
 F feed-forward dim, V vocabulary.
@@ -25,7 +24,7 @@ from torchtitan.models.output import AuxiliaryHead, LinearLoss
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary frequencies beyond the context it was first trained on."""
+    """Scaling of Llama 3.1's rotary frequencies beyond the original training context."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -35,7 +34,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Args:
-    """The shape of one flavor."""
+    """Sizes of one flavor."""
 
     dim: int
     n_layers: int
@@ -47,8 +46,8 @@ class Llama3Args:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
-    multi_token: int = 0  # how many tokens after the next are predicted in training
-    auxiliary_heads: tuple[AuxiliaryHead, ...] = ()  # of losses that recipes add
+    multi_token: int = 0  # number of tokens after the next that are predicted in training
+    auxiliary_heads: tuple[AuxiliaryHead, ...] = ()  # heads for losses that recipes add
 
     @property
     def head_dim(self) -> int:
@@ -56,12 +55,12 @@ class Llama3Args:
 
     @property
     def ahead(self) -> int:
-        """How many tokens after the next a batch has to tell of each."""
+        """Number of tokens after the next that a batch must provide for each token."""
         return max(self.multi_token, *(head.ahead for head in self.auxiliary_heads), 0)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each pair, (E/2,) fp32 on the CPU.
+    """Return the radians per position of each pair, (E/2,) fp32 on the CPU.
 
     With scaling, a pair that turns more than `high_freq_factor` times within the original context
     keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
@@ -78,11 +77,11 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates each pair of a head's elements by an angle that grows with the position.
+    """Rotation of each pair of a head's elements by an angle proportional to the position.
 
-    One instance is shared by all blocks. It is a module, and its table no argument of theirs,
-    because FSDP's mixed precision casts what a block is called with, and a table in bf16 can no
-    longer tell distant positions apart.
+    One instance is shared by all blocks. It is a module, and its table not an argument of theirs,
+    because FSDP's mixed precision casts the arguments of a block, and a table in bf16 cannot
+    distinguish distant positions.
     """
 
     table: Tensor  # (S, E/2, 2) fp32: cosine and sine
@@ -95,7 +94,7 @@ class RotaryEmbedding(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fill the table: in fp32 and on the CPU, so that it is the same on every device."""
+        """Fill the table, in fp32 on the CPU, so that it is the same on every device."""
         if self.table.is_meta:
             return
         args = self.args
@@ -105,7 +104,7 @@ class RotaryEmbedding(nn.Module):
         self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in fp32 or more, to its own dtype."""
+        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in at least fp32; keeps its dtype."""
         cos, sin = self.table[positions][:, :, None].unbind(-1)  # (B, S, 1, E/2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         a, b = wide.reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
@@ -126,7 +125,7 @@ class Attention(nn.Module):
         self.attend = SelfAttention()
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        # The number of heads is inferred, since tensor parallelism leaves this rank some of them.
+        # The number of heads is inferred, since tensor parallelism leaves only some on this rank.
         heads = (-1, self.head_dim)
         q = self.rope(self.wq(x).unflatten(-1, heads), positions).transpose(1, 2)  # (B, H, S, E)
         k = self.rope(self.wk(x).unflatten(-1, heads), positions).transpose(1, 2)  # (B, K, S, E)
@@ -177,18 +176,19 @@ class Llama3(nn.Module):
     """The whole network, for sequences of up to `seq_len` tokens.
 
     Build it under `torch.device("meta")`, then call `to_empty` and `init_buffers`, and draw the
-    weights. A pipeline stage is this module with parts taken away: without `tok_embeddings` it
-    takes hidden states, without `norm` it returns them. For multi-token prediction they are
-    (B + A B, S, D) in training: those of later tokens pass through all stages as they are embedded.
-    If weights are tied, `tok_embeddings` is read a second time at the end, so it must be sharded
-    together with the root, not by itself.
+    weights. A pipeline stage is this module with parts removed: without `tok_embeddings` it takes
+    hidden states, without `norm` it returns them. For multi-token prediction they are (B + A B, S,
+    D) in training: the embeddings of later tokens pass through all stages unchanged. If weights are
+    tied, `tok_embeddings` is read a second time at the end, so it must be sharded with the root,
+    not separately.
     """
 
     def __init__(self, args: Llama3Args, seq_len: int) -> None:
         super().__init__()
         self.rope = RotaryEmbedding(args, seq_len)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        # A dict, so that a pipeline stage that starts at layer 16 still calls it `layers.16`.
+        # A dict, so that the first block of a later pipeline stage is still called `layers.16`,
+        # say.
         self.layers = nn.ModuleDict({str(i): Block(args, self.rope) for i in range(args.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = (
@@ -200,7 +200,7 @@ class Llama3(nn.Module):
         self.auxiliary = self._auxiliary(args)
 
     def _auxiliary(self, args: Llama3Args) -> nn.ModuleDict | None:
-        """What auxiliary losses take, by name; the depths of multi-token prediction are "1" on."""
+        """Build the modules of auxiliary losses, by name; multi-token depths are named from "1"."""
         made: dict[str, nn.Module] = {}
         for depth in range(1, args.multi_token + 1):
             block = Block(args, self.rope)
@@ -211,7 +211,7 @@ class Llama3(nn.Module):
         return nn.ModuleDict(made) if made else None
 
     def init_buffers(self) -> None:
-        """Fill what is not in a checkpoint; call it after `to_empty` or a change of dtype."""
+        """Fill buffers outside of checkpoints; call it after `to_empty` or a change of dtype."""
         self.rope.init_buffers()
 
     def forward(
@@ -223,16 +223,15 @@ class Llama3(nn.Module):
         ahead_tokens: Tensor | None = None,
         ahead_targets: Tensor | None = None,
     ) -> Tensor:
-        """Token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
+        """Map token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
 
         Args:
-            tokens: (B, S) int64, or for a later stage of a pipeline what the one before returned.
-            positions: (B, S) int64, where each token stands in its sequence; None: 0 to S - 1.
-            documents: which document each token belongs to, for a mask that keeps them apart;
-                (B, S) int64.
-            targets: (B, S) int64; a stage that is not the last leaves them alone.
+            tokens: (B, S) int64, or in a later pipeline stage the output of the one before.
+            positions: (B, S) int64, position of each token in its sequence; None: 0 to S - 1.
+            documents: (B, S) int64, document of each token, for a mask that separates documents.
+            targets: (B, S) int64; unused in all stages but the last.
             ahead_tokens: (B, S, A) int64, the tokens that follow each; for auxiliary losses.
-            ahead_targets: (B, S, A) int64, the target of each of those.
+            ahead_targets: (B, S, A) int64, the targets of `ahead_tokens`.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]

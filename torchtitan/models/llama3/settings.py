@@ -1,4 +1,4 @@
-"""The sizes of a Llama 3 that a recipe can set, and which of them fit each other."""
+"""Sizes of a Llama 3 that a recipe can set, and the checks that they fit each other."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_context": "original_context",
 }
-"""Keys to the fields of `RopeScaling`."""
+"""Fields of `RopeScaling` by key."""
 
 
 class Llama3Config(TextConfig):
@@ -54,10 +54,10 @@ class Llama3Config(TextConfig):
 
     @classmethod
     def checked(cls, args: Llama3Args) -> Llama3Args:
-        """Arguments that other software wrote, if a network can have them.
+        """Return the settings of arguments written by other software, if they are valid.
 
         Raises:
-            RecipeError: with what cannot be.
+            RecipeError: with all invalid arguments.
         """
         sizes = cls.sizes_of(args)
         try:
@@ -67,7 +67,7 @@ class Llama3Config(TextConfig):
                 f"{details['loc'][0]}: got {show(details['input'])}; {details['msg'].lower()}"
                 for details in error.errors()
             ) from None
-        problems = [f"{problem.path}: {problem.message}" for problem in config.misfits(args)]
+        problems = [f"{problem.path}: {problem.message}" for problem in config.size_problems(args)]
         for key, value in sizes.items():
             most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
             if isinstance(value, int) and value > most:
@@ -83,7 +83,7 @@ class Llama3Config(TextConfig):
         kept = changed if changed.factor > 1 else None
         return dataclasses.replace(args, **said, rope_scaling=kept)
 
-    def misfits(self, args: Llama3Args) -> Iterator[Problem]:
+    def size_problems(self, args: Llama3Args) -> Iterator[Problem]:
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
         if dim % heads:
             key = self.origin("n_heads", "dim")

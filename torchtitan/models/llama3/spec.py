@@ -1,4 +1,4 @@
-"""The facts about Llama 3: its flavors, how its weights start, and what a token costs.
+"""Facts about Llama 3: its flavors, its initial weights, and the cost of a token.
 
 8B, 70B and 405B are Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3), 1B and 3B are
 Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
@@ -93,9 +93,10 @@ def auxiliary_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def init_std(args: Llama3Args, name: str) -> InitialWeight:
-    """0.02, and less for what adds to the residual stream, so that depth does not inflate it.
+    """Return 0.02, or less for weights that add to the residual stream.
 
-    The scaling by 1/sqrt(2 * layers) is that of GPT-2: each layer adds to the stream twice.
+    The scaling by 1/sqrt(2 * layers), as in GPT-2, keeps depth from inflating the stream, to which
+    each layer adds twice.
     """
     if name.endswith("norm.weight"):
         return "ones"
@@ -105,18 +106,18 @@ def init_std(args: Llama3Args, name: str) -> InitialWeight:
 
 
 def shapes(args: Llama3Args, seq_len: int) -> SampleShapes:
-    """Later tokens are embedded on the first stage, and their hidden states go along."""
+    """Return the shapes of a sample; embeddings of later tokens accompany its hidden states."""
     return shapes_of_tokens(args, seq_len)._replace(beside=args.multi_token)
 
 
 def flops_of(args: Llama3Args, seq_len: int, name: str) -> int:
-    """Floating-point operations of one token's forward and backward in a module.
+    """Return the floating-point operations of one token's forward and backward in a module.
 
     A weight costs 2 in the forward and 4 in the backward (https://arxiv.org/abs/2001.08361,
     appendix B of https://arxiv.org/abs/2204.02311); the input embedding is a look-up and costs
-    nothing. The output multiplies with a matrix, tied or not, and each depth of multi-token
-    prediction does once more. Attention multiplies S keys and S values per token and head
-    dimension, with no discount for the half that is masked.
+    nothing. The output is a matrix product, tied or not, once more for each depth of multi-token
+    prediction. Attention multiplies S keys and S values per token and head dimension, with no
+    discount for the masked half.
     """
     dim, heads, keys = args.dim, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     block = 6 * dim * (2 * heads + 2 * keys + 3 * args.ffn_dim + 2) + 12 * heads * seq_len
@@ -131,18 +132,19 @@ def flops_of(args: Llama3Args, seq_len: int, name: str) -> int:
 
 
 def flops_per_unit(args: Llama3Args, seq_len: int) -> int:
-    """The same of a whole token."""
+    """Return the floating-point operations of a token in the whole model."""
     once = (flops_of(args, seq_len, name) for name in ("norm", "output", "auxiliary"))
     return args.n_layers * flops_of(args, seq_len, "layers.0") + sum(once)
 
 
 def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
-    """Bytes that the backward of a block needs of a token: exact for torch's own operators.
+    """Return the bytes per token kept by a block for its backward; exact for torch's operators.
 
-    A norm keeps its input and the normalised in float32, and so do sines and cosines. As computed
-    are what the norms give, queries, keys and values, the mixed values and their log-sum-exp, the
-    two halves of the feed-forward, the activated one, and their product. Around the block of a
-    depth of multi-token prediction are three norms, and what two of them give, as one.
+    A norm keeps its input and the normalized values in float32, and so do sines and cosines. Kept
+    in the computed dtype are the outputs of the norms, queries, keys and values, the mixed values
+    and their log-sum-exp, the two halves of the feed-forward, the activated one, and their product.
+    A depth of multi-token prediction adds three norms around its block, and the concatenated
+    outputs of two of them.
     """
     keys, hidden = args.n_kv_heads * args.head_dim, args.ffn_dim
     in_float32 = 4 * args.dim + 2 * args.head_dim + args.n_heads + 2
@@ -152,7 +154,7 @@ def kept_by_block(args: Llama3Args, itemsize: int, name: str) -> float:
 
 
 def heads(args: Llama3Args, name: str) -> tuple[int, int] | None:
-    """Where the heads of a parameter lie, and how many there are."""
+    """Return the dim of a parameter's heads, and their number."""
     found = {
         "wq": (0, args.n_heads),
         "wk": (0, args.n_kv_heads),
@@ -163,7 +165,7 @@ def heads(args: Llama3Args, name: str) -> tuple[int, int] | None:
 
 
 def shrink(args: Llama3Args, needed: MinShape) -> Llama3Args:
-    """The same structure in heads of 8: grouped queries, the feed-forward's ratio, tied or not."""
+    """Return the same structure in heads of 8: grouped queries, feed-forward ratio, tied or not."""
     tp, head_dim = needed.tensor_ranks, 8
     n_kv_heads = min(args.n_kv_heads, max(tp, 2))
     n_heads = n_kv_heads * min(args.n_heads // args.n_kv_heads, 4)

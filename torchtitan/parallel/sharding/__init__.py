@@ -1,6 +1,6 @@
-"""Ways to share parameters among ranks, by the name that a recipe gives.
+"""Registry of shardings, which split parameters among ranks, by their names in recipes.
 
-Adding one is a file here and a line below.
+To add one, add a file to this package and a line below.
 """
 
 from torchtitan.config import Registry

@@ -1,8 +1,8 @@
-"""Parameters that are read in another form than they are kept in.
+"""Parameters that are read in a different form from the stored one.
 
-A module of a subclass of its own has a property for each of its parameters, and to read
-`self.weight` is to compute what the property says. The parameters stay where they were, under their
-names, for whoever lists, saves or updates them. A compiler sees what is computed.
+Each module becomes an instance of a subclass with a property for each of its parameters, so that
+reading `self.weight` computes the property's value. The stored parameters keep their names and are
+listed, saved and updated as before. A compiler sees the computation.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 def read_by(
     model: nn.Module, read: Callable[[Any], Tensor], without: Set[nn.Parameter] = frozenset()
 ) -> None:
-    """Have every parameter of `model` read by `read`, in place, but for those in `without`."""
-    # One class for all modules alike, or the compiler would take each for another.
+    """Make reads of all parameters of `model`, except those in `without`, go through `read`."""
+    # Identical modules share a class, so that the compiler treats them alike.
     kinds: dict[Any, type[nn.Module]] = {}
     for module in model.modules():
         own = module.named_parameters(recurse=False)
@@ -33,20 +33,20 @@ def read_by(
 def _reading(
     kind: type[nn.Module], names: Iterable[str], read: Callable[[Any], Tensor]
 ) -> type[nn.Module]:
-    """A subclass of `kind` whose parameters of these names are read by `read`."""
+    """Create a subclass of `kind` whose parameters `names` are read through `read`."""
 
     def reader(name: str) -> property:
-        # By way of `_parameters`, where whoever lists or loads them still finds them.
+        # Through `_parameters`, from which parameters are listed and loaded.
         return property(lambda module: read(module._parameters[name]))
 
     return type(kind.__name__, (kind,), {name: reader(name) for name in names})
 
 
 def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
-    """Mixed precision where nothing is sharded: parameters and inputs are cast where they are used.
+    """Apply mixed precision without sharding: parameters and inputs are cast where they are used.
 
-    A gradient has the dtype of its parameter. FSDP2 over one rank gives the same numbers, by way of
-    copies of every parameter and gradient (docs/gpu.md).
+    A gradient has the dtype of its parameter. FSDP2 over one rank gives the same numbers, but
+    copies every parameter and gradient (docs/gpu.md).
     """
 
     def cast_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

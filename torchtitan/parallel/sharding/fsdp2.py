@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Gather, PlainGather, Reduce, Unit, Way
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.optim import NamedParameter
 from torchtitan.optim.matrices import Area, Lying
 from torchtitan.optim.norm import local
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should n
 
 
 class FSDP2(ShardingConfig):
-    """Gathers and reductions in hooks around the blocks."""
+    """Settings of FSDP2, which gathers and reduces in hooks around the blocks."""
 
     packs_weights: ClassVar[bool] = True
     follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
@@ -71,8 +71,8 @@ class FSDP2(ShardingConfig):
         "waits for them.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        if world.is_here and world.device_type == "cpu":
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if context.world.is_here and context.world.device_type == "cpu":
             for key, default in ON_CUDA.items():
                 if getattr(self, key) != default:
                     message = "a CPU waits for what is sent, so this does nothing here"
@@ -99,7 +99,7 @@ class FSDP2(ShardingConfig):
         return held
 
     def messages(self, part: Part) -> Iterator[Traffic]:
-        """Each block is a unit, and all that is in none."""
+        """Yield the traffic of each block, and of all parameters outside the blocks as a unit."""
         work = part.work
         units: dict[str, dict[str, torch.Size]] = {}
         for name, parameter in part.module.named_parameters():
@@ -116,7 +116,7 @@ class FSDP2(ShardingConfig):
                 regathers=from_neighbors,
                 neighbors=self.regather_size if from_neighbors else 0,
                 scatters=self.reductions(work.passes, work.microbatches),
-                # With the last microbatch; torch's pipelines do it with each pass.
+                # With the last microbatch; in torch's pipelines, once in each pass.
                 sums=work.passes if work.degrees.pp > 1 else 1,
             )
 
@@ -147,23 +147,23 @@ ON_CUDA = {
     key: FSDP2.model_fields[key].default
     for key in ("forward_prefetch", "backward_prefetch", "reduce_scatters_in_flight")
 }
-"""Settings of what CUDA does at the same time, and what they are by default."""
+"""Settings of overlap on CUDA, with their defaults."""
 
 
 class FullyShard(Sharding):
-    """FSDP2 at work."""
+    """FSDP2, applied to this rank's parts of a model."""
 
     def __init__(self, config: FSDP2, target: Target) -> None:
         self.config, self.target = config, target
         self.modules: list[FSDPModule] = []
         self.ways: dict[str, Way] = {}
-        """By what each is for, and the number of its module."""
+        """Communication by purpose and module number, such as `weights.0`."""
         self.taken: set[str] = set()
-        """The parameters that are sharded already."""
+        """Names of the parameters that are already sharded."""
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Each block is gathered on its own, just before it is used."""
-        # Under tensor parallelism the logits are a view of a DTensor, which nothing changes.
+        """Shard `part`; each block is gathered on its own, just before it is used."""
+        # Under tensor parallelism the logits are a view of a DTensor, which is never modified.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         frees = self.target.reshard
         for number, (name, block) in enumerate(blocks.items(), 1):
@@ -174,10 +174,10 @@ class FullyShard(Sharding):
             self._overlap(self.modules[-1 - len(blocks) : -1])
 
     def _overlap(self, blocks: "Sequence[FSDPModule]") -> None:
-        """How far ahead blocks are gathered, and how far behind their gradients are reduced."""
+        """Set how far ahead blocks are gathered, and how many reductions may be pending."""
         config = self.config
         for number, block in enumerate(blocks):
-            # Torch does by itself what the defaults say.
+            # The defaults are torch's own.
             if ahead := config.forward_prefetch:
                 block.set_modules_to_forward_prefetch([*blocks[number + 1 : number + 1 + ahead]])
             if (ahead := config.backward_prefetch) > 1:
@@ -213,7 +213,7 @@ class FullyShard(Sharding):
         group = target.mesh.get_group(target.mesh.ndim - 1)
         gather = target.communication.weights.open(unit, group)
         reduce = target.communication.gradients.open(unit, group)
-        # These are what torch asks for, but for its base classes, which are private.
+        # These have torch's interface, but not its base classes, which are private.
         as_gather: Any = _Gather(gather, group)
         as_reduce: Any = _ReduceScatter(reduce)
         sharded.set_custom_all_gather(as_gather)
@@ -226,7 +226,7 @@ class FullyShard(Sharding):
         self.modules.append(sharded)
 
     def _unit(self, name: str, module: nn.Module) -> Unit:
-        """The parameters of a module, but for those that are sharded already."""
+        """Return the parameters of a module, except those that are already sharded."""
         parts, shapes = self.target.mesh.size(-1), {}
         for key, parameter in module.named_parameters(name):
             if key not in self.taken:
@@ -249,9 +249,8 @@ class FullyShard(Sharding):
             way.end_step()
 
     def before_backward(self, is_last: bool) -> None:
-        """Sharded gradients are reduced for every microbatch, since keeping them whole would cost
-        the memory that sharding saved, unless the recipe asks for it; copies are summed once, with
-        the last.
+        """Reduce sharded gradients in every microbatch, since whole ones would cost the memory that
+        sharding saved, unless the recipe asks for it; sum replicas once, in the last.
         """
         for module in self.modules:
             if self.config.accumulate_whole:
@@ -260,13 +259,13 @@ class FullyShard(Sharding):
             module.set_is_last_backward(is_last)
 
     def after_evaluate(self) -> None:
-        """Else the next forward would use what is gathered, also after an update."""
+        """Free gathered parameters, which the next forward would use even after an update."""
         for module in self.modules:
             module.reshard()
 
 
 class _Sending:
-    """Where FSDP2 has its buffers."""
+    """Allocation of FSDP2's communication buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -274,7 +273,7 @@ class _Sending:
 
 @dataclass(frozen=True)
 class _Gather(_Sending):
-    """A way to gather, as FSDP2 calls it."""
+    """Adapter of a `Gather` to FSDP2's interface."""
 
     gather: Gather
     group: ProcessGroup
@@ -282,14 +281,14 @@ class _Gather(_Sending):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool
     ) -> None:
-        # Another group is one that what was freed has stayed split over.
+        # A different group is that of `regather_size`, over which freed parameters stay split.
         gather = self.gather if group == self.group else PlainGather(group)
         gather(output_tensor, input_tensor)
 
 
 @dataclass(frozen=True)
 class _ReduceScatter(_Sending):
-    """A way to reduce, as FSDP2 calls it."""
+    """Adapter of a `Reduce` to FSDP2's interface."""
 
     reduce: Reduce
 
@@ -301,10 +300,10 @@ class _ReduceScatter(_Sending):
 
 
 def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
-    """Along which dim a parameter is split into `parts`; None: the first, as FSDP does by itself.
+    """Return the dim along which to split a parameter into `parts`; None: the first, the default.
 
-    Rows that tensor parallelism split already are split again only if that comes out even; else
-    columns are, so that every rank's part stays one contiguous piece.
+    Rows already split by tensor parallelism are split again only if evenly divisible; otherwise
+    columns are split, so that each rank's part stays one contiguous piece.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -314,9 +313,9 @@ def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
 
 
 def _gathers(part: Part) -> tuple[int, int]:
-    """How often in a step a block is gathered, and how often the last block or what is in none is.
+    """Return the gathers in a step of a block, and of the last block or parameters in no block.
 
-    Before each forward, and before the backward what was freed in between.
+    Parameters are gathered before each forward, and if then freed, before the backward.
     """
     work, policy = part.work, part.work.parallelism.fsdp_reshard_after_forward
     passes = work.passes
@@ -325,7 +324,7 @@ def _gathers(part: Part) -> tuple[int, int]:
         return passes if policy == "never" else twice, twice if policy == "always" else passes
     if policy != "always":
         return passes, passes
-    # A stage is freed after each forward, and after the last backward alone.
+    # A stage is freed after each forward, but only after the last backward.
     kinds = [a.kind for actions in work.orders.values() for a in actions if a.stage == part.stage]
     gathers = passes * (1 + kinds[:-1].count("F"))
     return gathers, gathers

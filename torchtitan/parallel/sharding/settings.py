@@ -1,4 +1,4 @@
-"""What all ways to shard have in common: their settings, and what one does to a model."""
+"""Base classes of shardings: their settings, and their application to a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,93 +22,93 @@ from torchtitan.parallel.work import Part, Traffic, largest_block, outside_block
 
 @dataclass(frozen=True)
 class Target:
-    """What a model is sharded for."""
+    """Target of a sharding: the meshes, settings and facts about the model that it uses."""
 
     mesh: DeviceMesh
-    """Of the ranks that share the parameters: (copies, parts); (parts) without copies, or where
-    they agree by themselves."""
+    """Mesh of the ranks that share the parameters: (replicas, shards), or (shards) without replicas
+    or if these synchronize outside the sharding."""
     tensor_mesh: DeviceMesh
     precision: Precision
     reshard: ReshardPolicy
     """Whether a block is freed after its forward: `always`; `never`; `default`: all but the last
-    of the model, which the backward needs at once."""
+    of the model, which the backward needs immediately."""
     last_block: str
-    """Its name."""
+    """Name of the model's last block."""
     compile: CompileConfig
     communication: CommunicationConfig
     cpu_offload: bool
     device_type: str
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
-    """What modules are to tensor parallelism, by their names in the model."""
+    """Tensor-parallel roles of modules, by their names in the model."""
     heads: int = 1
-    """Ranks that divide this can have whole heads, of queries and of keys; 1: they cannot."""
+    """Number that the ranks must divide to have whole heads, of queries and of keys; 1: never."""
     vocabulary_chunk: int = 0
-    """Of the loss; 0: it is computed from logits."""
+    """Loss chunk size in vocabulary entries; 0 computes the loss from logits."""
 
 
 class Sharding(Technique):
-    """A way to shard at work on the parts of a model that this rank has."""
+    """Sharding of the parts of a model that this rank has."""
 
     def compile_options(
         self, blocks: Mapping[str, nn.Module], units: Sequence[Unit]
     ) -> dict[str, Any] | None:
-        """The options of `torch.compile` for a part of the model, before `apply`.
+        """Return the `torch.compile` options for a part of the model; called before `apply`.
 
         Args:
-            blocks: those of the part, by name.
+            blocks: blocks of the part, by name.
             units: names of the modules that are gathered together.
         """
         return None
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Split and copy the parameters of a part of the model over the mesh, in place."""
+        """Shard and replicate the parameters of a part of the model over the mesh, in place."""
         raise NotImplementedError
 
     def before_backward(self, is_last: bool) -> None:
-        """Before a microbatch without a pipeline: whether its gradients are the step's last."""
+        """Prepare the backward of a microbatch, not in a pipeline; `is_last`: the step's last."""
 
 
 class ShardingConfig(Config):
-    """Settings of a way to shard; `name` picks the subclass."""
+    """Settings of a sharding; `name` selects the subclass."""
 
     in_graph: ClassVar[bool] = False
-    """Whether gathers and reductions are part of the computation, where a compiler sees them."""
+    """Whether gathers and reductions are part of the computation, visible to a compiler."""
     packs_weights: ClassVar[bool] = False
-    """Whether a parameter may say in what form it is gathered, as those in Float8 do."""
+    """Whether a parameter may choose the form in which it is gathered, as in Float8."""
     never_whole: ClassVar[bool] = False
-    """Whether no rank ever has a whole matrix, for others to cut, to convert or to compile."""
+    """Whether no rank ever has a whole matrix, which cutting, conversion and compilation need."""
     follows: ClassVar[frozenset[str]] = frozenset()
-    """Which choices of `[communication]` it follows: weights, gradients."""
+    """Choices of `[communication]` that the sharding follows: weights, gradients."""
 
     name: str = Field(description="Which way: a key of torchtitan.parallel.sharding.SHARDING.")
 
     def verified_as(self) -> Mapping[str, tuple[Any, str]]:
-        """Keys of these settings that are changed to compare a layout with one rank, each to which
-        value and why; nothing is compiled then."""
+        """Return the settings to change when a layout is compared with one rank, without
+        compilation: by key, the value and the reason."""
         return {}
 
     def open(self, target: Target) -> Sharding:
-        """What shards the model."""
+        """Return the sharding for `target`."""
         raise NotImplementedError
 
     @property
     def neighbors(self) -> int:
-        """Ranks over which freed parameters stay split, to be gathered again; 0: all."""
+        """Number of ranks over which freed parameters stay split until regathered; 0: all."""
         return 0
 
     @property
     def accumulates_whole(self) -> bool:
-        """Whether each rank adds up whole gradients of accumulated microbatches."""
+        """Whether each rank accumulates whole gradients over microbatches."""
         return False
 
     def memory(self, parts: Sequence[Part]) -> float:
-        """Bytes of parameters and gradients that are whole on a rank for the time of their use.
+        """Return the bytes of parameters and gradients that a rank holds whole during their use.
 
         Args:
             parts: the stages of the rank.
         """
         work = parts[0].work
-        # A block and the next are whole, or the embedding, which is in no block.
+        # Whole at a time: a block and the next, or the embedding, which is in no block.
         whole = max(2 * largest_block(parts), outside_blocks(parts))
         if work.reshard == "never":
             whole = sum(part.sizes.total() for part in parts)
@@ -116,18 +116,18 @@ class ShardingConfig(Config):
         return whole / work.degrees.tp * each
 
     def messages(self, part: Part) -> Iterator[Traffic]:
-        """Traffic of the parameters of a part of the model in a step."""
+        """Yield the traffic of the parameters of a part of the model in a step."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
     def lie(self, part: Part, parameter: NamedParameter) -> Lying:
-        """How a matrix in `part` is placed on the ranks that share parameters."""
+        """Return the placement of a matrix in `part` on the ranks that share parameters."""
         raise NotImplementedError(f"there are no formulas of how {self.name} splits matrices")
 
     def reductions(self, passes: int, microbatches: int) -> int:
-        """How often in a step a gradient is brought to where its parameter is.
+        """Return the number of reductions of each gradient in a step.
 
         Args:
             passes: batches in a step.
-            microbatches: of each batch.
+            microbatches: microbatches in each batch.
         """
         return passes

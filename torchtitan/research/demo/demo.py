@@ -19,7 +19,7 @@ this takes sums: a gradient here is this replica's share of that of the global m
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm.replicas import Agree, Agreement
 from torchtitan.comm.unit import Operation, Unit
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
 
@@ -44,22 +44,23 @@ class DecoupledConfig(Agreement):
         True, description="Update by the sign of what replicas agree on; false: by its value."
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.sign and self.every > 1:
             message = (
                 "the sign of how far weights have moved says nothing of how far; use false, or "
                 "every = 1"
             )
             yield Problem("sign", message, ("every",))
+        yield from between(self._conflicts(context))
 
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+    def _conflicts(self, context: Context) -> Iterator[Problem]:
         """What replicas agree on can be clipped."""
-        if self.sign and recipe.training.max_norm:
+        if self.sign and context.recipe.training.max_norm:
             message = (
                 "the norm of signs is that of their number, and clipping it would change the "
                 "learning rate; use training.max_norm = 0, or false here"
             )
-            yield Problem(f"{key}.sign", message, ("training.max_norm",))
+            yield Problem(f"{context.key}.sign", message, ("training.max_norm",))
 
 
 class Decoupled(Agree):

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Size, Tensor
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.optim import low_bit
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign
@@ -117,8 +117,8 @@ class GaLore(AdamWRule, OptimizerConfig):
         """How bases are found."""
         return Method(self.svd == "exact", self.power_iterations, self.oversampling)
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         for key in ("power_iterations", "oversampling"):
             if self.svd == "exact" and key in self.model_fields_set:
                 yield Problem(key, 'with self.svd = "exact" there is nothing random', ("svd",))
@@ -129,7 +129,7 @@ class GaLore(AdamWRule, OptimizerConfig):
             message = "ranks compute updates together, on their devices; use false"
             yield Problem("offload_states", message, ("name",))
 
-    def misfits(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
+    def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         too_high: dict[str, dict[str, Size]] = {}
         projected = [a for a in assign(parameters, self) if a.chosen is self]
         flat = [a for a in projected if len(a.parameter.shape) == 2]

@@ -20,7 +20,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.checks.model import model_of
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem, between
 from torchtitan.convert.settings import Conversion, ConverterConfig, Rounding, Target, replace
 from torchtitan.models.attention import SelfAttention
 from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
@@ -72,16 +72,18 @@ class LowPrecisionAttention(ConverterConfig):
         "values, or all; the head dim is a power of two then.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.scale != "token":
             message = (
                 "a scale follows from all tokens of a sequence, so a token is rounded otherwise "
                 'for what comes after it; "token" does not look ahead'
             )
             yield Problem("scale", message, (), "note")
+        yield from between(self._conflicts(context))
 
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+    def _conflicts(self, context: Context) -> Iterator[Problem]:
         """There is attention to convert, whose heads can be rotated."""
+        recipe, key = context.recipe, context.key
         model = model_of(recipe)
         if model is None:
             return

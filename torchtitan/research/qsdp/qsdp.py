@@ -8,7 +8,7 @@ computes with the rounded one, as all ranks do. For few bits, levels are learned
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm.unit import Unit
 from torchtitan.comm.weights import Gather, WeightsConfig
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.research.common.codec import Envelope, Form
 from torchtitan.research.common.quantized import (
     Clock,
@@ -53,7 +53,7 @@ class WithLevels(Quantized):
             return None
         return Levels(envelope, group, self.learn_steps, self.learn_rate)
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.levels == "learned" and self.bits > MOST_BITS:
             message = (
                 f"2^{self.bits} levels have nothing to learn from the numbers of a bucket; use "

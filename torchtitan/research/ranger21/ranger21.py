@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.norm import local
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
@@ -153,8 +153,8 @@ class Ranger21(OptimizerConfig):
         }
         return [name for name, is_on in switches.items() if is_on]
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        yield from super().problems(recipe, world)
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
         kept = len(self.state_names()) - 1
         message = (
             f"it keeps {kept} values for each parameter, {kept / 2:g} times Adam's 2; AdamW with "

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.checks.model import model_of
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem, between
 from torchtitan.losses import summed
 from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
@@ -54,9 +54,12 @@ class Rotated(ShardingConfig):
         "memory, and nothing is sent during computation.",
     )
 
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from between(self._conflicts(context))
+
+    def _conflicts(self, context: Context) -> Iterator[Problem]:
         """Nothing else wants matrices that no rank has."""
-        p, name = recipe.parallelism, f'{key}.name = "{self.name}"'
+        p, name = context.recipe.parallelism, f'{context.key}.name = "{self.name}"'
         others = {
             "parallelism.tensor_parallel_degree": (
                 p.tensor_parallel_degree > 1,
@@ -67,21 +70,21 @@ class Rotated(ShardingConfig):
                 "has stages that each compute when the others do not, and a ring waits for all",
             ),
             "compile.enable": (
-                recipe.compile.compiles("model"),
+                context.recipe.compile.compiles("model"),
                 "would compile blocks whose parts arrive from outside of a graph",
             ),
-            "convert": (bool(recipe.convert), "needs whole matrices"),
+            "convert": (bool(context.recipe.convert), "needs whole matrices"),
             "training.enable_cpu_offload": (
-                recipe.training.enable_cpu_offload,
+                context.recipe.training.enable_cpu_offload,
                 "has parameters elsewhere than where they are computed with",
             ),
         }
         for other, (is_on, why) in others.items():
             if is_on:
                 message = f'{other} {why}; use "fsdp2", or leave that out'
-                yield Problem(f"{key}.name", message, (other,))
-        model = model_of(recipe)
-        if model and model.spec.tied(model.args) and not recipe.loss.vocabulary_chunk:
+                yield Problem(f"{context.key}.name", message, (other,))
+        model = model_of(context.recipe)
+        if model and model.spec.tied(model.args) and not context.recipe.loss.vocabulary_chunk:
             message = (
                 f"with {name} no rank has the whole table of a tied model, so its loss is made of "
                 "parts of it; use a number above 0, as 8192"

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import nn
 
 from torchtitan.checks.model import model_of
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import Context, Problem, between
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.stages import Unit
@@ -44,18 +44,27 @@ class SimpleFSDP(ShardingConfig):
         100, gt=0, description="With bucketing = size: megabytes of a bucket, at most."
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
-        if self.bucketing == "auto" and world.is_here and world.device_type != "cuda":
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if (
+            self.bucketing == "auto"
+            and context.world.is_here
+            and context.world.device_type != "cuda"
+        ):
             message = (
                 f"torch's scheduler estimates times on a CUDA device; there is none here, but "
-                f'{world.device_type}; use "block" or "size"'
+                f'{context.world.device_type}; use "block" or "size"'
             )
             yield Problem("bucketing", message)
+        yield from between(self._conflicts(context))
 
-    def conflicts(self, recipe: Any, world: PlannedWorld, key: str) -> Iterator[Problem]:
+    def _conflicts(self, context: Context) -> Iterator[Problem]:
         """What gathers within the computation is the compiler's to free, to merge and to move."""
-        c, p, name = recipe.compile, recipe.parallelism, f'{key}.name = "{self.name}"'
-        model, degrees = model_of(recipe), recipe.degrees(world.ranks)
+        c, p, name = (
+            context.recipe.compile,
+            context.recipe.parallelism,
+            f'{context.key}.name = "{self.name}"',
+        )
+        model, degrees = model_of(context.recipe), context.recipe.degrees(context.world.ranks)
         if p.tensor_parallel_degree > 1 and degrees.fsdp > 1 and model is not None:
             first = {len(weight): each for each, weight in model.empty().named_parameters()}
             if min(first) < degrees.fsdp:
@@ -64,7 +73,7 @@ class SimpleFSDP(ShardingConfig):
                     f'{min(first)} in its first dim, among {degrees.fsdp} ranks; use "fsdp2" there'
                 )
                 yield Problem("parallelism.tensor_parallel_degree", message, SECTIONS)
-        if recipe.training.enable_cpu_offload:
+        if context.recipe.training.enable_cpu_offload:
             message = f'{name} gathers where parameters are; use "fsdp2" there'
             yield Problem("training.enable_cpu_offload", message, SECTIONS)
         if p.enable_async_tensor_parallel:

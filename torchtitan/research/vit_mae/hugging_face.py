@@ -133,7 +133,7 @@ def from_config(config: Mapping[str, Any]) -> ViTMAEArgs:
         args = ViTMAEArgs(
             **said, pixel_mean=(0.5,) * args.channels, pixel_std=(0.25,) * args.channels
         )
-    if misfits := [f"{each.path}: {each.message}" for each in ViTMAEConfig().misfits(args)]:
+    if misfits := [f"{each.path}: {each.message}" for each in ViTMAEConfig().size_problems(args)]:
         raise RecipeError(misfits)
     return args
 

@@ -33,7 +33,7 @@ class ViTMAEConfig(ModelConfig):
     pixel_mean: tuple[float, ...] | None = size("Of each channel, taken away from its numbers")
     pixel_std: tuple[float, ...] | None = size("Of each channel, by which they are then divided")
 
-    def misfits(self, args: ViTMAEArgs) -> Iterator[Problem]:
+    def size_problems(self, args: ViTMAEArgs) -> Iterator[Problem]:
         for prefix, heads in (("", args.n_heads), ("decoder_", args.decoder_heads)):
             key, name = f"{prefix}dim", f"{prefix}heads" if prefix else "n_heads"
             dim = getattr(args, key)

@@ -7,11 +7,10 @@ model as the others, each on its share of every global batch. Nothing here needs
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable in which torchft looks for the address of its lighthouse."""
@@ -47,7 +46,7 @@ class FaultToleranceConfig(Config):
         """The index of this group."""
         return self.replica_id if self.enable else 0
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if self.enable and self.group_size < 1:
             yield Problem("group_size", "wanted the number of replica groups, at least 1")
         elif self.enable:
@@ -56,7 +55,7 @@ class FaultToleranceConfig(Config):
                 yield Problem("replica_id", f"there are {there}, from 0 on", ("group_size",))
             if self.min_replica_size > size:
                 yield Problem("min_replica_size", f"there are only {there}", ("group_size",))
-        if self.enable and world.is_here:
+        if self.enable and context.world.is_here:
             if importlib.util.find_spec("torchft") is None:
                 message = 'torchft is not installed: pip install "torchft>=0.2,<0.3"'
                 yield Problem("enable", message)

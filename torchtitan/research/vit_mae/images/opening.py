@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 
-from torchtitan.config import ConfigError, PlannedWorld, local_path, show
+from torchtitan.config import ConfigError, Context, local_path, show
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
 from torchtitan.research.vit_mae.images.folders import ImageFolder
@@ -53,7 +53,7 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     Raises:
         ConfigError: they cannot be had, or do not fit.
     """
-    if found := [p.within("data") for p in config.problems(None, PlannedWorld())]:
+    if found := [p.within("data") for p in config.problems(Context())]:
         raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
     dataset = DATASETS.get(config.dataset)
     if dataset is None or dataset.kind not in IMAGES:
@@ -72,7 +72,7 @@ def check_images(config: DataConfig) -> None:
         ConfigError: they are no images, and why.
     """
     dataset = DATASETS.get(config.dataset)
-    if dataset and dataset.kind in IMAGES and not any(config.problems(None, PlannedWorld())):
+    if dataset and dataset.kind in IMAGES and not any(config.problems(Context())):
         IMAGES[dataset.kind](dataset, config, 1, 3)
 
 

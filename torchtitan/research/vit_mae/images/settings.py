@@ -1,11 +1,11 @@
 """The sections `[data]` and `[data.images]` of a run on images."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field
 
-from torchtitan.config import Config, PlannedWorld, Problem
+from torchtitan.config import Config, Context, Problem
 from torchtitan.data.settings import DataConfig
 
 
@@ -47,7 +47,7 @@ class ImagesConfig(Config):
         "named in the log, counted in the metrics, and left out.",
     )
 
-    def problems(self, recipe: Any, world: PlannedWorld) -> Iterator[Problem]:
+    def problems(self, context: Context) -> Iterator[Problem]:
         if len(set(self.flips)) < len(self.flips):
             yield Problem("flips", "wanted each direction once")
         if any(band < 0 for band in self.bands):
