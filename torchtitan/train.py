@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
         about = "".join(words[asked[0] + 1 : asked[0] + 2])
+        about = "" if about.startswith("--") else about
         try:
-            settings = help_text(JobConfig, "" if about.startswith("--") else about)
+            settings = help_text(JobConfig, about)
         except ConfigError as error:
             return refuse(error)
         print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
