@@ -49,7 +49,7 @@ from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__, launch, train
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, split_recipe
 from torchtitan.config.help import sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
@@ -293,7 +293,7 @@ def parse_torchrun(arguments: list[str]) -> int:
     parsed = get_args_parser().parse_args(arguments)
     assert parsed.module
     assert parsed.training_script == "torchtitan.train"
-    path, flags = train.split_recipe(parsed.training_script_args)
+    path, flags = split_recipe(parsed.training_script_args)
     load_job(path, flags, int(parsed.nproc_per_node), "cpu")
     return 0
 

@@ -13,7 +13,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
-from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.config import ConfigError, PlannedWorld, local_path, split_options
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
@@ -93,34 +92,31 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--processes", type=count_from(1), required=True, help="ranks to start on this node")
-    add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1")
     restarts = f"default: {RESTARTS} if the recipe saves checkpoints, otherwise 0"
-    add("--max-restarts", type=count_from(0), help=restarts)
-    add(
-        "--nnodes",
-        type=node_range,
-        default="1",
-        help="number of nodes, or minimum and maximum: 2 or 1:2",
-    )
-    add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes")
+    nodes = "number of nodes, or minimum and maximum: 2 or 1:2"
     rejoin = f"how long nodes wait for each other, or for the network; default: {REJOIN_MINUTES:g}"
-    add("--rejoin-minutes", type=minutes, help=rejoin)
-    add("--rdzv-id", default="torchtitan", help="name of the run, if several share the endpoint")
-    add("--rdzv-conf", default="", help="torch's rendezvous settings: last_call_timeout=5")
-    arguments, words = parser.parse_known_args(argv)
-    options = [f"--{name.replace('_', '-')}" for name in vars(arguments)]
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        # A key of a recipe starts with its section.
-        meant = get_close_matches(flag.replace("_", "-"), options, 1, 0.75)
-        if "." not in flag and meant:
-            parser.error(f"there is no {flag}; did you mean {meant[0]}?")
+    options = [
+        add("--processes", type=count_from(1), required=True, help="ranks to start on this node"),
+        add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1"),
+        add("--max-restarts", type=count_from(0), help=restarts),
+        add("--nnodes", type=node_range, default="1", help=nodes),
+        add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes"),
+        add("--rejoin-minutes", type=minutes, help=rejoin),
+        add("--rdzv-id", default="torchtitan", help="the run's name, if others share the endpoint"),
+        add("--rdzv-conf", default="", help="torch's rendezvous settings: last_call_timeout=5"),
+    ]
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        own, flags = split_options(words, [o.option_strings[0] for o in options], JobConfig)
+    except ConfigError as error:
+        parser.error(str(error))
+    arguments, before = parser.parse_known_args(own)
     if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
         parser.error("several nodes need --rdzv-endpoint HOST:PORT")
     if arguments.rejoin_minutes is None:
-        own = re.search(r"\bjoin_timeout=(\d+)", arguments.rdzv_conf)
-        arguments.rejoin_minutes = int(own[1]) / 60 if own else REJOIN_MINUTES
-    return arguments, words
+        said = re.search(r"\bjoin_timeout=(\d+)", arguments.rdzv_conf)
+        arguments.rejoin_minutes = int(said[1]) / 60 if said else REJOIN_MINUTES
+    return arguments, [*before, *flags]
 
 
 def count_from(least: int) -> Callable[[str], int]:

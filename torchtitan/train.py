@@ -13,7 +13,7 @@ from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
 from torchtitan.checks.memory import room
-from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path
+from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path, split_recipe
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
         about = "".join(words[asked[0] + 1 : asked[0] + 2])
+        about = "" if about.startswith("--") else about
         try:
-            settings = help_text(JobConfig, "" if about.startswith("--") else about)
+            settings = help_text(JobConfig, about)
         except ConfigError as error:
             return refuse(error)
         print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
@@ -195,27 +196,6 @@ def problems_of_task(job: JobConfig) -> Iterator[Problem]:
 def choose(job: JobConfig) -> ResumePoint:
     """Choose the checkpoint to start from, on one rank, before any of them writes."""
     return resume_policy(job).start()
-
-
-def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe's path, given first or as `--job.config_file`, and the other words."""
-    paths: list[str] = []
-    rest: list[str] = []
-    waiting = list(words)
-    if waiting and not waiting[0].startswith("--"):
-        paths.append(waiting.pop(0))
-    while waiting:
-        name, equals, value = waiting.pop(0).partition("=")
-        if name not in ("--job.config_file", "--job.config-file"):
-            rest.append(name + equals + value)
-        elif equals or (waiting and not waiting[0].startswith("--")):
-            paths.append(value if equals else waiting.pop(0))
-        else:
-            raise ConfigError(f"{name}: job.config_file: got no value; wanted a recipe")
-    if len(paths) > 1:
-        got = " and ".join(paths)
-        raise ConfigError(f"--job.config_file: job.config_file: got {got}; wanted one recipe")
-    return paths[0] if paths else None, rest
 
 
 def refuse(error: ConfigError) -> int:

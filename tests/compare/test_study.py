@@ -112,6 +112,19 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--training.steps=5"], "--training.steps: training.steps: got 5"),
+        (["--debug.seed", "5"], "--debug.seed: debug.seed: got 5"),
+        (["--no-metrics.save-events"], "--metrics.save_events: metrics.save_events: got false"),
+    ],
+)
+def test_what_the_comparison_decides_no_flag_sets(flags: list[str], line: str) -> None:
+    study = of_recipes([DEBUG], ["training.seq_len=64,128"], flags)
+    assert refused(study) == [f"{line}; the comparison sets it, alike for all variants"]
+
+
 def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -> None:
     text = variants("", "parallelism.tensor_parallel_degree = 3", 'model.flavor = "405B"')
     path = write(tmp_path, "ranks = 3\n" + text)

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from tests import registries
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, json_schema
+from torchtitan.config import ConfigError, json_schema, split_recipe
 from torchtitan.config.schema import kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
@@ -23,7 +23,6 @@ from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools.cli import VERBS, main
 from torchtitan.tools.options import RecipeVerb, count, verb
 from torchtitan.train import main as train
-from torchtitan.train import split_recipe
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -147,7 +146,9 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "Missing command."),
         (["chekc"], "No such command 'chekc'. Did you mean 'check'"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
-        (["check", "r.toml", "--world-sise", "2"], "No such option: --world-sise (Possible "),
+        # In the words of the launcher, which reads the flags of a recipe, too.
+        (["check", "r.toml", "--world-sise", "2"], "there is no --world-sise; did you mean --wor"),
+        (["migrate", "r.toml", "--outptu", "x"], "No such option: --outptu (Possible "),
         (
             ["check", "r.toml", "--device", "cdua"],
             "got cdua; allowed: cpu, cuda; did you mean cuda",
@@ -248,6 +249,7 @@ def test_split_recipe(words: list[str], expected: tuple[str | None, list[str]]) 
     [
         (["--job.config_file"], "got no value; wanted a recipe"),
         (["--job.config_file", "--x.y"], "got no value; wanted a recipe"),
+        (["--job.config_file=a.toml", "b.toml"], "got a.toml and b.toml; wanted one recipe"),
         (["a.toml", "--job.config_file=b.toml"], "got a.toml and b.toml; wanted one recipe"),
     ],
 )

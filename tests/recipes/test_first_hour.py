@@ -75,6 +75,13 @@ def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert [flag.split()[0] for flag in flags] == ["--training.seq_len"]
 
 
+def test_help_before_a_flag_is_that_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    whole = capsys.readouterr().out
+    assert main(["train", "--help", "--training.steps", "3"]) == 0
+    assert capsys.readouterr().out == whole
+
+
 def test_help_of_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "optimiser"]) == 2
     error = capsys.readouterr().err

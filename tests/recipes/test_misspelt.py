@@ -8,6 +8,7 @@ import pytest
 from typer.main import get_command
 
 from torchtitan.launch import main as launch
+from torchtitan.launch import parse
 from torchtitan.tools.cli import VERBS, main
 
 
@@ -62,7 +63,8 @@ def test_a_setting_without_its_dashes_is_told(
 ) -> None:
     words = [verb, "train_configs/debug_model.toml", "training.steps=3"]
     assert main(words) == 2
-    assert "training.steps=3: not a flag; wanted --" in capsys.readouterr().err
+    said = "training.steps=3: not a flag; wanted --training.steps=3\n"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_a_setting_without_its_dashes_is_told(
         ("--nodes=2", "--nnodes"),
         ("--rdzv-endpiont", "--rdzv-endpoint"),
         ("--log_rank", "--log-rank"),
+        ("--proceses", "--processes"),
     ],
 )
 def test_the_launcher_names_it_too(
@@ -81,3 +84,22 @@ def test_the_launcher_names_it_too(
         launch(["--processes", "2", "--training.steps", "1", wrong, "x"])
     assert ended.value.code == 2
     assert f"did you mean {right}?" in capsys.readouterr().err
+
+
+def test_the_launcher_refuses_a_setting_without_its_dashes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["r.toml", "training.steps=3", "--processes", "2"])
+    assert ended.value.code == 2
+    said = "training.steps=3: not a flag; wanted --training.steps=3\n"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(at: int) -> None:
+    words = [["--training.steps", "3"], ["--no-data.shuffle"]]
+    words.insert(at, ["--processes", "2", "r.toml"])
+    arguments, rest = parse([word for group in words for word in group])
+    assert arguments.processes == 2
+    assert rest == ["r.toml", "--training.steps", "3", "--no-data.shuffle"]

@@ -2,7 +2,7 @@
 
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import read_file, read_recipe, read_text
-from torchtitan.config.flags import read_flags
+from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
@@ -54,5 +54,7 @@ __all__ = [
     "sections",
     "shorten",
     "show",
+    "split_options",
+    "split_recipe",
     "validate_all",
 ]

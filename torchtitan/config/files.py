@@ -1,6 +1,5 @@
 """Recipe files: TOML text to settings with line numbers, including the recipes they extend."""
 
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +10,7 @@ import tomli
 
 from torchtitan.config.lines import key_lines
 from torchtitan.config.settings import KeyPath, Setting
-from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, shorten, show
+from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
 
 def read_recipe(
@@ -117,5 +116,4 @@ def _nearest_file(path: Path, seen: Collection[str] = ()) -> str:
     if not os.path.isdir(path.parent):
         return f"; there is no folder {shorten(str(path.parent))}"
     recipes = sorted(p.name for p in path.parent.glob("*.toml") if p.name not in seen)
-    near = difflib.get_close_matches(path.name, recipes, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    return nearest(path.name, recipes, str(path).removesuffix(path.name))

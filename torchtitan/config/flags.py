@@ -1,4 +1,4 @@
-"""Settings from the command line: `--section.key value`.
+"""The command line: a program's own options, the recipe, and settings as `--section.key value`.
 
 Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is not a list where a scalar is allowed),
 `none` for an optional setting, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the
@@ -10,6 +10,8 @@ append its own.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -26,6 +28,50 @@ from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
 from torchtitan.config.words import dotted, shorten
 
 ANYTHING = {"boolean", "integer", "number", "string"}
+_SETTING = re.compile(r"\w+\.[\w.]+=")
+
+
+def split_options(
+    words: Iterable[str], options: Iterable[str], schema: type[Config]
+) -> tuple[list[str], list[str]]:
+    """Split a command line into the words of a program with `options` and the flags of a recipe.
+
+    Raises:
+        ConfigError: if an option is misspelt, or a setting of `schema` has no dashes.
+    """
+    own, *groups = _split(words)
+    rest: list[str] = []
+    known = ["--help", *options]
+    for group in groups:
+        name = group[0].partition("=")[0]
+        # A key of a recipe starts with its section.
+        near = [] if "." in name else get_close_matches(name.replace("_", "-"), known, 1, 0.8)
+        if near and name not in known:
+            raise ConfigError(f"there is no {name}; did you mean {near[0]}?")
+        (own if near else rest).extend(group)
+    for before, word in pairwise(["", *own]):
+        is_setting = word.split(".")[0] in schema.model_fields and _SETTING.match(word)
+        if is_setting and not before.startswith("--"):  # whose value it is: compare --vary
+            raise ConfigError(_not_a_flag(word))
+    return own, rest
+
+
+def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe's path, given first or as `--job.config_file`, and the other words."""
+    before, *groups = _split(words)
+    paths, rest = before[:1], before[1:]
+    for group in groups:
+        path, values = _key_and_values(group)
+        if path != ("job", "config_file"):
+            rest += group
+        elif values:
+            paths += values
+        else:
+            raise ConfigError(f"{group[0]}: job.config_file: got no value; wanted a recipe")
+    if len(paths) > 1:
+        got = " and ".join(paths)
+        raise ConfigError(f"--job.config_file: job.config_file: got {got}; wanted one recipe")
+    return paths[0] if paths else None, rest
 
 
 def read_flags(
@@ -41,7 +87,8 @@ def read_flags(
     """
     settings: dict[KeyPath, Setting] = {}
     wrong: dict[KeyPath, str] = {}
-    flags, problems = _split(words)
+    before, *groups = _split(words)
+    flags = [_key_and_values(group) for group in groups]
     renamed = [(new_name(path), values) for path, values in flags]
     settled = {**below, **dict(_choosing(renamed))}
 
@@ -62,23 +109,28 @@ def read_flags(
             if not path[depth].isdecimal():  # flags do not set a list as a whole
                 settings[path[:depth]] = Setting({}, origin)
         settings[path] = Setting(value, origin)
-    return settings, [*problems, *wrong.values()]
+    return settings, [*map(_not_a_flag, before), *wrong.values()]
 
 
-def _split(words: Sequence[str]) -> tuple[list[tuple[KeyPath, list[str]]], list[str]]:
-    """Return the flags with the words that follow each, and words that follow none."""
-    flags: list[tuple[KeyPath, list[str]]] = []
-    problems = []
+def _split(words: Iterable[str]) -> list[list[str]]:
+    """Return the words before the first flag, and each flag with the words that follow it."""
+    groups: list[list[str]] = [[]]
     for word in words:
         if re.match(r"--[A-Za-z]", word):
-            name, equals, value = word[2:].partition("=")
-            path = tuple(name.replace("-", "_").split("."))
-            flags.append((path, [value] if equals else []))
-        elif flags:
-            flags[-1][1].append(word)
-        else:
-            problems.append(f"{shorten(word)}: not a flag; wanted --section.key value")
-    return flags, problems
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def _key_and_values(words: Sequence[str]) -> tuple[KeyPath, list[str]]:
+    """Return the key of a flag, and its values."""
+    name, equals, value = words[0][2:].partition("=")
+    return tuple(name.replace("-", "_").split(".")), [*([value] if equals else []), *words[1:]]
+
+
+def _not_a_flag(word: str) -> str:
+    wanted = word if _SETTING.match(word) else "section.key value"
+    return f"{shorten(word)}: not a flag; wanted --{shorten(wanted)}"
 
 
 def _choosing(flags: Iterable[tuple[KeyPath, Sequence[str]]]) -> Iterator[tuple[KeyPath, Setting]]:

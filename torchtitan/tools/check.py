@@ -22,7 +22,7 @@ from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
 from torchtitan.tasks import TASKS
 from torchtitan.tools.options import Choice, Count, Recipe, RecipeVerb, verb
-from torchtitan.train import problems_of_files, problems_of_task, split_recipe
+from torchtitan.train import problems_of_files, problems_of_task
 
 TOKENIZER = "model.tokenizer_path"
 
@@ -45,7 +45,7 @@ def check(
     if schema:
         print(json.dumps(json_schema(JobConfig), indent=1))
         return
-    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
     device = device or pick().type
     load = partial(
         load_job,

@@ -1,16 +1,14 @@
 """What the verbs of the command line have in common: their options, and the flags of a recipe."""
 
 import importlib
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from torchtitan.config import ConfigError, allowed_names, sections, shorten
+from torchtitan.config import ConfigError, allowed_names, sections, split_options
 from torchtitan.job import JobConfig
 
 
@@ -58,32 +56,14 @@ class RecipeVerb(Verb):
         return super().shell_complete(ctx, incomplete) + complete_setting(incomplete)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own, flags = split_flags(args, [name for option in self.params for name in option.opts])
-        for before, word in zip(["", *own], own, strict=False):
-            if before.startswith("--"):  # compare --vary KEY=VALUES
-                continue
-            if re.match(r"[a-z_]+\.[\w.]+=", word) and word.split(".")[0] in JobConfig.model_fields:
-                raise ConfigError(f"{shorten(word)}: not a flag; wanted --{shorten(word)}")
+        options = [name for option in self.params for name in option.opts]
+        try:
+            own, flags = split_options(args, options, JobConfig)
+        except ConfigError as error:
+            ctx.fail(str(error))
         super().parse_args(ctx, own)
         ctx.args = flags
         return flags
-
-
-def split_flags(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a verb itself, and the flags of a recipe with what follows each.
-
-    What is like one of the verb's own `options` is left to the verb, which suggests that one.
-    """
-    own: list[str] = []
-    flags: list[str] = []
-    current = own
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith("--"):
-            is_own = "." not in name and get_close_matches(name, ["--help", *options], cutoff=0.8)
-            current = own if is_own else flags
-        current.append(word)
-    return own, flags
 
 
 def count(word: object) -> int:

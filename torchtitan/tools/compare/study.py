@@ -32,9 +32,11 @@ from torchtitan.config import (
     Setting,
     allowed_names,
     read_file,
+    read_flags,
     show,
     validate_all,
 )
+from torchtitan.job import JobConfig
 
 Settings = dict[KeyPath, Setting]
 
@@ -292,16 +294,12 @@ def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None
     """
     lines = []
     for plan in plans:
-        for settings in plan.over:
+        for settings in (*plan.over, read_flags(plan.flags, JobConfig, {})[0]):
             for path, setting in settings.items():
                 if ".".join(path) in keys:
                     lines.append(
                         f"{setting.origin}: {'.'.join(path)}: got {show(setting.value)}; the "
                         "comparison sets it, alike for all variants"
                     )
-        for word in plan.flags:
-            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            if key in keys:
-                lines.append(f"{word}: the comparison sets it, alike for all variants")
     if lines:
         raise RecipeError(lines)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from torchtitan.config import split_recipe
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
 from torchtitan.tools.verify import verify
-from torchtitan.train import split_recipe
 
 app = verb()
 

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from torchtitan.config import split_recipe
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
 from torchtitan.tools.verify.resume import verify_resume as verify
 from torchtitan.tools.verify.resume_recipe import read_layout
-from torchtitan.train import split_recipe
 
 app = verb()
 
