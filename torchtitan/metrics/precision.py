@@ -1,8 +1,7 @@
-"""Watches what few bits do to numbers: at a set pace, how converted layers round.
+"""Rounding errors of converted layers, measured at a set pace.
 
-Of what goes into each converted linear, of its weight and of the gradient of what comes out, and of
-the queries, keys and values of each converted attention, a row in metrics.jsonl (and the other
-sinks) says
+For the input, the weight and the output's gradient of each converted linear, and for the queries,
+keys and values of each converted attention, a row in metrics.jsonl (and the other sinks) reports
 
     underflow   the share of elements that are not zero and become zero
     saturation  the share of elements beyond the largest number of the format
@@ -27,7 +26,7 @@ from torchtitan.logging import logger
 from torchtitan.parallel import ParallelModel, World
 
 Found = dict[tuple[str, str], dict[str, Tensor]]
-"""By name of layer, and what of it: the shares alone, since tensors would fill the memory."""
+"""Shares by layer and quantity; without tensors, which would fill the memory."""
 
 
 class PrecisionWatch:
@@ -49,7 +48,7 @@ class PrecisionWatch:
         return self.every > 0 and step % self.every == 0
 
     def measure(self, step: int, batch: Batch, tokens: Tensor) -> dict[str, float]:
-        """What the batch shows; gradients are left behind. All ranks call it."""
+        """Measure a batch; gradients accumulate. All ranks call it together."""
         found: Found = {}
         with torch.compiler.set_stance("force_eager"), self._watching(found):
             self.model.forward_backward([batch], tokens)

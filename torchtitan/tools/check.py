@@ -79,7 +79,7 @@ def check(
 
 
 def beginning(found: config.Recipe[JobConfig]) -> list[str]:
-    """What a run begins with, if that is a checkpoint; refused where it does not fit."""
+    """Describe the checkpoint a run starts from, if any; refuse one that does not fit."""
     path = found.config.checkpoint.initial_load_path
     if path is None:
         return []
@@ -93,7 +93,7 @@ def beginning(found: config.Recipe[JobConfig]) -> list[str]:
 
 
 def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
-    """What a recipe comes to: ranks, batch, model."""
+    """Summarize a recipe: ranks, batch, model."""
     ranks = world_size or job.parallelism.least_ranks
     degrees, t = job.degrees(ranks), job.training
     layout = ", ".join(f"{axis} {size}" for axis, size in degrees._asdict().items())

@@ -1,4 +1,4 @@
-"""What the verbs of the command line have in common: their options, and the flags of a recipe."""
+"""Options that the verbs of the command line share, and the flags of a recipe."""
 
 import importlib
 from collections.abc import Callable, Collection, Iterable

@@ -32,7 +32,7 @@ Reference = Callable[[JobConfig, JobConfig, int, Path, str], list[Step]]
 a name for messages) to the steps of a run to compare with."""
 
 REFERENCES = Registry[Reference]("verify", {})
-"""What a layout is compared with where it does not train the run of one rank, by name."""
+"""References, by name, for layouts that do not train the run of one rank."""
 
 
 def verify(
@@ -92,7 +92,7 @@ def verify(
 
 
 def _problems(checked: Checked) -> Iterator[Problem]:
-    """What is wrong with the recipe as it is checked, if only for this machine."""
+    """Find problems of the recipe as it is checked, including those of this machine."""
     # The file of one rank's weights and gradients after each step.
     return problems_here(checked.job, checked.ranks, 8 * checked.job.training.steps)
 

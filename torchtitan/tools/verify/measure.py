@@ -43,7 +43,7 @@ AtStep = Callable[[int], None]
 
 WEIGHT = 1e-5
 ALLOWED = {"weight": WEIGHT, "gradient": 1e-3, "optimizer": 1e-3}
-"""How far off a tensor may be, by its kind, where layouts differ; any other must be equal."""
+"""Tolerance of a tensor by kind, if layouts differ; tensors of other kinds must be equal."""
 
 
 class Recorder:
@@ -122,19 +122,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank has after a step; the first of a resumed run is what it starts from."""
+    """State of a rank after a step; the first of a resumed run is the state it starts from."""
 
     number: int
     loss: float | None = None
     grad_norm: float | None = None
     names: tuple[str, ...] = ()
-    """Of the tensors that it has a part of, in order."""
+    """Tensors that the rank has a part of, in order."""
     differences: tuple[Difference, ...] = ()
-    """Those that are not the same to the bit."""
+    """Tensors that are not equal to the bit."""
     samples: Mapping[int, int] = field(default_factory=dict)
     """The hash of each sample that this rank read in the step, by its number in the run."""
     counters: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the run, and where its data stands."""
+    """Counters of the run, and the position of its data."""
 
 
 Look = Callable[[Run, Row | None], Iterable[tuple[str, Difference | None]]]
@@ -241,10 +241,10 @@ class Watch:
         self.steps: list[Step] = []
         self.recorder = Recorder()
         self.hashes: list[int] = []
-        """Of the samples of a step, as they were read."""
+        """Digests of the samples of a step, as they were read."""
 
     def observer(self) -> Observer:
-        """What looks on for this."""
+        """Return the observer that records the run."""
         return Observer(self.before_step, self.on_microbatch, self.after_step, [self.recorder])
 
     def before_step(self, step: int) -> None:
@@ -269,7 +269,7 @@ class Watch:
                 die()
 
     def step(self, row: Row | None, samples: Mapping[int, int]) -> Step:
-        """What this rank has now."""
+        """Return the current state of this rank."""
         run, seen = self.run, list(self.look(self.run, row))
         loss, grad_norm = (row["loss"], row["grad_norm"]) if row else (None, None)
         differences = tuple(found for _, found in seen if found is not None)
@@ -301,7 +301,7 @@ def difference(
     whole: Tensor | SavedTensors,
     largest: float | None = None,
 ) -> Difference | None:
-    """Where this rank's part of a tensor is farthest from its place in `whole`.
+    """Find where this rank's part of a tensor differs most from its place in `whole`.
 
     Args:
         largest: of the whole; absent: of the part.

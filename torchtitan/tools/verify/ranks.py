@@ -32,12 +32,12 @@ SPARED = (
     "metrics.enable_wandb",
 )
 RANK_GIB = 0.3
-"""What a process takes before it has a model."""
+"""Memory of a process before it has a model."""
 RUN_TIMEOUT = timedelta(minutes=10)
 
 
 def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Problem]:
-    """What is wrong with a recipe as it is verified, if only for this machine.
+    """Problems of a recipe as it is verified, including those of this machine.
 
     Args:
         disk_bytes: what is written for each parameter.

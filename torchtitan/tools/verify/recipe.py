@@ -43,7 +43,7 @@ class Checked:
     """The same on one rank, with no technique applied."""
     changes: list[str]
     is_exact: bool
-    """Whether they are the same run; else the layout is compared with a model of what is sent."""
+    """Whether they are the same run; otherwise the layout is compared with a modelled one."""
 
 
 class Draft:
@@ -76,7 +76,7 @@ class Draft:
 def as_checked(
     recipe: Recipe[JobConfig], *, world_size: int | None, steps: int | None, shrink: bool
 ) -> Checked:
-    """What of a recipe is compared: on `world_size` ranks, or as few as show all of its layout."""
+    """Derive the recipes to compare, on `world_size` ranks or as few as show the whole layout."""
     draft = Draft(recipe)
     make_short(draft, steps, 5)
     if rounds_states(draft.job):
@@ -205,7 +205,7 @@ def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
 
 
 def _find_data(draft: Draft) -> None:
-    """Put what every machine has in the place of what this one lacks."""
+    """Replace settings that need something this machine lacks."""
     tokenizer, data = draft.job.model.tokenizer, draft.job.data
     if tokenizer is not None and not _is_there(tokenizer):
         draft.set("model.tokenizer_path", None, "it is not there; bytes are")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOSS, GRAD_NORM = 1e-5, 1e-4
-"""How far they may be off, relative."""
+"""Relative tolerance of losses and norms."""
 
 Ranks = Sequence[Sequence[Step]]
 """The steps of each rank of a run."""
@@ -18,7 +18,7 @@ Ranks = Sequence[Sequence[Step]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank had in each step, and what each rank of a layout had and found."""
+    """Records of one rank by step, and those of each rank of a layout."""
 
     one: Sequence[Step]
     ranks: Ranks
@@ -29,14 +29,14 @@ class Comparison:
             yield one, tuple(found)
 
     def fault(self) -> str | None:
-        """What differs first; None if nothing does."""
+        """Return the first difference; None if there is none."""
         for one, found in self.steps():
             for fault in (*_faults_of_parameters(one, found), *_faults_of_loss(one, found)):
                 return f"step {one.number}, {fault}"
         return None
 
     def largest(self) -> float:
-        """How far the weight is off that is farthest."""
+        """Return the largest error of a weight."""
         return largest_weight(self.ranks)
 
     def table(self, title: str) -> "Table":
@@ -69,13 +69,13 @@ class Resumption:
     """Whether they have the same layout, so that every bit must be the same."""
 
     def steps(self) -> Iterator[tuple[tuple[Step, ...], tuple[Step, ...]]]:
-        """What all ranks of both had, from the step that was loaded on."""
+        """Records of all ranks of both runs, from the loaded step on."""
         first = self.resumed[0][0].number
         whole = [[step for step in rank if step.number >= first] for rank in self.whole]
         return zip(zip(*whole, strict=True), zip(*self.resumed, strict=True), strict=True)
 
     def fault(self) -> str | None:
-        """What differs first; None if nothing does."""
+        """Return the first difference; None if there is none."""
         if (first := self.resumed[0][0].number) != self.half:
             return f"it resumes from step {first}, and step {self.half} was saved"
         for number, (whole, resumed) in enumerate(self.steps()):
@@ -86,7 +86,7 @@ class Resumption:
     def _faults(
         self, whole: Sequence[Step], resumed: Sequence[Step], is_loaded: bool
     ) -> Iterator[str]:
-        """What differs after a step, causes first: samples make the loss, and that all the rest."""
+        """Yield the differences after a step, causes first: samples, loss, the rest."""
         if not is_loaded:
             yield from self._faults_of_samples(whole, resumed)
             yield from _faults_of_resumed_loss(whole[0], resumed, self.is_exact)
@@ -122,12 +122,12 @@ class Resumption:
         return table
 
     def largest_loss(self) -> float:
-        """How far the loss is off where it is farthest, relative."""
+        """Return the largest relative error of the loss."""
         pairs = ((step.loss, whole[0].loss) for whole, resumed in self.steps() for step in resumed)
         return max(relative(a, b) for a, b in pairs if a is not None and b is not None)
 
     def largest_weight(self) -> float:
-        """How far the weight is off that is farthest."""
+        """Return the largest error of a weight."""
         return largest_weight(self.resumed)
 
 
@@ -145,7 +145,7 @@ def empty_table(title: str, headings: Sequence[str]) -> "Table":
 
 
 def farthest(found: Sequence[Step], kind: str | None = None) -> tuple[str, str]:
-    """How far the tensor of a kind is off that is farthest by what is allowed, and which it is."""
+    """Return the largest error of a kind of tensor, relative to its tolerance, and its name."""
     differences = (d for step in found for d in step.differences if kind in (None, d.kind))
     most = max(differences, key=lambda d: d.off / ALLOWED.get(d.kind, 1e-9), default=None)
     return ("0", f"all {len(_names(found))}") if most is None else (f"{most.off:.0e}", most.name)
@@ -200,7 +200,7 @@ def _faults_of_resumed_loss(whole: Step, resumed: Sequence[Step], is_exact: bool
 def _numbers_off(
     one: Step, found: Sequence[Step], factor: float
 ) -> Iterator[tuple[int, str, float, float]]:
-    """(rank, what, number, expected) of what is farther off than `factor` of what may be."""
+    """Yield (rank, what, number, expected) for errors above `factor` times the tolerance."""
     for rank, step in enumerate(found):
         for what, number, expected, allowed in (
             ("loss", step.loss, one.loss, LOSS),
@@ -231,5 +231,5 @@ def _off(found: float | None, expected: float | None) -> str:
 
 
 def relative(found: float, expected: float) -> float:
-    """How far a number is off, in parts of what is expected."""
+    """Return the relative error of a number."""
     return abs(found - expected) / abs(expected) if expected else abs(found)

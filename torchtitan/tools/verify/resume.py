@@ -97,7 +97,7 @@ def verify_resume(
 
 
 def _problems(job: JobConfig, ranks: int) -> Iterator[Problem]:
-    """What is wrong with the recipe as it is resumed, if only for this machine."""
+    """Find problems of the recipe as it is resumed, including those of this machine."""
     # The run that is not stopped keeps every step; three others keep a few.
     return problems_here(job, ranks, CHECKPOINT_BYTES * (job.training.steps + 6))
 
@@ -134,7 +134,7 @@ class Trial:
         raise RanksFailed(f"{what}: it was not")
 
     def resumed(self, job: JobConfig, ranks: int, name: str) -> list[list[Step]]:
-        """What the killed run left, gone on with."""
+        """Resume the killed run from its folder."""
         shutil.copytree(self.folder / "killed", self.folder / name)
         job, whole = self._in(name, job), self.folder / "whole" / job.checkpoint.folder
         what = f"the run that is resumed {_where(job, ranks)}"

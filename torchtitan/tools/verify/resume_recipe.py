@@ -35,7 +35,7 @@ def as_resumed(
     shrink: bool,
     then: Mapping[str, int],
 ) -> Resumed:
-    """What of a recipe is run and resumed.
+    """Derive the recipe that is run and resumed.
 
     Args:
         steps: it is saved after so many, and has twice as many.
