@@ -113,7 +113,7 @@ def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = choose(job) if world.rank == 0 else None
-        start = world.share(start)
+        start = world.broadcast_object(start)
         run = build(job, world)
         with closing(run.batches):
             Trainer(run).train(start)

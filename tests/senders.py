@@ -14,10 +14,10 @@ from torchtitan.comm import (
     GRADIENTS,
     REPLICAS,
     WEIGHTS,
-    Agree,
     Gather,
     GradientsConfig,
     Reduce,
+    ReplicaReducer,
     ReplicasConfig,
     Unit,
     WeightsConfig,
@@ -98,7 +98,7 @@ class Counted(ReplicasConfig):
         return Flat(group)
 
 
-class Flat(Agree):
+class Flat(ReplicaReducer):
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 

@@ -92,7 +92,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     stop = StopSignal()
     try:
         with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
-            start = world.share(start)
+            start = world.broadcast_object(start)
             made = build(job, world, Observer(before_step=recorder.step), stop)
             with closing(made.batches):
                 if world.rank == 0:

@@ -204,7 +204,7 @@ def begin(job: JobConfig) -> Begun:
     logger.setLevel(logging.INFO)
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        start = world.share(choose(job) if world.rank == 0 else None)
+        start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world)
         with closing(run.batches):
             run.checkpoint.load(start)
@@ -411,7 +411,7 @@ def refused_on(job: JobConfig) -> tuple[str, int, int, bool]:
     """What this rank says of a load that fails, and what of its run is then otherwise."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        start = world.share(choose(job) if world.rank == 0 else None)
+        start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world)
         before = run.checkpoint.contents.position()
         with closing(run.batches), pytest.raises(ConfigError) as error:

@@ -28,7 +28,7 @@ def look(degrees: Degrees) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("degrees", "made", "data_mesh"),
     [
-        # Beside the default group and the patient one: this rank's own, for all unused axes.
+        # Besides the default group and the slow one: this rank's own, for all unused axes.
         (Degrees(), [], (1,)),
         (Degrees(dp_shard=4), ["alone"], (4,)),
         (Degrees(dp_replicate=4), ["alone"], (4, 1)),
@@ -68,7 +68,7 @@ def uneven(level: str | None) -> tuple[str, str]:
         error = ""
         if level == "detail":
             try:
-                dist.all_gather(taken, given, group=world.patient)
+                dist.all_gather(taken, given, group=world.slow_group)
             except RuntimeError as raised:
                 error = str(raised)
         return str(dist.get_debug_level()), error

@@ -100,7 +100,7 @@ def train(
     """
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        start = world.share(choose(job) if world.rank == 0 else None)
+        start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         made = Parts(job, world, Observer(before_step=at_step))
         if sees < 0:
             batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)

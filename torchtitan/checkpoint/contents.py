@@ -111,7 +111,7 @@ class Checkpointable:
 
     def position(self) -> dict[str, Any]:
         """Return the counters and the data position of all ranks on rank 0; empty elsewhere."""
-        everyones = self.world.collect(self.data.state_dict())
+        everyones = self.world.gather_object(self.data.state_dict())
         merged = on_all_ranks(self.world, lambda: merge_states(everyones) if everyones else None)
         return {"train_state": asdict(self.state), "data": merged} if merged else {}
 
@@ -176,7 +176,7 @@ class Checkpointable:
     ) -> None:
         """Load `tensors` in place; the source must have no others of these `parts`."""
         # A pipeline's ranks hold different names, and all must fail if one does.
-        everyones = self.world.collect((differences(tensors, source), list(tensors))) or ()
+        everyones = self.world.gather_object((differences(tensors, source), list(tensors))) or ()
 
         def compare() -> None:
             mistakes = list(dict.fromkeys(mistake for own, _ in everyones for mistake in own))

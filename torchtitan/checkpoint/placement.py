@@ -37,9 +37,9 @@ class Writers:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=self.world.rank == 0)
         if kind not in self._plans:
-            everyones = self.world.collect(planner.create_local_plan())
+            everyones = self.world.gather_object(planner.create_local_plan())
             plans = planner.create_global_plan(everyones)[0] if everyones else None
-            self._plans[kind] = self.world.deal(plans).items
+            self._plans[kind] = self.world.scatter_object(plans).items
         return [(_piece(item), _tensor(planner.resolve_data(item))) for item in self._plans[kind]]
 
 
@@ -110,7 +110,7 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 def on_rank_0(world: World, work: Callable[[], T]) -> T:
     """Return on every rank the result of `work` on rank 0; raise as `on_all_ranks` does."""
     value, problem = _attempt(work) if world.rank == 0 else (None, None)
-    value, found = world.share((value, _for_others(0, problem)))
+    value, found = world.broadcast_object((value, _for_others(0, problem)))
     if found is not None:
         raise problem or found
     return cast(T, value)

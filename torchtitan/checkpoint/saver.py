@@ -153,7 +153,7 @@ class Saver:
         """Commit the checkpoint after all ranks have written, or abandon it if one failed."""
         self._stage = None
         mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
-        everyones = self.world.collect(mine) or ()
+        everyones = self.world.gather_object(mine) or ()
         size, problems = on_rank_0(self.world, lambda: self._complete(save, everyones))
         if problems:
             self._failed(save.step, save.path, problems)

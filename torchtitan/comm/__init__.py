@@ -7,8 +7,8 @@ process group, and knows no mesh.
 from typing import Annotated
 
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
-from torchtitan.comm.replicas import Agree, AllReduce, Nothing, ReplicasConfig
-from torchtitan.comm.unit import Unit, Way
+from torchtitan.comm.replicas import AllReduce, Nothing, ReplicaReducer, ReplicasConfig
+from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.comm.weights import Gather, PlainGather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf, Registry
 
@@ -22,18 +22,18 @@ __all__ = [
     "GRADIENTS",
     "REPLICAS",
     "WEIGHTS",
-    "Agree",
     "AllReduce",
     "CommunicationConfig",
+    "Communicator",
     "Gather",
     "GradientsConfig",
     "PlainGather",
     "PlainGradients",
     "PlainWeights",
     "Reduce",
+    "ReplicaReducer",
     "ReplicasConfig",
     "Unit",
-    "Way",
     "WeightsConfig",
 ]
 

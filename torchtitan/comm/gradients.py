@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Unit, Way
+from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
 from torchtitan.torch_private.collectives import reduce_scatter_into
 
 
-class Reduce(Way):
+class Reduce(Communicator):
     """Reducer of the gradients of a unit."""
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:

@@ -14,11 +14,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Operation, Unit, Way
+from torchtitan.comm.unit import Communicator, Operation, Unit
 from torchtitan.config import Config
 
 
-class Agree(Way):
+class ReplicaReducer(Communicator):
     """Agreement between replicas of the model."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> None:
@@ -32,7 +32,7 @@ class Agree(Way):
         raise NotImplementedError
 
 
-class AddUp(Agree):
+class SumReducer(ReplicaReducer):
     """Agreement by an all-reduce of each gradient."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -76,7 +76,7 @@ class ReplicasConfig(Config):
         """Steps between comparisons of the replicas' weights; 0: never."""
         return 0
 
-    def open(self, unit: Unit, group: ProcessGroup) -> Agree:
+    def open(self, unit: Unit, group: ProcessGroup) -> ReplicaReducer:
         """Open an agreement over `group`, each rank of which has another replica.
 
         Args:
@@ -132,8 +132,8 @@ class AllReduce(Agreement):
     def in_backward(self) -> bool:
         return self.overlap and self.every == 1
 
-    def open(self, unit: Unit, group: ProcessGroup) -> Agree:
-        return AddUp(group)
+    def open(self, unit: Unit, group: ProcessGroup) -> ReplicaReducer:
+        return SumReducer(group)
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
         size = 4 if self.runs_apart else dtype.itemsize  # weights are sent in float32

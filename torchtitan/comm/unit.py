@@ -25,7 +25,7 @@ class Unit(NamedTuple):
         return sum(shape.numel() for shape in self.shapes.values())
 
 
-class Way:
+class Communicator:
     """Communicator, possibly with state from one call to the next."""
 
     def state(self) -> Mapping[str, Tensor]:

@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Unit, Way
+from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
 from torchtitan.torch_private.collectives import all_gather_into
 
 
-class Gather(Way):
+class Gather(Communicator):
     """Communicator that gathers a unit."""
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:

@@ -169,7 +169,7 @@ def _of_update(
         for parameter in name_parameters([part.module], work.spec.role, heads)
     }
     axis = "sharing" if copies == work.degrees.dp_replicate else "shards"
-    sizes = optimizer.sent_bytes([*owner], lambda p: sharding.lie(owner[p], p), rank)
+    sizes = optimizer.sent_bytes([*owner], lambda p: sharding.sharding_of(owner[p], p), rank)
     for size in sizes:
         yield Traffic(axis, "momentum and updates", "all_to_all", size, 1)
 

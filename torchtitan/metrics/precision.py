@@ -10,7 +10,7 @@ keys and values of each converted attention, a row in metrics.jsonl (and the oth
 
 under `precision/<layer>/<input, weight, gradient, q, k or v>/<which>`, of the rank where it is
 worst. To see them, one microbatch of the step runs forward and backward once more before the step,
-outside of what is compiled, and its gradients are dropped: the run itself does not change.
+outside compiled code, and its gradients are dropped: the run itself does not change.
 """
 
 from collections.abc import Iterator, Sequence

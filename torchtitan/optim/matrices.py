@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
     area: Area
 
 
-class Lying(NamedTuple):
+class MatrixSharding(NamedTuple):
     """Sharding of a two-dimensional parameter over ranks."""
 
     parts: Sequence[Area]
@@ -83,7 +83,7 @@ class Plan:
 
     def __init__(
         self,
-        lying: Mapping[int, Lying],
+        lying: Mapping[int, MatrixSharding],
         matrices: Sequence[Matrix],
         cost: Callable[[int, int], float],
         limit: int,
@@ -183,7 +183,7 @@ class _Group:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
         lying = {
-            number: Lying(
+            number: MatrixSharding(
                 [Area(*extents(p.tensor, at)) for at in coordinates],
                 [
                     tuple(i for i, how in zip(at, p.placements, strict=True) if how.is_replicate())

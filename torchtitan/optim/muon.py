@@ -19,7 +19,7 @@ from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign, groups_of
-from torchtitan.optim.matrices import Area, Exchange, Lying, Matrix, Plan
+from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, Plan
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
@@ -191,13 +191,13 @@ class Muon(OptimizerConfig):
     def sent_bytes(
         self,
         parameters: Sequence[NamedParameter],
-        lie: Callable[[NamedParameter], Lying],
+        sharding_of: Callable[[NamedParameter], MatrixSharding],
         rank: int,
     ) -> Iterator[int]:
         own = [a for a in assign(parameters, self) if a.chosen is self]
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
-        lying = {number: lie(parameter) for number, parameter in enumerate(ordered)}
+        lying = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
         plan = Plan(lying, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Config, Context, Problem
-from torchtitan.optim.matrices import Lying
+from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.optim.parameters import NamedParameter
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -190,7 +190,7 @@ class OptimizerConfig(UpdateRule):
     def sent_bytes(
         self,
         parameters: Sequence[NamedParameter],
-        lie: Callable[[NamedParameter], Lying],
+        sharding_of: Callable[[NamedParameter], MatrixSharding],
         rank: int,
     ) -> Iterator[int]:
         """Yield the bytes a rank sends in each all-to-all of an update of `parameters`.

@@ -83,7 +83,7 @@ def apply(
 
 
 def _recompute(block: nn.Module, by_operator: bool) -> None:
-    context: dict[str, Any] = {"context_fn": _keep_dear_operators} if by_operator else {}
+    context: dict[str, Any] = {"context_fn": _save_expensive_operators} if by_operator else {}
     forward = block.forward
 
     # A function of our own: the compiler would skip a `partial` of one of torch's.
@@ -93,7 +93,7 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
     block.forward = recomputed
 
 
-def _keep_dear_operators() -> Any:
+def _save_expensive_operators() -> Any:
     """Create the contexts of one block's forward and recomputation.
 
     Each block counts its own matrix products, so its choice does not depend on other blocks.

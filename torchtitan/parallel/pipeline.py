@@ -20,7 +20,7 @@ from torchtitan.parallel.stages import Stages
 from torchtitan.tasks import Batch
 from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.pipeline import leave_out_greeting, schedule_from_csv, time_stage
+from torchtitan.torch_private.pipeline import schedule_from_csv, skip_p2p_warmup, time_stage
 
 
 class Shapes(NamedTuple):
@@ -112,7 +112,7 @@ class Pipeline:
                     group=self.group,
                 )
             )
-            leave_out_greeting(stages[-1])
+            skip_p2p_warmup(stages[-1])
             time_stage(stages[-1], self.timeline.phase)
         # The loss is already divided by the targets of the global batch, its only divisor.
         settings = {

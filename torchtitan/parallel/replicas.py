@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Agree, ReplicasConfig, Unit
+from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
 from torchtitan.optim.norm import local
 from torchtitan.parallel.technique import Technique
@@ -29,7 +29,7 @@ class Replicas(Technique):
         self.updates = 0
         """Number of updates since the weights were last compared."""
         shapes = {name: part.shape for name, part in self.parameters()}
-        self.agree: Agree | None = None
+        self.agree: ReplicaReducer | None = None
         if not config.in_backward:
             self.agree = config.open(Unit("", shapes, device), group)
 
@@ -70,7 +70,7 @@ class Replicas(Technique):
         return _named(self.agree.state()) if self.agree is not None else {}
 
 
-class Apart(Replicas):
+class LocalUpdates(Replicas):
     """Lets replicas make local updates, and synchronizes their change at intervals.
 
     Let a be the weights last agreed on, and w those of one replica after n local updates: summing
@@ -149,6 +149,6 @@ def replicas(
     if group.size() == 1 or config.steps_apart is None:
         return
     if config.runs_apart:
-        yield Apart(config, parts, group, device)
+        yield LocalUpdates(config, parts, group, device)
     elif not config.in_backward or config.steps_verified:
         yield Replicas(config, parts, group, device)

@@ -29,7 +29,7 @@ class Technique:
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return per-rank state to checkpoint, by name; see `torchtitan.comm.Way.state`."""
+        """Return per-rank state to checkpoint, by name (`Communicator.state`)."""
         return {}
 
     def start_over(self) -> None:

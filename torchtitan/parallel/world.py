@@ -153,7 +153,7 @@ class World:
     """Mesh of the same ranks with dp_shard and cp as one axis, on which parameters are placed."""
     groups: "dict[str, dist.ProcessGroup]"
     """Process groups by the name of an axis or of joined axes; some names share a group."""
-    patient: "dist.ProcessGroup"
+    slow_group: "dist.ProcessGroup"
     comm: CommConfig
 
     @property
@@ -194,25 +194,25 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """Gather a small picklable value of every rank, in rank order, on every rank."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.patient)
+        dist.all_gather_object(values, value, group=self.slow_group)
         return values
 
-    def collect(self, value: Any) -> list[Any] | None:
+    def gather_object(self, value: Any) -> list[Any] | None:
         """Gather a picklable value of every rank, in rank order, on rank 0; None on the others."""
         values = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.patient)
+        dist.gather_object(value, values, dst=0, group=self.slow_group)
         return values
 
-    def deal(self, values: Sequence[Any] | None) -> Any:
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
         """Scatter rank 0's picklable values, one to each rank; the other ranks pass None."""
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, list(values) if values else None, 0, group=self.patient)
+        dist.scatter_object_list(mine, list(values) if values else None, 0, group=self.slow_group)
         return mine[0]
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Broadcast rank 0's small picklable value to every rank."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.patient)
+        dist.broadcast_object_list(values, src=0, group=self.slow_group)
         return values[0]
 
     def after_first_step(self) -> None:
@@ -271,7 +271,7 @@ class Groups:
 
 
 def make_world(
-    degrees: Degrees, comm: CommConfig, device: Device, patient: dist.ProcessGroup
+    degrees: Degrees, comm: CommConfig, device: Device, slow_group: dist.ProcessGroup
 ) -> World:
     """Create the world of this process, whose default process group exists."""
     groups = Groups(degrees, timedelta(seconds=comm.init_timeout_seconds))
@@ -285,7 +285,7 @@ def make_world(
         mesh=groups.mesh(own, device.type),
         parameter_mesh=groups.mesh(parameters, device.type),
         groups={name: groups.over(axes) for name, axes in (own | JOINED_AXES).items()},
-        patient=patient,
+        slow_group=slow_group,
         comm=comm,
     )
 
@@ -313,8 +313,8 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
-        patient = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="patient")
-        yield make_world(degrees, comm, device, patient)
+        slow_group = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="slow")
+        yield make_world(degrees, comm, device, slow_group)
     finally:
         if owner:
             dist.destroy_process_group()

@@ -23,7 +23,7 @@ def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[i
     }
 
 
-def leave_out_greeting(stage: Any) -> None:
+def skip_p2p_warmup(stage: Any) -> None:
     """Skip torch 2.11's point-to-point warm-up with a stage's neighbours, absent in later versions.
 
     It creates communicators. If a neighbour is on the same rank, gloo cannot send to itself.

@@ -24,10 +24,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Gather, PlainGather, Reduce, Unit, Way
+from torchtitan.comm import Communicator, Gather, PlainGather, Reduce, Unit
 from torchtitan.config import Context, Problem
 from torchtitan.optim import NamedParameter
-from torchtitan.optim.matrices import Area, Lying
+from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
 from torchtitan.parallel.work import SPLIT_IN_ROWS, Part, Traffic
@@ -123,7 +123,7 @@ class FSDP2(ShardingConfig):
     def reductions(self, passes: int, microbatches: int) -> int:
         return 1 if self.accumulate_whole else passes
 
-    def lie(self, part: Part, parameter: NamedParameter) -> Lying:
+    def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
         work, degrees = part.work, part.work.degrees
         rows, columns = parameter.shape
         role, tp = part.roles.get(parameter.name.rpartition(".")[0]), degrees.tp
@@ -140,7 +140,7 @@ class FSDP2(ShardingConfig):
             dims[again] = _chunk(dims[again], degrees.fsdp, shard)
             areas.append(Area(*dims))
             copies.append((copy,) if by_rows or by_columns else (copy, place))
-        return Lying(areas, copies)
+        return MatrixSharding(areas, copies)
 
 
 ON_CUDA = {
@@ -156,7 +156,7 @@ class FullyShard(Sharding):
     def __init__(self, config: FSDP2, target: Target) -> None:
         self.config, self.target = config, target
         self.modules: list[FSDPModule] = []
-        self.ways: dict[str, Way] = {}
+        self.ways: dict[str, Communicator] = {}
         """Communication by purpose and module number, such as `weights.0`."""
         self.taken: set[str] = set()
         """Names of the parameters that are already sharded."""

@@ -12,7 +12,7 @@ from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
 from torchtitan.models.spec import TensorRole
 from torchtitan.optim import NamedParameter
-from torchtitan.optim.matrices import Lying
+from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.stages import Unit
@@ -119,7 +119,7 @@ class ShardingConfig(Config):
         """Yield the traffic of the parameters of a part of the model in a step."""
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
-    def lie(self, part: Part, parameter: NamedParameter) -> Lying:
+    def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
         """Return the placement of a matrix in `part` on the ranks that share parameters."""
         raise NotImplementedError(f"there are no formulas of how {self.name} splits matrices")
 

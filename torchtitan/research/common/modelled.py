@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchtitan.build import Run, build
-from torchtitan.comm import Agree, Gather, Reduce, Unit
+from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -120,7 +120,7 @@ class ModelledRank:
     place: Place
     gathers: list[Gather]
     reduces: list[Reduce]
-    agree: Agree | None
+    agree: ReplicaReducer | None
     in_shard: ThreadGroup
     among_replicas: ThreadGroup
     gradients: Tensors

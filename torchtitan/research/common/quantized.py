@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm.gradients import GradientsConfig, Reduce
-from torchtitan.comm.unit import Unit, Way
+from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
 from torchtitan.research.common.codec import GROUP, Codec, Envelope, Form
 from torchtitan.seeds import seed_of
@@ -38,7 +38,7 @@ class Quantized(Config):
         return Envelope(unit, Codec(self.bits, self.bucket, form, getattr(torch, self.scales)))
 
 
-class Clock(Way):
+class Clock(Communicator):
     """Step counter, which makes random draws equal on all ranks, and reproducible when a run
     resumes.
     """

@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import Agree, Agreement
+from torchtitan.comm.replicas import Agreement, ReplicaReducer
 from torchtitan.comm.unit import Operation, Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
@@ -63,7 +63,7 @@ class DecoupledConfig(Agreement):
             yield Problem(f"{context.key}.sign", message, ("training.max_norm",))
 
 
-class Decoupled(Agree):
+class Decoupled(ReplicaReducer):
     """Base class that keeps the momentum, and replaces gradients by the exchanged part."""
 
     def __init__(self, config: DecoupledConfig, unit: Unit, group: ProcessGroup) -> None:

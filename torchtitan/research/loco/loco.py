@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import Agree, Agreement
+from torchtitan.comm.replicas import Agreement, ReplicaReducer
 from torchtitan.comm.unit import Operation, Unit
 from torchtitan.research.common.codec import Codec, Envelope
 from torchtitan.research.common.quantized import (
@@ -130,8 +130,8 @@ class LoCoReplicas(Compensated, Agreement):
 
     name: Literal["loco"] = Field("loco", description="Which way to agree.")
 
-    def open(self, unit: Unit, group: ProcessGroup) -> "LoCoAgree":
-        return LoCoAgree(self, self.envelope(unit, "symmetric"), group)
+    def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReducer":
+        return LoCoReducer(self, self.envelope(unit, "symmetric"), group)
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
         envelope = self.envelope(unit, "symmetric")
@@ -141,7 +141,7 @@ class LoCoReplicas(Compensated, Agreement):
         return [("all_to_all", row), ("all_gather", row), ("all_reduce", exact * size)]
 
 
-class LoCoAgree(Agree):
+class LoCoReducer(ReplicaReducer):
     """All-reduce in few bits: each replica sums a part, and sends the sum to all.
 
     Both hops are compensated, each by its own errors; all replicas decode the same sums.

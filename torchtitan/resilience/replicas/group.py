@@ -125,7 +125,7 @@ class ReplicaGroup:
         if self.world.rank == 0:
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             port = store.port
-        host, port = self.world.share((host, port))
+        host, port = self.world.broadcast_object((host, port))
         return store, host, port
 
     def start_quorum(self, step: int) -> int | None:

@@ -120,11 +120,11 @@ class CollectiveModel:
     def leading(self) -> Iterator[None]:
         """Tell the other ranks at the end of the block that there are no more calls."""
         yield
-        self.model.world.share(None)
+        self.model.world.broadcast_object(None)
 
     def follow(self) -> None:
         """Compute the calls of rank 0 until there are no more."""
-        while (call := self.model.world.share(None)) is not None:
+        while (call := self.model.world.broadcast_object(None)) is not None:
             function, *arguments = call
             function(self.model, *arguments)
 
@@ -137,7 +137,7 @@ class CollectiveModel:
         return self._call(_generate, requests, first)
 
     def _call(self, function: Callable[..., list[T]], *arguments: Any) -> list[T]:
-        self.model.world.share((function, *arguments))
+        self.model.world.broadcast_object((function, *arguments))
         return function(self.model, *arguments)
 
 

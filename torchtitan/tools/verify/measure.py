@@ -215,7 +215,7 @@ def train(
     logger.setLevel(logging.ERROR)  # this process is one of many, and has nothing else to say
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        start = world.share(choose(job) if world.rank == 0 else None)
+        start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         watch = Watch(world, look, at_step, on_microbatch, kill_after)
         watch.run = build(job, world, watch.observer())
         with closing(watch.run.batches):
@@ -274,7 +274,7 @@ class Watch:
         loss, grad_norm = (row["loss"], row["grad_norm"]) if row else (None, None)
         differences = tuple(found for _, found in seen if found is not None)
         names = tuple(dict.fromkeys(name for name, _ in seen))
-        position = self.world.share(run.checkpoint.contents.position())
+        position = self.world.broadcast_object(run.checkpoint.contents.position())
         data, counted = position["data"], position["train_state"].items()
         counters = {f"train_state.{name}": at for name, at in counted if isinstance(at, int)}
         counters["data.samples"] = data["samples"]
