@@ -34,6 +34,13 @@ def traffic(
     monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
 ) -> dict[str, Any]:
     """The event of a run with collectives before and during its second step."""
+    return events(monkeypatch, ranks, before, during)["traffic"]
+
+
+def events(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
+) -> dict[str, dict[str, Any]]:
+    """All events of such a run, by kind."""
     told: dict[str, dict[str, Any]] = {}
     world = SimpleNamespace(
         comm=CommConfig(trace_buf_size=ENTRIES),
@@ -41,9 +48,9 @@ def traffic(
         device=Device("cpu"),
         degrees=Degrees(dp_shard=ranks),
     )
-    events = SimpleNamespace(write=lambda step, kind, **values: told.update({kind: values}))
+    log = SimpleNamespace(write=lambda step, kind, **values: told.update({kind: values}))
     timeline = Timeline(world.device)
-    watch = startup.Startup(events, timeline, world)  # type: ignore[arg-type]
+    watch = startup.Startup(log, timeline, world)  # type: ignore[arg-type]
     watch.before_step()
     watch.after_step(1)
     watch.before_step()
@@ -51,7 +58,13 @@ def traffic(
     ring = [replace(SUM, created=time) for time in times][-ENTRIES:]
     monkeypatch.setattr(startup, "recorded", lambda device_type: ring)
     watch.after_step(2)
-    return told["traffic"]
+    return told
+
+
+def test_what_an_earlier_run_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((3.0, 5.0))
+    monkeypatch.setattr(startup, "compile_seconds", lambda: next(seconds))
+    assert events(monkeypatch, 1, 0, 0)["start"]["compile_s"] == 2.0
 
 
 def test_a_step_that_fits_is_counted_whatever_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
