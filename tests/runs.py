@@ -1,7 +1,7 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +92,16 @@ def assert_complete(found: list[Trace], expected: Trace) -> None:
 
 
 def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
-    """Losses, norms and weights are those of one rank, up to rounding.
+    """Losses, norms and weights are those of one rank, up to rounding."""
+    compare_steps(found, expected, where, allowed, range(5))
 
-    Where values are converted to few bits, one that lies between two of them may become the other:
-    up to 2e-5 of a weight, seen on a processor whose sums depend on the shape of a matrix.
-    """
+
+def compare_steps(
+    found: Trace, expected: Trace, where: str, allowed: float, steps: Iterable[int]
+) -> None:
+    """The same after some of the steps, counted from 0."""
     assert len(found.losses) == len(expected.losses) == 5
-    for step in range(5):
+    for step in steps:
         loss, norm = expected.losses[step], expected.grad_norms[step]
         assert abs(found.losses[step] - loss) <= 1e-5 * loss, where
         assert abs(found.grad_norms[step] - norm) <= 1e-4 * norm, where
@@ -106,6 +109,26 @@ def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) ->
             difference = part.of(expected.weights[step][name]) - part.local
             off = difference.abs().max().item() if part.local.numel() else 0.0
             assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
+
+
+def compare_converted(found: Trace, expected: Trace, where: str) -> None:
+    """The first step is that of one rank, up to rounding, and all others are nearly.
+
+    A value between two codes of few bits becomes the one or the other by the last bit of a sum, so
+    that from some step on a gradient may differ by more than rounding, and AdamW turns that into as
+    much as a whole step of a weight. What is left is small compared to what was learned since the
+    first step, where a gradient that lacks a sum would change half of it or more.
+    """
+    compare_steps(found, expected, where, 1e-5, [0])
+    for step in range(1, 5):
+        loss, norm = expected.losses[step], expected.grad_norms[step]
+        assert abs(found.losses[step] - loss) <= 1e-3 * loss, where
+        assert abs(found.grad_norms[step] - norm) <= 1e-2 * norm, where
+        for name, part in found.weights[step].items():
+            whole = part.of(expected.weights[step][name])
+            learned = (whole - part.of(expected.weights[0][name])).norm().item()
+            off = (whole - part.local).norm().item()
+            assert off <= 0.05 * learned, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
