@@ -77,10 +77,8 @@ def test_what_a_device_lacks(
 ) -> None:
     assert config.lacks(capability) == lack
     monkeypatch.setattr(Device, "capability", capability)
-    here = PlannedWorld(1, "cuda" if capability else "cpu", is_here=True)
-    assert [problem.path for problem in config.problems(Context(world=here))] == ["emulate"] * bool(
-        lack
-    )
+    here = Context(world=PlannedWorld(1, "cuda" if capability else "cpu", is_here=True))
+    assert [problem.path for problem in config.problems(here)] == ["emulate"] * bool(lack)
     emulated = config.model_copy(update={"emulate": True})
     assert not list(emulated.problems(here))
 

@@ -87,7 +87,7 @@ def test_a_gradient_of_another_scale_is_seen_where_layers_are_converted() -> Non
     with pytest.raises(AssertionError, match="is off by"):
         compare_converted(found, expected, "SGD")
     found.weights[0] = expected.weights[0]
-    with pytest.raises(AssertionError, match="step 2: .* is off by"):
+    with pytest.raises(AssertionError, match=r"step 2: .* is off by"):
         compare_converted(found, expected, "SGD")
 
 
