@@ -23,7 +23,8 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.group import local
 from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
-from torchtitan.research.simple_fsdp import bucketing, simple_fsdp
+from torchtitan.research.common import gathered
+from torchtitan.research.simple_fsdp import bucketing
 from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
@@ -179,7 +180,7 @@ def made(freed: tuple[str, ...], merging: Any, megabytes: float) -> Made:
     model = Small()
     plan = Plan((mesh.get_group().group_name,), UNITS, freed, merging, megabytes, "cpu")
     config = CompileConfig(enable=True, granularity="model")
-    simple_fsdp.apply(model, mesh, mesh, Precision())
+    gathered.apply(model, mesh, mesh, Precision())
     compile.apply([model], config, plan.options())
     x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
     model(x).square().sum().backward()
