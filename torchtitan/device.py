@@ -212,9 +212,9 @@ def collect_garbage(step: int, every: int) -> int:
 
     Long-lived small objects, such as the Flight Recorder's entries, fragment the heap between
     tensors, so that it grows though little is in use. Only glibc has a call to return memory. Young
-    objects are collected each time, and all objects at each tenth, which takes about a second after
-    the compiler has made millions. It depends on the number of the step, the same on all ranks.
-    Returns the number of objects found.
+    objects are collected each time, and all objects each tenth time, since that takes longer the
+    more objects there are. It depends on the step alone, so it is the same on all ranks. Returns
+    the number of objects found.
     """
     calls, rest = divmod(step, every)
     if rest:
