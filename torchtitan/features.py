@@ -109,6 +109,7 @@ def observer(parts: Parts) -> Hooks:
     return Hooks(
         before_step=lambda: parts.observer.before_step(parts.state.step + 1),
         after_step=parts.observer.after_step,
+        session=parts.observer.session,
     )
 
 

@@ -86,10 +86,14 @@ def choose_own(
         for key in sorted(saved.keys() | recipe.keys())
         if saved.get(key) != recipe.get(key)
     }
-    if config.resume == "auto" and (foreign := [changes[k] for k in changes if k in same_run]):
+    if config.resume == "auto" and (foreign := [key for key in changes if key in same_run]):
+        # Weights of other sizes cannot be loaded.
+        fits = not any(key.startswith("model.") for key in foreign)
         raise ConfigError(
-            f"checkpoint.resume: {path} is of another run ({'; '.join(foreign)}); choose another "
-            'job.dump_folder, or write resume = "must" to go on from it all the same'
+            f"checkpoint.resume: {path} is of another run "
+            f"({'; '.join(changes[key] for key in foreign)}); choose another job.dump_folder"
+            + ", or resume from it anyway with --checkpoint.resume must"
+            * fits
         )
     told, aside = tuple(changes.values()), tuple(newer.items())
     return ResumePoint(path, is_resume=True, changes=told, damaged=aside)
