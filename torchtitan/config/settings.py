@@ -108,6 +108,24 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class KeyOf:
+    """Annotation of a string that is a key of a registry."""
+
+    registry: Mapping[str, Any]
+
+    def _validate(self, value: str) -> str:
+        if value not in self.registry:
+            raise PydanticCustomError("literal_error", "no key of the registry")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "enum": list(self.registry)}
+
+
+@dataclass(frozen=True)
 class Discriminated:
     """Annotation of a section whose keys select its settings class: `base`, or one that extends it.
 

@@ -16,6 +16,7 @@ from torch import Size, Tensor
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.optim.matrices import MatrixSharding
+from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -66,6 +67,10 @@ class UpdateRule(Config):
 
     def restore(self, state: Tensor, saved: Tensor) -> None:
         """Restore a state from the tensor of `saved`, after a checkpoint was read into it."""
+
+    def size(self, state: Tensor) -> int:
+        """Return the bytes of a state on this rank."""
+        return local(state).nbytes
 
     def state_bytes(self, parameter_bytes: int) -> float:
         """Return a lower bound on the bytes of state per parameter."""

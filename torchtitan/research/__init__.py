@@ -38,6 +38,12 @@ ENTRIES = {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
         "rotated": "rtp.rotated:Rotated",
     },
+    "state_dtype": {
+        "bfloat16": "low_bit.low_bit:BFLOAT16",
+        "float8": "low_bit.low_bit:FLOAT8",
+        "8bit": "low_bit.low_bit:EIGHT_BITS",
+        "4bit": "low_bit.low_bit:FOUR_BITS",
+    },
     "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
     "verify": {"modelled": "common.modelled:modelled_steps"},
 }
