@@ -22,6 +22,7 @@ RANKS = {
     "hadamard_attention": 1,
     "loco": 2,
     "low_bit": 1,
+    "qk_clip": 1,
     "qsdp": 2,
     "ranger21": 1,
     "rtp": 2,

@@ -179,9 +179,13 @@ class OptimizerConfig(UpdateRule):
     )
 
     @property
-    def logit_limit(self) -> float:
-        """Maximum attention logit, above which heads are scaled down; 0 disables scaling."""
-        return 0.0
+    def features(self) -> tuple[str, ...]:
+        """Names of the features that a run with it has: keys of `torchtitan.features.FEATURES`."""
+        return ()
+
+    @property
+    def title(self) -> str:
+        return self.name
 
     @property
     def rounded_by(self) -> str:
@@ -205,6 +209,10 @@ class OptimizerConfig(UpdateRule):
         """
         if self.sends:
             raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        return iter(())
+
+    def messages(self, parts: Sequence[Any]) -> Iterator[Any]:
+        """Yield other communication for it in a step: `Traffic`, by each `Part` on a rank."""
         return iter(())
 
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:

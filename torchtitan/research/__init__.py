@@ -31,8 +31,10 @@ ENTRIES = {
         "rasters": "vit_mae.images.datasets:RASTERS",
     },
     "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
+    "feature": {"qk_clip": "qk_clip.feature:logit_limit"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
+    "optimizer_key": {"Muon.qk_clip": "qk_clip.settings:MuonClip"},
     "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},
     "sharding": {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
