@@ -18,7 +18,7 @@ from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.parallel import stages
 from torchtitan.parts import Parts
-from torchtitan.resilience.replicas.step import GroupGuard
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.step import Flag, StepBatch, UpdateGuard
 from torchtitan.validate import Validator
 

@@ -20,7 +20,7 @@ from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
 

@@ -15,7 +15,7 @@ from tests.recipes.test_bad_recipes import lacks
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.research.low_bit.low_bit import StateDtype, is_quantized
 
 QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]

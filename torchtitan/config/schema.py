@@ -67,7 +67,7 @@ def class_at(
     return kind.choose(found)
 
 
-class Place(NamedTuple):
+class SettingsNode(NamedTuple):
     """A section of a tree of settings, or one choice of it."""
 
     path: str
@@ -78,7 +78,7 @@ class Place(NamedTuple):
     """Choice of the enclosing section that has such a section, if not all have it."""
 
 
-def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
+def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
     """Yield every section and every choice of it, nested ones after the enclosing one."""
     seen = set()
     for key, info in schema.model_fields.items():
@@ -95,7 +95,7 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
         else:
             choices = {None: kind}
         for name, settings in choices.items():
-            yield Place(".".join(here), name, settings, "")
+            yield SettingsNode(".".join(here), name, settings, "")
         for name, settings in choices.items():
             for place in places(settings, here):
                 if place[:3] in seen:

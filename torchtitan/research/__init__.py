@@ -35,7 +35,7 @@ ENTRIES = {
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
     "optimizer_key": {"Muon.qk_clip": "qk_clip.settings:MuonClip"},
-    "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},
+    "schedule": {"ranger21": "ranger21.warmdown:Ranger21Schedule"},
     "sharding": {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
         "rotated": "rtp.rotated:Rotated",

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from torchtitan.checks.layout import DEGREES
+from torchtitan.checks.divisibility import DEGREES
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
 from torchtitan.estimate.traffic_formulas import FP32
