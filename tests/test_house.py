@@ -209,7 +209,8 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
 
 
-WORDS = {"common", "images", "modelled", "random", "rotated", "slicing", "striding"}
+WORDS = {"bfloat16", "common", "float8", "images", "modelled", "random", "rotated", "slicing"}
+WORDS |= {"striding"}
 """Names in research/ that are words of every day."""
 HAS_SYSTEMS = (PACKAGE / "research").is_dir()
 SYSTEMS = {

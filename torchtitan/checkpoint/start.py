@@ -13,7 +13,7 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
 from torchtitan.data import without_idle_sections
 from torchtitan.models import with_sizes
-from torchtitan.optim import OptimizerConfig
+from torchtitan.optim import OptimizerConfig, without_idle_keys
 
 
 class ResumePolicy(NamedTuple):
@@ -80,7 +80,8 @@ def choose_own(
             f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
             f"{path.name}:\n{_lines(newer)}"
         )
-    saved = with_sizes(without_idle_sections(read_state(path, read_manifest(path))["recipe"]))
+    saved = read_state(path, read_manifest(path))["recipe"]
+    saved = with_sizes(without_idle_keys(without_idle_sections(saved)))
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())
