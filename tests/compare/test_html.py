@@ -10,12 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from markdown_it import MarkdownIt
 from playwright.sync_api import Page
+from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
 from torchtitan.tools.compare.html_page import html_page as page
+from torchtitan.tools.compare.markdown import markdown
+from torchtitan.tools.compare.plots import plots
 from torchtitan.tools.compare.results import Report, Variant
 from torchtitan.tools.compare.verdict import verdict
 
@@ -60,12 +64,29 @@ def test_the_report_is_inside(report: Report, document: str) -> None:
     assert json.loads(inside) == json.loads(report.to_json())
 
 
-def test_no_name_is_taken_for_markup(document: str) -> None:
+def test_no_name_is_taken_for_markup(report: Report, document: str) -> None:
     reader = Reader(document)
     assert reader.tags.count("script") == 3
     assert reader.tags.count("title") == 1
     assert "b" not in reader.tags
     assert {HOSTILE, UNICODE, LONG} <= set(reader.texts)
+    # Nor is one in the Markdown, by readers that let HTML pass.
+    reader = Reader(
+        MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown(report))
+    )
+    assert not {"script", "b"} & set(reader.tags)
+    assert {HOSTILE, UNICODE, LONG} <= set(reader.texts)
+
+
+@pytest.mark.parametrize(
+    "name", ["a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #", "# k", "> l", "- m", "![n](o)"]
+)
+def test_a_name_is_shown_as_it_is(report: Report, name: str) -> None:
+    first, *others = report.variants
+    variants = (dataclasses.replace(first, name=name), *others)
+    changed = dataclasses.replace(report, title=name, variants=variants, baseline=name)
+    for text in (page(changed), MarkdownIt().enable("table").render(markdown(changed))):
+        assert Reader(text).texts.count(name) >= 8  # the title, and a row of each table
 
 
 def test_nothing_is_loaded(document: str) -> None:
@@ -100,7 +121,9 @@ def test_plans_have_a_column_only_where_there_are_any(report: Report, document: 
 
 def test_a_comparison_of_which_nothing_ran_has_a_page(report: Report) -> None:
     kept = tuple(variant for variant in report.variants if variant.status != "ran")
-    reader = Reader(page(dataclasses.replace(report, variants=kept, baseline="tp 3", notes=())))
+    document = page(dataclasses.replace(report, variants=kept, baseline="tp 3", notes=()))
+    reader = Reader(document)
+    assert "const FIGURES = {};" in document
     assert reader.headings == [
         *("Verdict", "Variants", "What differs", "Conditions and machine", "What could not run")
     ]
@@ -142,6 +165,14 @@ def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None
     )
     assert first.startswith(words)
     assert "its spread is not known. But it is not known to train the baseline's run." in first
+
+
+def test_plotly_knows_every_key_of_the_figures(report: Report) -> None:
+    for plot in plots(report).values():
+        for figure in plot.figures.values():
+            Figure(figure["data"], figure["layout"])
+    with pytest.raises(ValueError, match="colour"):
+        Figure(figure["data"], figure["layout"] | {"colour": "red"})
 
 
 def test_an_ordinary_wheel_has_the_files_of_the_page() -> None:

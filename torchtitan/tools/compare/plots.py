@@ -60,17 +60,21 @@ def plots(report: Report) -> dict[str, Plot]:
                 "is no point.",
                 {along: differences(report, shown, field, along) for along in ALONG},
             )
+    is_traced = any(each.exposed_communication is not None for each in report.ran)
     bars = {
         "tps": (
             speed(report),
-            "Bar: median of all rounds, with the middle half of the steps; "
-            "dots: the median of each run.",
+            "Bar: median of all rounds, with the middle half of the steps; dots: the median of "
+            "each run.",
         ),
-        "time": (time(report), "The line below a bar is exposed communication."),
+        "time": (time(report), "The line below a bar is exposed communication." * is_traced),
         "memory": (memory(report), ""),
         "sent": (sent(report), ""),
     }
-    return found | {name: Plot(text, {"steps": figure}) for name, (figure, text) in bars.items()}
+    for name, (bar_figure, caption) in bars.items():
+        if any(each["x"] for each in bar_figure["data"]):
+            found[name] = Plot(caption, {"steps": bar_figure})
+    return found
 
 
 def series(i: int) -> str:
