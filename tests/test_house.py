@@ -46,7 +46,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
-    *("plotly", "jinja2", "fsspec"),
+    *("plotly", "markdown_it", "fsspec"),
 ]
 FAMILY = ("model", "spec", "hugging_face", "meta")
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
