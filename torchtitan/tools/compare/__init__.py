@@ -20,7 +20,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
 from torchtitan.tools.compare.html_page import html_page
-from torchtitan.tools.compare.markdown import MISSING, byte_size, markdown, span
+from torchtitan.tools.compare.markdown import byte_size, markdown, ratio
 from torchtitan.tools.compare.measured_run import MeasuredRun
 from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
 from torchtitan.tools.compare.results import Report
@@ -146,9 +146,7 @@ def summary(found: Report) -> Iterator[str]:
     for each in found.variants:
         line: str = each.status
         if each.tps is not None:
-            ratio = f"{each.ratio.median:.2f}" if each.ratio else MISSING
-            rounds = f" ({range})" if (range := span(each.ratio)) else ""
-            speed = f"{each.tps.median:10,.0f} {each.unit}/s/device  x {ratio}{rounds}"
+            speed = f"{each.tps.median:10,.0f} {each.unit}/s/device  x {ratio(each.ratio)}"
             line = f"{speed}  {each.parity.verdict}"
         yield f"{each.name:<{width}}  {line}"
 

@@ -127,12 +127,8 @@ def variants(report: Report) -> str:
         "differs in": lambda each: (
             [Code(f"{key} = {written(value)}") for key, value in each.differs.items()] or MISSING
         ),
-        f"{report.unit}/s per device": lambda each: in_brackets(
-            median(each.tps), quartiles(each.tps)
-        ),
-        "ratio to baseline": lambda each: in_brackets(
-            f"{each.ratio.median:.3f}" if each.ratio else MISSING, span(each.ratio)
-        ),
+        f"{report.unit}/s per device": lambda each: middle_half(each.tps),
+        "ratio to baseline": lambda each: ratio(each.ratio),
         "MFU": lambda each: share(each.mfu),
         "peak memory": lambda each: digits(each.memory_gib, "GiB"),
         "startup": lambda each: digits(each.startup_s, "s"),
@@ -220,17 +216,14 @@ def parity(report: Report) -> str:
 def speed(report: Report) -> str:
     """Units per second of each run of each variant."""
     rows = [
-        (
-            *(each.name, str(run.round), str(run.seed), median(run.tps)),
-            *(quartiles(run.tps) or MISSING, run.folder),
-        )
+        (each.name, str(run.round), str(run.seed), middle_half(run.tps), run.folder)
         for each in report.ran
         if each.tps
         for run in each.runs
     ]
     return table(
         f"{report.unit.capitalize()} per second and device, by run",
-        ("variant", "round", "seed", "median", "middle half of its steps", "folder"),
+        ("variant", "round", "seed", "median (middle half of its steps)", "folder"),
         rows,
         "Of the measured steps.",
         "tps",
@@ -380,24 +373,19 @@ def byte_size(value: float | None) -> str:
     return f"{value / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-def median(spread: Spread | None) -> str:
-    return MISSING if spread is None else count(spread.median)
+def middle_half(spread: Spread | None) -> str:
+    """The median, and the range of the middle half of the values if they differ."""
+    return (
+        MISSING if spread is None else ranged(spread.median, spread.quartile_1, spread.quartile_3)
+    )
 
 
-def quartiles(spread: Spread | None) -> str:
-    """The range of the middle half of the values, if there are several."""
-    if spread is None or spread.count == 1:
-        return ""
-    return f"{count(spread.quartile_1)} to {count(spread.quartile_3)}"
+def ranged(middle: float, low: float, high: float, show: Callable[[float], str] = count) -> str:
+    return show(middle) + (f" ({show(low)} to {show(high)})" if low < high else "")
 
 
-def span(spread: Spread | None) -> str:
-    """The minimum and maximum of ratios, if they are not all the same."""
-    if spread is None or spread.least == spread.most:
-        return ""
-    return f"{spread.least:.3f} to {spread.most:.3f}"
-
-
-def in_brackets(text: str, range: str) -> str:
-    """Add the range of the values to their median."""
-    return f"{text} ({range})" if range else text
+def ratio(spread: Spread | None) -> str:
+    """The median of ratios, with their minimum and maximum if they differ."""
+    if spread is None:
+        return MISSING
+    return ranged(spread.median, spread.least, spread.most, "{:.3f}".format)
