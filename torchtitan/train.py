@@ -13,7 +13,15 @@ from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
 from torchtitan.checks.memory_limits import room
-from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path, split_recipe
+from torchtitan.config import (
+    ConfigError,
+    Problem,
+    Recipe,
+    Unreachable,
+    help_text,
+    local_path,
+    split_recipe,
+)
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
@@ -101,7 +109,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 Trainer(made).train(start)
     except ConfigError as error:
         return refuse(error)
-    except (TrainingDiverged, SaveFailed) as error:
+    except (TrainingDiverged, SaveFailed, Unreachable) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
     if skips := made.state.consecutive_skips:

@@ -33,6 +33,7 @@ from torchtitan.research.vit_mae.model import (
     unpatchify,
 )
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit, kept_by_block
+from torchtitan.tools.evaluate.subject import of_text
 
 PUBLISHED = {"base": 87, "huge": 635, "1B": 914, "3B": 3067, "5B": 5349, "15B": 14720}
 """Millions of parameters of the encoder, arXiv:2404.11706."""
@@ -267,3 +268,8 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> 
     write_hugging_face(tmp_path, source, Network(spec, ARGS), Extras())
     with pytest.raises(ConfigError, match="position_embeddings is not that of"):
         HuggingFaceWeights(tmp_path, [VIT_MAE])
+
+
+def test_a_model_of_images_has_no_text_to_generate() -> None:
+    with pytest.raises(ConfigError, match="run: vit_mae is trained on images, .* a model of text"):
+        of_text(Path("run"), Network(VIT_MAE, ARGS))

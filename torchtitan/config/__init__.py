@@ -19,6 +19,7 @@ from torchtitan.config.settings import (
     OneOf,
     RecipeError,
     Setting,
+    Unreachable,
 )
 from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
 
@@ -39,6 +40,7 @@ __all__ = [
     "RecipeError",
     "Registry",
     "Setting",
+    "Unreachable",
     "allowed_names",
     "between",
     "exists",

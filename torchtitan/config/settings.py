@@ -29,6 +29,10 @@ class ConfigError(ValueError):
         return "\n".join([*(f"note: {notice}" for notice in self.notices), str(self)])
 
 
+class Unreachable(RuntimeError):
+    """Host that cannot be reached over the network; a later try may succeed."""
+
+
 class RecipeError(ConfigError):
     """Every mistake of a recipe, one line each."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchtitan.config import ConfigError, local_path
-from torchtitan.data.settings import DataConfig
+from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import ByteTokenizer, TiktokenTokenizer
 from torchtitan.logging import logger
@@ -66,8 +66,14 @@ def train_tokenizer(
     `output` is a folder, or a file that ends in .json; the path of the file written is returned.
 
     Raises:
-        ConfigError: if that file exists.
+        ConfigError: if that file exists, or the data set has no text.
     """
+    if (known := DATASETS.get(dataset)) and known.content != "text":
+        named = ", ".join(name for name, each in DATASETS.items() if each.content == "text")
+        raise ConfigError(
+            f"--dataset: got {dataset}, which holds {known.content}; name a data set of text "
+            f"({named}), or a path"
+        )
     config = DataConfig.model_validate(
         {"dataset": dataset, "dataset_path": dataset_path, "text_key": text_key}
     )

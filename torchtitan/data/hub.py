@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data.documents import clean, wrong_text
 from torchtitan.data.order import Document, Identity, Position, drawn_order
 from torchtitan.data.settings import Dataset
@@ -158,7 +158,7 @@ def load_hub(description: Dataset, *, streaming: bool) -> Any:
             description.path, description.name, split=description.split, streaming=streaming
         )
     except OSError as error:  # no network, or no such repository
-        raise RuntimeError(
+        raise Unreachable(
             f"cannot reach {where}: {error}. Without a network, set data.dataset_path to a copy, "
             'or use data.dataset = "python_stdlib"'
         ) from error

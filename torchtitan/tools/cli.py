@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from torchtitan import __version__
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import configure
 
 VERBS: Final = {
@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error.report(), file=sys.stderr, flush=True)
         return 2
+    except Unreachable as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
     return status or 0
 
 

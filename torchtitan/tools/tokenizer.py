@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from torchtitan.data import DATASETS, train_tokenizer
+from torchtitan.data import train_tokenizer
 from torchtitan.tools.options import Verb, verb
 
 app = verb(help=__doc__)
@@ -18,7 +18,7 @@ def tokenizer() -> None:
 @app.command(cls=Verb)
 def train(
     output: Annotated[str, typer.Option(help="tokenizer.json to write")],
-    dataset: Annotated[str, typer.Option(help=f"{', '.join(DATASETS)}, or a path")] = (
+    dataset: Annotated[str, typer.Option(help="name of a data set of text, or a path")] = (
         "python_stdlib"
     ),
     dataset_path: Annotated[

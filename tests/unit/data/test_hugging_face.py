@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.streams import stream_of
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data import (
     DATASETS,
     DataConfig,
@@ -188,7 +188,7 @@ def test_a_stream_without_documents() -> None:
 
 
 def test_no_network_is_told_with_a_way_out() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot reach the data set allenai/c4 .*dataset_path"):
+    with pytest.raises(Unreachable, match=r"cannot reach the data set allenai/c4 .*dataset_path"):
         load_hub(DATASETS["c4"], streaming=True)
 
 

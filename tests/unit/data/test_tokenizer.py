@@ -193,3 +193,8 @@ def test_training_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'synthetic' has no text"):
         train_tokenizer("synthetic", None, 300, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_training_on_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--dataset: got scenes, which holds images; .*c4"):
+        train_tokenizer("scenes", None, 300, str(tmp_path))

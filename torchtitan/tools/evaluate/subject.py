@@ -18,6 +18,7 @@ from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.tasks import TASKS
 from torchtitan.tools.options import import_modules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,6 +74,7 @@ def _open_ours(place: ModelLocation) -> Subject:
     path = find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
+    network = of_text(path, of_recipe(path, recipe, place.model, place.flavor))
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
         raise ConfigError(f"{path}: it does not say its tokenizer; --tokenizer names it")
@@ -83,7 +85,7 @@ def _open_ours(place: ModelLocation) -> Subject:
     computed = recipe.get("training.mixed_precision_param")
     return Subject(
         source,
-        of_recipe(path, recipe, place.model, place.flavor),
+        network,
         tokenizer,
         _begin(tokenizer, recipe.get("data.add_bos", True)),
         frozenset({tokenizer.eos}),
@@ -94,7 +96,7 @@ def _open_ours(place: ModelLocation) -> Subject:
 
 def _open_foreign(place: ModelLocation, kind: str) -> Subject:
     opened = OPEN[kind](place.path, place.model, place.flavor)
-    extras = opened.extras
+    extras, network = opened.extras, of_text(place.path, opened.network)
     if place.tokenizer is None and extras.tokenizer is None and not extras.is_bytes:
         raise ConfigError(
             f"{place.path}: contains no tokenizer; name one with --tokenizer (a file, a folder, or "
@@ -106,13 +108,27 @@ def _open_foreign(place: ModelLocation, kind: str) -> Subject:
     ends = {tokenizer.eos, *(number for one in said for number in _numbers(one))}
     return Subject(
         opened.source,
-        opened.network,
+        network,
         tokenizer,
         _begin(tokenizer, True),
         frozenset(ends),
         extras.seq_len,
         _stored(opened.source),
     )
+
+
+def of_text(path: Path, network: Network) -> Network:
+    """Return the network of a model of text.
+
+    Raises:
+        ConfigError: if it is trained on anything else.
+    """
+    content = TASKS[network.spec.task].content
+    if content != "text":
+        raise ConfigError(
+            f"{path}: {network.spec.name} is trained on {content}, and this needs a model of text"
+        )
+    return network
 
 
 def _tokenizer(place: ModelLocation) -> Tokenizer:
