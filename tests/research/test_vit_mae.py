@@ -271,5 +271,5 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> 
 
 
 def test_a_model_of_images_has_no_text_to_generate() -> None:
-    with pytest.raises(ConfigError, match="run: vit_mae is trained on images, .* a model of text"):
+    with pytest.raises(ConfigError, match=r"run: vit_mae is trained on images, .* a model of text"):
         of_text(Path("run"), Network(VIT_MAE, ARGS))
