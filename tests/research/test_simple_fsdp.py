@@ -310,7 +310,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
     assert recipe.config.sharding == FSDP2()
     assert recipe.notices[2].endswith(
-        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
+        '20 is dropped; it only has an effect with parallelism.data_parallel_impl = "simple_fsdp"'
     )
 
 
@@ -319,5 +319,5 @@ def test_cuda_graphs_need_cuda() -> None:
     words += ["--sharding.name", "simple_fsdp"]
     job = load_job(None, words, 2, "cuda").config
     problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
-    assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
+    assert problem.message == "CUDA graphs need a CUDA device, but this machine has only cpu"
     assert lacks(job, "cuda") == []

@@ -133,8 +133,8 @@ def parse(cell: str) -> list[Action]:
             found.append(Action(int(match[1]), cast(Kind, match[2]), int(match[3])))
         elif part.strip():
             raise ConfigError(
-                f"{show(part.strip())} is no action; wanted stage, F, B, I or W, and microbatch, "
-                "as in 2F0"
+                f"{show(part.strip())} is not an action; wanted stage, F, B, I or W, and "
+                "microbatch, as in 2F0"
             )
     return found
 
@@ -142,7 +142,7 @@ def parse(cell: str) -> list[Action]:
 def timeline(orders: Orders) -> list[Slot]:
     """Compute when each action runs if communication is free and all stages take equal time."""
     slots, stuck = simulate(orders)
-    assert not stuck, f"an order that no one can follow: {stuck}"
+    assert not stuck, f"an order that deadlocks: {stuck}"
     return slots
 
 
