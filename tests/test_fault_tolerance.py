@@ -150,7 +150,7 @@ def test_a_group_dies_and_comes_back(ranks: int, dies: int, tmp_path: Path) -> N
     outputs = groups(tmp_path, ranks, f"--training.steps={steps}", FAULT=f"kill {dies} 3")
     assert "a step of 2 replica groups is discarded and repeated" in outputs[stays]
     assert "restart 1 of 1" in outputs[dies]
-    back = re.search(r"took over the state .* group: step (\d+), was 0", outputs[dies])
+    back = re.search(r"loaded the state .* group: step (\d+), was 0", outputs[dies])
     assert back
     first, second = (saved(tmp_path / str(group), steps) for group in range(2))
     assert_equal(first[0], second[0])

@@ -338,14 +338,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert all(torch.equal(found[parameter], weight) for parameter, weight in whole.items())
     assert steps_in(tmp_path) == [2, 4]
     assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
-    assert any(re.search(f"step-4.*{name}.*; set aside as step-4.damaged", line) for line in said)
+    assert any(re.search(f"step-4.*{name}.*; renamed to step-4.damaged", line) for line in said)
 
 
 def test_without_a_good_checkpoint_nothing_starts_afresh(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     for step in (2, 4):
         flip(tmp_path / f"checkpoint/step-{step}/rank-0.safetensors")
-    with pytest.raises(AssertionError, match=r"no checkpoint in \S+ is what was saved"):
+    with pytest.raises(AssertionError, match=r"all checkpoints in \S+ are damaged"):
         run(recipe(tmp_path, steps=6))
     assert steps_in(tmp_path) == [2, 4]
 

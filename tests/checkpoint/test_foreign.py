@@ -177,13 +177,13 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["MistralForCausalLM"]},
-            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; the '
-            "weights of another network need a model of their own, see docs/extending.md",
+            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; add a model for '
+            "the weights of another network, see docs/extending.md",
         ),
         (
             {"architectures": None},
-            "architectures: got nothing; allowed: LlamaForCausalLM; the weights of another network "
-            "need a model of their own, see docs/extending.md",
+            "architectures: got nothing; allowed: LlamaForCausalLM; add a model for the weights "
+            "of another network, see docs/extending.md",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

@@ -324,4 +324,4 @@ def test_a_weight_that_is_not_what_was_saved_is_refused(
     content[-8] ^= 1
     file.write_bytes(content)
     assert cli.main(["generate", str(path)]) == 2
-    assert "is not what was saved" in capsys.readouterr().err
+    assert "differs from what was saved" in capsys.readouterr().err

@@ -265,5 +265,5 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> 
     )
     spec = dataclasses.replace(VIT_MAE, formats={"hf": turned})
     write_hugging_face(tmp_path, source, Network(spec, ARGS), Extras())
-    with pytest.raises(ConfigError, match="position_embeddings is not that of"):
+    with pytest.raises(ConfigError, match="position_embeddings differs from the fixed values of"):
         HuggingFaceWeights(tmp_path, [VIT_MAE])

@@ -103,22 +103,27 @@ def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
             "and back"
         )
     if options.with_optimizer and options.dtype:
-        return "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+        return (
+            "--with-optimizer: not supported with --dtype, as another dtype would change the "
+            "run; leave one out"
+        )
     if options.recipe is not None and kind != "dcp":
-        return f"--recipe: not supported from {kind}, where the sizes are said"
+        return f"--recipe: not supported from {kind}, which records its sizes; leave it out"
     if options.recipe is not None and (options.model or options.flavor):
-        return "--recipe: it says the model; leave out --model and --flavor"
+        return "--recipe: it already selects the model; leave out --model and --flavor"
     return None
 
 
 def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
     """Return the state of a run besides its tensors, after checking the name `destination`."""
     if opened.state is None:
-        raise ConfigError(f"--with-optimizer: {source} holds only weights")
+        raise ConfigError(f"--with-optimizer: {source} has only weights; leave it out")
     state = opened.state()
     named, step = re.fullmatch(r"step-(\d+)", destination.name), state["train_state"]["step"]
     if named and int(named[1]) != step:
-        raise ConfigError(f"{destination}: the run has taken {step} steps; call it step-{step}")
+        raise ConfigError(
+            f"{destination}: wanted the name step-{step}, as the run has taken {step} steps"
+        )
     return state
 
 
@@ -160,7 +165,7 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
     if isinstance(destination, RemotePath):
         with TemporaryDirectory() as spool:
             logger.info(
-                "%s: written to %s first, which needs room for all of it; TMPDIR chooses the place",
+                "%s: first written to %s, which needs room for all of it; TMPDIR sets the place",
                 *(destination, spool),
             )
             yield Path(spool)

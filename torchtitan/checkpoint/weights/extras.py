@@ -46,7 +46,9 @@ class Extras(NamedTuple):
             logger.warning("the weights are written without a tokenizer: %s", error)
             return cls(seq_len)
         if recipe[key] is None:
-            logger.info("the weights are written without a tokenizer: they were trained on bytes")
+            logger.info(
+                "the weights are written without a tokenizer, as they were trained on bytes"
+            )
             return cls(seq_len, tokenizer.bos, tokenizer.eos)
         path = local_path(recipe[key])
         folder = path if path.is_dir() else path.parent

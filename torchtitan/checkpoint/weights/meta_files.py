@@ -38,7 +38,9 @@ class MetaWeights(ForeignWeights):
             ConfigError: with everything that does not match.
         """
         if isinstance(folder, RemotePath):
-            raise ConfigError(f"{folder}: Meta's files are read from a disk only; copy them to one")
+            raise ConfigError(
+                f"{folder}: Meta's files can only be read from a disk; copy them to one"
+            )
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
         files = [_load(path) for path in _paths(folder)]
