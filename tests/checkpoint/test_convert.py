@@ -207,7 +207,9 @@ def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFi
     assert "found no weights; looked for manifest.json" in refused(capsys, empty, new)
     (empty / "params.json").touch()
     (empty / "model.safetensors").touch()
-    assert f"{empty}: it contains hf and meta; choose one with --from" in refused(capsys, empty, new)
+    assert f"{empty}: it contains hf and meta; choose one with --from" in refused(
+        capsys, empty, new
+    )
     assert "--model: got smal" not in refused(capsys, empty, new, "--from", "hf")
     said = refused(capsys, empty, new, "--from", "hf", "--model", "smal")
     assert said.startswith('--model: got "smal"; allowed: llama3, ')

@@ -271,15 +271,13 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="did not take effect: all-gathers 9 -> 9"):
         bucketing.confirm("block")
     monkeypatch.setattr(bucketing, "tallies", dict)
-    assert logged(lambda: bucketing.confirm("block")) == [
-        "simple_fsdp: one rank, so no collectives"
-    ]
+    assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
 
 
 def test_the_scheduler_needs_a_gpu() -> None:
     job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
     (problem,) = tiny.problems(job, "cpu")
-    assert problem.message.endswith('none here, but cpu; use "block" or "size"')
+    assert problem.message.endswith('has only cpu; use "block" or "size"')
     assert not tiny.problems(job, "cuda")
 
 

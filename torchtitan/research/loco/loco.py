@@ -39,21 +39,26 @@ from torchtitan.torch_private.collectives import all_gather
 class Compensated(Quantized):
     """Settings of messages whose rounding errors are sent later."""
 
-    bits: int = Field(4, ge=2, le=8, description="Of each number that is sent.")
-    bucket: Bucket = Field(256, description="Numbers that share a scale; a multiple of 8.")
+    bits: int = Field(4, ge=2, le=8, description="Bits of each number that is sent.")
+    bucket: Bucket = Field(
+        256, description=("Count of numbers that share a scale; a multiple of 8.")
+    )
     compensate: bool = Field(
-        True, description="Send later what rounding takes away; false: it is lost."
+        True,
+        description=(
+            "Add rounding errors to later messages (error feedback); false: they are lost."
+        ),
     )
     beta: float = Field(
         0.8,
         ge=0,
         lt=1,
-        description="How much of the errors before stays in their average; 0: the last alone.",
+        description="Decay of the moving average of errors; 0: only the last error.",
     )
     reset_steps: int = Field(
-        1024, ge=0, description="Steps after which the errors are forgotten; 0: never."
+        1024, ge=0, description="Steps between resets of the errors; 0: never."
     )
-    error_bits: Literal[8, 32] = Field(8, description="Of each error that is kept.")
+    error_bits: Literal[8, 32] = Field(8, description="Bits of each stored error.")
 
 
 class Compensation:
@@ -96,7 +101,7 @@ class LoCo(Compensated, QuantizedGradients):
 
     remembers: ClassVar[bool] = True
 
-    name: Literal["loco"] = Field("loco", description="Which way to reduce.")
+    name: Literal["loco"] = Field("loco", description="Method of reduction.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
         return LoCoReduce(self, self.envelope(unit, self.form), group)
@@ -128,7 +133,7 @@ class LoCoReduce(QuantizedReduce):
 class LoCoReplicas(Compensated, AgreementConfig):
     """Sum of replicas' gradients in few bits, whose rounding errors are sent later."""
 
-    name: Literal["loco"] = Field("loco", description="Which way to agree.")
+    name: Literal["loco"] = Field("loco", description="Method of synchronizing replicas.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReducer":
         return LoCoReducer(self, self.envelope(unit, "symmetric"), group)

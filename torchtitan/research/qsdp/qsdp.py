@@ -38,14 +38,21 @@ class WithLevels(Quantized):
 
     levels: Literal["uniform", "learned"] = Field(
         "uniform",
-        description="The levels that numbers are rounded to: at equal distances, or where most "
-        "numbers are; for fewer than 6 bits.",
+        description="Quantization levels: equally spaced, or learned from the distribution of "
+        "the numbers; for fewer than 6 bits.",
     )
     learn_steps: int = Field(
-        1000, ge=1, description="Steps after which levels are learned anew; first in the first."
+        1000,
+        ge=1,
+        description=(
+            "Steps between updates of the learned levels; the first is in the first step."
+        ),
     )
     learn_rate: float = Field(
-        0.01, gt=0, lt=1, description="How far a number moves the level closest to it."
+        0.01,
+        gt=0,
+        lt=1,
+        description=("Learning rate of the levels: how far a number moves its nearest level."),
     )
 
     def open_levels(self, envelope: Envelope, group: ProcessGroup) -> Levels | None:
@@ -57,8 +64,8 @@ class WithLevels(Quantized):
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.levels == "learned" and self.bits > MOST_BITS:
             message = (
-                f"2^{self.bits} levels have nothing to learn from the numbers of a bucket; use "
-                f'"uniform", or bits = {MOST_BITS} at most'
+                f"2^{self.bits} levels are too many to be learned from the numbers of a bucket; "
+                f'use "uniform", or at most bits = {MOST_BITS}'
             )
             yield Problem("levels", message, ("bits",))
 
@@ -68,7 +75,7 @@ class QSDPWeights(WithLevels, WeightsConfig):
 
     reads_numbers: ClassVar[bool] = True
 
-    name: Literal["qsdp"] = Field("qsdp", description="Which way to gather.")
+    name: Literal["qsdp"] = Field("qsdp", description="Method of gathering.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
         envelope = self.envelope(unit, "minmax")
@@ -111,7 +118,7 @@ class QSDPGather(Clock, Gather):
 class QSDPGradients(WithLevels, QuantizedGradients):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
-    name: Literal["qsdp"] = Field("qsdp", description="Which way to reduce.")
+    name: Literal["qsdp"] = Field("qsdp", description="Method of reduction.")
 
     @property
     def form(self) -> Form:

@@ -47,11 +47,12 @@ class Rotated(ShardingConfig):
 
     never_whole: ClassVar[bool] = True
 
-    name: Literal["rotated"] = Field("rotated", description="Which way to shard.")
+    name: Literal["rotated"] = Field("rotated", description="Method of sharding.")
     in_place: bool = Field(
         False,
-        description="Parts that arrive replace those that were sent, a megabyte at a time: less "
-        "memory, and nothing is sent during computation.",
+        description="Replace the shards that were sent with those that arrive, a megabyte at a "
+        "time: this saves memory, but does not overlap communication with "
+        "computation.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
@@ -63,31 +64,31 @@ class Rotated(ShardingConfig):
         others = {
             "parallelism.tensor_parallel_degree": (
                 p.tensor_parallel_degree > 1,
-                "has ranks share matrices whose parts travel already",
+                "splits matrices whose shards are already rotated",
             ),
             "parallelism.pipeline_parallel_degree": (
                 p.pipeline_parallel_degree > 1,
-                "has stages that each compute when the others do not, and a ring waits for all",
+                "has stages that compute at different times, but a ring needs all ranks at once",
             ),
             "compile.enable": (
                 context.recipe.compile.compiles("model"),
-                "would compile blocks whose parts arrive from outside of a graph",
+                "would compile blocks whose shards arrive from outside the graph",
             ),
             "convert": (bool(context.recipe.convert), "needs whole matrices"),
             "training.enable_cpu_offload": (
                 context.recipe.training.enable_cpu_offload,
-                "has parameters elsewhere than where they are computed with",
+                "keeps parameters away from the device that computes",
             ),
         }
         for other, (is_on, why) in others.items():
             if is_on:
-                message = f'{other} {why}; use "fsdp2", or leave that out'
+                message = f'{other} {why}; use "fsdp2", or leave {other} out'
                 yield Problem(f"{context.key}.name", message, (other,))
         model = model_of(context.recipe)
         if model and model.spec.tied(model.args) and not context.recipe.loss.vocabulary_chunk:
             message = (
-                f"with {name} no rank has the whole table of a tied model, so its loss is made of "
-                "parts of it; use a number above 0, as 8192"
+                f"with {name} no rank has the whole embedding of a tied model, so the loss must "
+                "be computed in chunks; use a number above 0, such as 8192"
             )
             yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
 
