@@ -239,7 +239,7 @@ def test_command_on_a_run_and_on_the_same_weights_elsewhere(
 
     hf = str(small_weights.run(tmp_path / "run", tmp_path / "hf"))
     assert cli.main(["generate", hf, *words]) == 2
-    assert "no tokenizer lies in it; --tokenizer names one" in capfd.readouterr().err
+    assert "it has no tokenizer; set one with --tokenizer" in capfd.readouterr().err
     assert results(capfd, hf, *words, "--tokenizer", "bytes") == found
     meta = str(small_weights.run(tmp_path / "run", tmp_path / "meta", target_format="meta"))
     given = ["--tokenizer", "bytes", "--model", "tiny", "--flavor", "tiny", *words]
@@ -286,7 +286,7 @@ def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFi
         assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
     cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
     told = capfd.readouterr().err
-    assert "the model was trained on sequences of 96 tokens, and these get up to 97" in told
+    assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,8 +299,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads; use 1 or 2"
         ),
         (str(lost),): "no tokenizer at gone.json: there is neither such a file nor such a folder; "
-        "--tokenizer names another place",
-        (str(unsaid),): f"{unsaid}: it does not say its tokenizer; --tokenizer names it",
+        "or set another with --tokenizer",
+        (str(unsaid),): f"{unsaid}: it does not record its tokenizer; set it with --tokenizer",
         (str(path), "--prompts-file", "none.txt"): (
             "--prompts-file: got none.txt; there is no such file"
         ),

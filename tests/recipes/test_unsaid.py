@@ -230,7 +230,7 @@ def test_migrating_a_recipe_that_cannot_be_trained_here(
 ) -> None:
     Path("r.toml").write_text(f'{V0_2_2}flavor = "671B"\n')
     assert main(["migrate", "r.toml"]) == 0
-    assert 'it cannot be trained here yet: r.toml:3: model.flavor: got "671B"' in (
+    assert 'it cannot be trained yet: r.toml:3: model.flavor: got "671B"' in (
         capsys.readouterr().err
     )
     Path("r.toml").write_text(f'{V0_2_2}name = "x"\n[experimental]\ncustom_import = "no.such"\n')

@@ -76,11 +76,11 @@ def _open_ours(place: ModelLocation) -> Subject:
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
-        raise ConfigError(f"{path}: it does not say its tokenizer; --tokenizer names it")
+        raise ConfigError(f"{path}: it does not record its tokenizer; set it with --tokenizer")
     try:
         tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(recipe[key])
     except ConfigError as error:
-        raise ConfigError(f"{error}; --tokenizer names another place") from None
+        raise ConfigError(f"{error}; or set another with --tokenizer") from None
     computed = recipe.get("training.mixed_precision_param")
     return Subject(
         source,
@@ -97,7 +97,7 @@ def _open_foreign(place: ModelLocation, kind: str) -> Subject:
     opened = OPEN[kind](place.path, place.model, place.flavor)
     extras = opened.extras
     if place.tokenizer is None and extras.tokenizer is None:
-        raise ConfigError(f"{place.path}: no tokenizer lies in it; --tokenizer names one")
+        raise ConfigError(f"{place.path}: it has no tokenizer; set one with --tokenizer")
     tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(str(extras.tokenizer))
     said = [extras.eos, (extras.generation or {}).get("eos_token_id")]
     ends = {tokenizer.eos, *(number for one in said for number in _numbers(one))}
