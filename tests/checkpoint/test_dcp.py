@@ -348,7 +348,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_that_saved_each_for_itself_are_refused(tmp_path: Path) -> None:
     (tmp_path / "__0.metadata").touch()
-    with pytest.raises(ConfigError, match="each rank has metadata of its own"):
+    with pytest.raises(ConfigError, match="each rank has its own metadata"):
         DcpCheckpoint(tmp_path)
 
 

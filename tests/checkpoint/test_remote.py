@@ -145,7 +145,7 @@ def test_the_policies_of_a_start_hold_in_a_store(store: Path, tmp_path: Path) ->
         choose(on(store, tmp_path, checkpoint={"load_step": 3}))
     with pytest.raises(ConfigError, match="has been used"):
         choose(on(store, tmp_path, checkpoint={"resume": "never"}))
-    with pytest.raises(ConfigError, match=r"step-4: exists already"):
+    with pytest.raises(ConfigError, match=r"step-4: already exists"):
         choose(on(store, tmp_path, checkpoint={"load_step": 2}))
     assert list(saved_steps(store)) == [2, 4]
 
