@@ -245,7 +245,9 @@ def test_only_a_run_has_an_optimizer(
         return capsys.readouterr().err.splitlines()[-1]
 
     ours = saved(tmp_path / "ours")
-    assert refused(ours, "--to", "dcp") == f"--with-optimizer: {ours} has only weights; leave it out"
+    assert (
+        refused(ours, "--to", "dcp") == f"--with-optimizer: {ours} has only weights; leave it out"
+    )
     assert refused(trained, "--to", "hf") == (
         "--with-optimizer: not supported from ours to hf; supported from ours to dcp, and back"
     )

@@ -228,10 +228,10 @@ def watched(steps: int, config: CompileConfig) -> list[list[str]]:
     forget()
     block = Broken()
     compile.apply([block], config)
-    watch, said = compile.Watch(config, 1, has_loss=False), []
+    monitor, said = compile.CompileMonitor(config, 1, has_loss=False), []
     for step in range(1, steps + 1):
         block(torch.ones(2, dtype=torch.float64 if step == 4 else torch.float32))
-        said.append(logged(partial(watch.after_step, step + 100, is_last=step == steps)))
+        said.append(logged(partial(monitor.after_step, step + 100, is_last=step == steps)))
     return said
 
 

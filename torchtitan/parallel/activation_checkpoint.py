@@ -101,7 +101,7 @@ def _save_expensive_operators() -> Any:
     """
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
-    dear = {
+    expensive = {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
@@ -114,7 +114,7 @@ def _save_expensive_operators() -> Any:
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = op in dear
+        keep = op in expensive
         if op in products:
             phase = "recompute" if context.is_recompute else "forward"
             seen[phase] += 1

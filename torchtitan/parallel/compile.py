@@ -124,7 +124,7 @@ def compiled(
     )
 
 
-class Watch(Technique):
+class CompileMonitor(Technique):
     """Reports graphs, graph breaks and recompilations of this rank's part of the model."""
 
     def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:

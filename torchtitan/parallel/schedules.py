@@ -163,18 +163,18 @@ class InFlight(NamedTuple):
     """Latest action: a forward, or the first half of a backward."""
     kept: Counter[int]
     """Microbatches whose activations are kept, since their backward is not complete."""
-    halved: Counter[int]
+    half_done: Counter[int]
     """Microbatches of `kept` that still lack the gradients of weights."""
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
     """Yield the moments at which a rank running `actions` may reach its peak memory."""
-    kept, halved = Counter[int](), Counter[int]()
+    kept, half_done = Counter[int](), Counter[int]()
     for action in actions:
         kept[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        halved[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
+        half_done[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
         if action.kind in "FI":
-            yield InFlight(action, kept.copy(), halved.copy())
+            yield InFlight(action, kept.copy(), half_done.copy())
 
 
 def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:

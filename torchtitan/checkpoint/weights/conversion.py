@@ -24,7 +24,7 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
 from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
-from torchtitan.checkpoint.weights.network import Network, unsaid
+from torchtitan.checkpoint.weights.network import Network, not_expressed
 from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
@@ -87,7 +87,7 @@ def convert(
         else:
             origin = {**about, "converted_from": str(source.resolve())}
             write_ours(folder, tensors, network, extras, state, dtype, most, origin)
-    for line in unsaid(network, target) if target in ("hf", "meta") else ():
+    for line in not_expressed(network, target) if target in ("hf", "meta") else ():
         logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)

@@ -58,7 +58,7 @@ class HuggingFaceWeights(ForeignWeights):
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
         has_generation = (self.folder / GENERATION).is_file()
-        return Extras.beside(
+        return Extras.in_folder(
             self.folder,
             seq_len=self.config.get("max_position_embeddings"),
             bos=self.config.get("bos_token_id"),

@@ -63,7 +63,7 @@ class MetaWeights(ForeignWeights):
 
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
-        return Extras.beside(self.folder)
+        return Extras.in_folder(self.folder)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         dim, blocks = self._dims[theirs], self._blocks[theirs]

@@ -172,7 +172,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def unsaid(network: Network, kind: str) -> list[str]:
+def not_expressed(network: Network, kind: str) -> list[str]:
     """Return the facts about a network that a format's config file omits or changes."""
     return unlike(network.args, as_written(network.spec, kind, network.args))
 

@@ -33,7 +33,7 @@ from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
 from torchtitan.research.common import gathered
-from torchtitan.research.rtp.ring import Neighbours, Visit, travel
+from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -110,7 +110,7 @@ class Rotated(ShardingConfig):
         for name, parameter in part.module.named_parameters():
             owner, _, kind = name.rpartition(".")
             module, again = part.module.get_submodule(owner), part.recomputations(name)
-            if not (_travels(module) and kind == "weight"):
+            if not (_is_rotated(module) and kind == "weight"):
                 shapes = {name: part.shape(name, parameter.shape)}
                 yield from part.of_unit(shapes, gathers=times + again, scatters=times, sums=times)
                 continue
@@ -173,7 +173,7 @@ class Ring(Sharding):
         target = self.target
         roles = tensor_roles(part, target.tensor_plan)
         for name, module in part.named_modules():
-            if _travels(module):
+            if _is_rotated(module):
                 dim = _dim(roles.get(name))
                 whole = cast(nn.Parameter, module.weight)
                 module.register_parameter("weight", gathered.laid_out(whole, target.mesh, dim))
@@ -181,14 +181,14 @@ class Ring(Sharding):
         inside = set()
         for name, module in part.named_modules():
             if roles.get(name) == "input_gather" and self._can_share(module):
-                inside |= self._travel_together(module)
+                inside |= self._rotate_together(module)
             elif isinstance(module, LinearLoss) and target.vocabulary_chunk:
                 module.core = self._loss
         kinds: dict[type[nn.Module], Callable[..., Tensor]]
         kinds = {nn.Linear: _product, nn.Embedding: _embedded}
         for module in self.matrices.keys() - inside:
             compute = kinds[type(module)]
-            module.forward = partial(compute, module, self.matrices[module], self._travel)
+            module.forward = partial(compute, module, self.matrices[module], self._rotate)
         weights = {matrix.weight for matrix in self.matrices.values()}
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
@@ -199,12 +199,12 @@ class Ring(Sharding):
                 if weight.grad is not None:
                     dist.all_reduce(cast("DTensor", weight.grad).to_local(), group=group)
 
-    def _travel(
+    def _rotate(
         self, matrices: Sequence[RotatedMatrix], compute: "Compute"
     ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         own = [matrix.own for matrix in matrices]
         shapes = [matrix.shape(self.ring.size) for matrix in matrices]
-        return travel(own, shapes, self.ring, self.target.precision, compute)
+        return rotate(own, shapes, self.ring, self.target.precision, compute)
 
     def _can_share(self, module: nn.Module) -> bool:
         """Whether the module's heads or features can be divided among the ranks."""
@@ -212,24 +212,24 @@ class Ring(Sharding):
         are_whole = not attends(module) or self.target.heads % self.ring.size == 0
         return are_whole and all(getattr(each, "bias", None) is None for each in linears)
 
-    def _travel_together(self, module: nn.Module) -> set[nn.Module]:
+    def _rotate_together(self, module: nn.Module) -> set[nn.Module]:
         """Make a module compute with the parts of all its linears at once."""
         forward, linears = module.forward, [m for m in module.modules() if m in self.matrices]
-        visits: list[Visit] = []
+        hops: list[RingHop] = []
         for index, linear in enumerate(linears):
-            linear.forward = partial(lambda index, x: visits[-1].linear(x, index), index)
+            linear.forward = partial(lambda index, x: hops[-1].linear(x, index), index)
 
         matrices = [self.matrices[linear] for linear in linears]
 
         def rotating(*inputs: Any, **named: Any) -> Tensor:
-            def compute(visit: Visit) -> tuple[Tensor, ...]:
-                visits[:] = [visit]
+            def compute(hop: RingHop) -> tuple[Tensor, ...]:
+                hops[:] = [hop]
                 return (forward(*inputs, **named),)
 
             try:
-                return _added(self._travel(matrices, compute))
+                return _added(self._rotate(matrices, compute))
             finally:  # recomputation stops with an exception
-                visits.clear()
+                hops.clear()
 
         module.forward = rotating
         return set(linears)
@@ -240,35 +240,35 @@ class Ring(Sharding):
         backend = compiler.backend if compiler.compiles("loss") else ""
         matrix = next(m for m in self.matrices.values() if m.weight is weight)
 
-        def compute(visit: Visit) -> tuple[Tensor, ...]:
+        def compute(hop: RingHop) -> tuple[Tensor, ...]:
             hidden, rows = x.flatten(0, -2), len(weight)
             chunk = self.target.vocabulary_chunk
-            return visit.statistics(hidden, targets.flatten(), chunk, backend, rows)
+            return hop.statistics(hidden, targets.flatten(), chunk, backend, rows)
 
-        parts = [out for _, out in self._travel([matrix], compute)]
+        parts = [out for _, out in self._rotate([matrix], compute)]
         lse, of_target = (torch.stack(part) for part in zip(*parts, strict=True))
         return summed(lse.logsumexp(0), of_target.sum(0), targets.flatten())
 
 
-Compute = Callable[[Visit], tuple[Tensor, ...]]
-Travel = Callable[[Sequence[RotatedMatrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
+Compute = Callable[[RingHop], tuple[Tensor, ...]]
+Rotate = Callable[[Sequence[RotatedMatrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
 
 
-def _product(module: nn.Linear, matrix: RotatedMatrix, travel: Travel, x: Tensor) -> Tensor:
+def _product(module: nn.Linear, matrix: RotatedMatrix, rotate: Rotate, x: Tensor) -> Tensor:
     """Compute a single linear layer."""
     if matrix.dim == 0:
-        by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
+        by_rank = dict(rotate([matrix], lambda hop: (hop.linear(x),)))
         out = torch.cat([out for _, (out,) in sorted(by_rank.items())], -1)
         out = out[..., : module.out_features]
     else:
-        out = _added(travel([matrix], lambda visit: (visit.linear(visit.inputs(x)),)))
+        out = _added(rotate([matrix], lambda hop: (hop.linear(hop.inputs(x)),)))
     return out if module.bias is None else out + module.bias
 
 
 def _embedded(
-    module: nn.Embedding, matrix: RotatedMatrix, travel: Travel, tokens: Tensor
+    module: nn.Embedding, matrix: RotatedMatrix, rotate: Rotate, tokens: Tensor
 ) -> Tensor:
-    return _added(travel([matrix], lambda visit: (visit.embedding(tokens),)))
+    return _added(rotate([matrix], lambda hop: (hop.embedding(tokens),)))
 
 
 def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
@@ -278,7 +278,7 @@ def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
     return total
 
 
-def _travels(module: nn.Module) -> bool:
+def _is_rotated(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding)
 
 

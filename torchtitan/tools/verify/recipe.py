@@ -51,7 +51,9 @@ class Draft:
 
     def __init__(self, recipe: Recipe[JobConfig]) -> None:
         self.tree: dict[str, Any] = recipe.config.model_dump(mode="json")
-        self.said = {".".join(path) for path, o in recipe.origins.items() if o.startswith("--")}
+        self.from_flags = {
+            ".".join(path) for path, o in recipe.origins.items() if o.startswith("--")
+        }
         self.changes: list[str] = []
 
     @property
@@ -63,7 +65,7 @@ class Draft:
         *sections, name = key.split(".")
         section = reduce(lambda tree, part: tree[part], sections, self.tree)
         was = section[name]
-        if was != value and key not in self.said:
+        if was != value and key not in self.from_flags:
             section[name] = value
             self.changes.append(f"{key} = {show(value)} (was {show(was)}): {why}")
 
@@ -154,11 +156,11 @@ def _make_exact(draft: Draft) -> None:
 def make_short(draft: Draft, steps: int | None, default: int) -> None:
     """Few steps, and nothing but steps; what is said of checkpoints is left to the caller."""
     if steps is not None:
-        draft.said.discard("training.steps")
+        draft.from_flags.discard("training.steps")
     draft.set("training.steps", steps or default, "set by --steps")
     draft.set("lr_scheduler.total_steps", None, "the number of steps")
     draft.lower("lr_scheduler.warmup_steps", 2, "so that weights move")
-    draft.said.discard("fault_tolerance.enable")
+    draft.from_flags.discard("fault_tolerance.enable")
     draft.set("fault_tolerance.enable", False, "a single replica group is checked")
     draft.set("spikes.sigma", 0.0, "no step may be skipped, as that would hide errors")
     draft.set("spikes.max_rollbacks", 0, "there is nothing to roll back from")

@@ -41,7 +41,7 @@ DEFAULTS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
 """Defaults that differ from ours, by version."""
 
 
-def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
+def version_defaults(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
     """Collect the defaults below all settings, and translate keys that only work together.
 
     Args:

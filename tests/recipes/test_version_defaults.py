@@ -10,7 +10,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.convert import Float8
 from torchtitan.job import JobConfig
-from torchtitan.legacy_recipes.unsaid import DEFAULTS, OUR_SECTIONS
+from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models.llama3.model import RopeScaling
 from torchtitan.tools.cli import main
 from torchtitan.train import main as train
