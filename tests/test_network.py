@@ -128,7 +128,7 @@ def test_cut_while_training(how: str, seconds: int, trial: Trial, record_propert
     time.sleep(seconds)
     CUTS[how](trial, False)
     healed(trial, record_property, f"training, {how}", seconds)
-    assert "likely cause: the network between these ranks is gone" in trial.log(0)
+    assert "likely cause: the network between these ranks failed" in trial.log(0)
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])

@@ -1,9 +1,9 @@
 """Rewrites an old recipe in this version's form: `torchtitan migrate`.
 
 It writes into the file what `translate` and `version_defaults` read into it, and nothing else: a
-renamed key keeps its place, a key that moves to another section takes its comments along, all other text stays
-as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the body of a
-table: the list of its lines, where keys have a place among comments.
+renamed key keeps its place, a key that moves to another section takes its comments along, all other
+text stays as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the
+body of a table: the list of its lines, where keys have a place among comments.
 """
 
 import re
@@ -31,7 +31,7 @@ def migrate(path: Path) -> tuple[str, list[str]]:
     problems: list[str] = []
     settings = read_file(path, problems)
     translated = translate(settings, {})
-    # Of what a recipe rests on, that says what is not said.
+    # Defaults are those of the recipe at the root of `extends`.
     sources = [] if ("extends",) in settings else [settings]
     rest = version_defaults(sources, {}, translated.settings)
     notices = [*translated.notices, *rest.notices]
