@@ -261,7 +261,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None
     )
     path.unlink()
     (told,) = open_hugging_face(folder)
-    assert told == f"HERE/{path.name}: no such file, but the index names it"
+    assert told == f"HERE/{path.name}: there is no such file, but the index names it"
     (folder / "model.safetensors.index.json").unlink()
     (told,) = open_hugging_face(folder)
     assert told.startswith("HERE: there is neither model.safetensors.index.json nor")

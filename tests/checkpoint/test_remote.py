@@ -482,6 +482,6 @@ def test_weights_for_a_store_are_written_where_tmpdir_says(
     small_weights.run(small_weights.saved(tmp_path / "ours"), store / "copy")
     told = [line for line in caplog.messages if "TMPDIR sets the place" in line]
     assert len(told) == 1
-    assert told[0].startswith(f"{store}/copy: written to {tmp_path}/spool/")
+    assert told[0].startswith(f"{store}/copy: first written to {tmp_path}/spool/")
     assert not list((tmp_path / "spool").iterdir())
     assert (store / "copy/model.safetensors").is_file()

@@ -308,7 +308,7 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path: Path, theirs:
     (folder / "step-9").mkdir()
     found = begun(resumed(tmp_path / "run", folder))
     assert found.step == 3
-    assert [line for line in found.log if "skipped" in line] == [
+    assert [line for line in found.log if ": skipped" in line] == [
         f"{folder}/step-{n}: skipped, as its save is unfinished: it has no .metadata"
         for n in (9, 6)
     ]
@@ -471,7 +471,7 @@ def test_check_says_what_a_run_begins_with(
     words = ["check", str(tmp_path / "recipe.toml")]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index(f"# begins with the run in {theirs.folder}/checkpoint/step-3")
+    at = lines.index(f"# starts from the run in {theirs.folder}/checkpoint/step-3")
     assert lines[at + 1] == "# optimizer.weight_decay: 0.1 -> 0.2"
     assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
     told = capsys.readouterr().err

@@ -317,5 +317,6 @@ def test_cuda_graphs_need_cuda() -> None:
     words += ["--sharding.name", "simple_fsdp"]
     job = load_job(None, words, 2, "cuda").config
     problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
-    assert problem.message == "CUDA graphs need a CUDA device, but this machine has only cpu"
+    message = "CUDA graphs need a CUDA device, but this machine has only cpu; "
+    assert problem.message == message + "set compile.cuda_graphs = false"
     assert lacks(job, "cuda") == []

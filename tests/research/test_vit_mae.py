@@ -196,7 +196,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(name: str) -> None:
         (
             "parallelism.tensor_parallel_degree=2 parallelism.disable_sequence_parallel=true "
             "parallelism.data_parallel_shard_degree=2 sharding.name=simple_fsdp",
-            'cannot share bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
+            'cannot shard bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
         ),
     ],
 )
