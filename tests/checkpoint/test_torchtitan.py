@@ -308,7 +308,7 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path: Path, theirs:
     (folder / "step-9").mkdir()
     found = begun(resumed(tmp_path / "run", folder))
     assert found.step == 3
-    assert [line for line in found.log if ": skipped" in line] == [
+    assert [line for line in found.log if "skipped, as" in line] == [
         f"{folder}/step-{n}: skipped, as its save is unfinished: it has no .metadata"
         for n in (9, 6)
     ]

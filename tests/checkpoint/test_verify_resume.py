@@ -205,7 +205,7 @@ def off(name: str, by: float) -> dict[str, Any]:
             {"samples": {4: 40, 5: 51}},
             "its sample 5 where this one reads a sample that it never reads",
         ),
-        (False, {"samples": {4: 40, 5: 61}}, "its sample 5, its sample 7 is read"),
+        (False, {"samples": {4: 40, 5: 61}}, "its sample 5 where this one reads its sample 7"),
     ],
 )
 def test_what_is_a_fault(is_exact: bool, found: dict[str, Any], fault: str | None) -> None:
@@ -227,7 +227,7 @@ def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
         said == "step 1, as it was loaded: model.a[3] is 1, uninterrupted 1; 1 of 2 tensors differ"
     )
     said = Resumption(whole, [[note(0, None), note(1), note(2)]], 1, is_exact).fault()
-    assert said == "it resumes from step 0, and step 1 was saved"
+    assert said == "it resumes from step 0, but step 1 was saved"
 
 
 def test_samples_of_all_ranks_are_joined() -> None:
