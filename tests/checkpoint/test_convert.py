@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,12 @@ from torchtitan.checkpoint.weights.opening import Verified
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data import train_bpe, train_tokenizer
+from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.settings import TextConfig
 from torchtitan.tools.cli import main
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 from torchtitan.train import choose
 
 
@@ -90,6 +93,17 @@ def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_pat
     assert sum(sizes) == index["metadata"]["total_size"]
     assert max(sizes) <= 80_000
     assert len(files) <= sum(sizes) / 60_000
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        run(saved(tmp_path / "ours"), tmp_path / "hf")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "hf").iterdir())
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
@@ -175,6 +189,40 @@ def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path: Path) -> None
     names = {path.name for path in folder.iterdir()}
     assert names == {path.name for path in again.iterdir()}
     assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+def test_the_tokenizer_of_the_run_is_exported_by_any_name(tmp_path: Path) -> None:
+    """And no other one that happens to be next to it."""
+    home = tmp_path / "tokenizers"
+    train_bpe(["a text of some words\n" * 9], 300, home / "code.json")
+    train_bpe(["quite another one\n" * 9], 280, home / "tokenizer.json")
+    (home / "special_tokens_map.json").write_text("{}")
+    source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": str(home / "code.json")})
+    folder = run(source, tmp_path / "hf")
+    assert (folder / "tokenizer.json").read_bytes() == (home / "code.json").read_bytes()
+    assert not (folder / "special_tokens_map.json").exists()
+
+
+def test_a_format_without_the_tokenizer_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "code.json"
+    train_bpe(["a text of some words\n" * 9], 300, path)
+    source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": str(path)})
+    run(source, tmp_path / "meta", target_format="meta")
+    assert f"without their tokenizer, {path}: this format has tokenizer.model" in caplog.text
+
+
+def test_weights_of_bytes_say_so_in_every_copy(tmp_path: Path) -> None:
+    source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": None})
+    folder = run(source, tmp_path / "hf")
+    for path in (
+        folder,
+        run(folder, tmp_path / "back"),
+        run(folder, tmp_path / "again", target_format="hf"),
+    ):
+        subject = open_subject(ModelLocation(path))
+        assert isinstance(subject.tokenizer, ByteTokenizer)
 
 
 # --- what cannot be ---

@@ -238,12 +238,13 @@ def test_command_on_a_run_and_on_the_same_weights_elsewhere(
     assert results(capfd, run, *words, "--seed", "1") != found
 
     hf = str(small_weights.run(tmp_path / "run", tmp_path / "hf"))
-    assert cli.main(["generate", hf, *words]) == 2
-    assert "it has no tokenizer; set one with --tokenizer" in capfd.readouterr().err
-    assert results(capfd, hf, *words, "--tokenizer", "bytes") == found
+    assert results(capfd, hf, *words) == found
     meta = str(small_weights.run(tmp_path / "run", tmp_path / "meta", target_format="meta"))
-    given = ["--tokenizer", "bytes", "--model", "tiny", "--flavor", "tiny", *words]
-    assert results(capfd, meta, *given) == found
+    given = ["--model", "tiny", "--flavor", "tiny", *words]
+    assert cli.main(["generate", meta, *given]) == 2
+    said = capfd.readouterr().err
+    assert "contains no tokenizer; name one with --tokenizer (a file, a folder, or bytes" in said
+    assert results(capfd, meta, "--tokenizer", "bytes", *given) == found
 
 
 def test_tokenizer_beside_weights_and_prompts_in_a_file(

@@ -11,15 +11,17 @@ from torchtitan.config import ConfigError, local_path
 from torchtitan.data import load_tokenizer
 from torchtitan.logging import logger
 
+BYTES = "bytes"
+"""Name of the byte tokenizer, which needs no file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = (
-    *TOKENIZERS,
+OF_TOKENIZER = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
 )
+TOKENIZER_FILES = (*TOKENIZERS, *OF_TOKENIZER)
 
 
 class Extras(NamedTuple):
@@ -30,7 +32,9 @@ class Extras(NamedTuple):
     bos: int | list[int] | None = None
     eos: int | list[int] | None = None
     tokenizer: Path | None = None
-    """Folder of the tokenizer."""
+    """File of the tokenizer, or folder that holds one."""
+    is_bytes: bool = False
+    """Whether tokens are bytes, which needs no file."""
     generation: Mapping[str, Any] | None = None
     """Options of generation, as in Hugging Face's generation_config.json."""
 
@@ -46,13 +50,8 @@ class Extras(NamedTuple):
             logger.warning("the weights are written without a tokenizer: %s", error)
             return cls(seq_len)
         if recipe[key] is None:
-            logger.info(
-                "the weights are written without a tokenizer, as they were trained on bytes"
-            )
-            return cls(seq_len, tokenizer.bos, tokenizer.eos)
-        path = local_path(recipe[key])
-        folder = path if path.is_dir() else path.parent
-        return cls(seq_len, tokenizer.bos, tokenizer.eos, folder)
+            return cls(seq_len, tokenizer.bos, tokenizer.eos, is_bytes=True)
+        return cls(seq_len, tokenizer.bos, tokenizer.eos, local_path(recipe[key]))
 
     @classmethod
     def in_folder(cls, folder: Path, **known: Any) -> "Extras":
@@ -68,18 +67,40 @@ class Extras(NamedTuple):
         recipe: dict[str, Any] = {}
         if self.seq_len is not None:
             recipe["training.seq_len"] = self.seq_len
-        if self.tokenizer is not None:
-            recipe["model.tokenizer_path"] = str(self.tokenizer)
+        if self.tokenizer is not None or self.is_bytes:
+            recipe["model.tokenizer_path"] = None if self.is_bytes else str(self.tokenizer)
         return recipe
 
     def copy_tokenizer(self, folder: Path, names: Collection[str] = TOKENIZER_FILES) -> None:
-        """Copy the files of the tokenizer that exist."""
-        home = self.tokenizer
-        copied = [name for name in names if home is not None and (home / name).is_file()]
+        """Copy the files of the tokenizer that are among `names`, the names that readers know."""
+        if self.is_bytes:
+            logger.info("the weights are written without a tokenizer: they were trained on bytes")
+        found = self._tokenizer_files()
+        copied = [name for name in names if name in found]
         for name in copied:
-            shutil.copyfile(home / name, folder / name)  # type: ignore[operator]
+            shutil.copyfile(found[name], folder / name)
+        if self.tokenizer is not None and not set(copied) & set(TOKENIZERS):
+            wanted = " or ".join(name for name in TOKENIZERS if name in names)
+            logger.warning(
+                "the weights are written without their tokenizer, %s: this format has %s",
+                *(self.tokenizer, wanted),
+            )
         if "tokenizer.json" in copied and TOKENIZER_CONFIG not in copied:
             _describe_tokenizer(folder)
+
+    def _tokenizer_files(self) -> dict[str, Path]:
+        """Return the files of the tokenizer by the names that readers know."""
+        given = self.tokenizer
+        if given is None:
+            return {}
+        own: dict[str, Path] = {}
+        known: tuple[str, ...] = TOKENIZER_FILES
+        if not given.is_dir():
+            own = {TOKENIZERS[given.suffix != ".json"]: given}
+            # Files next to one of another name may be those of another tokenizer.
+            known = OF_TOKENIZER if given.name in own else ()
+        folder = given if given.is_dir() else given.parent
+        return own | {name: folder / name for name in known if (folder / name).is_file()}
 
 
 def _describe_tokenizer(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.headers import Stored, read_header
 from torchtitan.checkpoint.ranges import contiguous, files_in
 from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.extras import Extras, write_json
+from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
 from torchtitan.config import ConfigError
@@ -30,6 +30,8 @@ from torchtitan.models.spec import ModelSpec
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "torchtitan_tokenizer"
+"""Key of `config.json` that is "bytes" if the model needs no file of a tokenizer."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -64,6 +66,7 @@ class HuggingFaceWeights(ForeignWeights):
             bos=self.config.get("bos_token_id"),
             eos=self.config.get("eos_token_id"),
             generation=read_config(self.folder / GENERATION) if has_generation else None,
+            is_bytes=self.config.get(TOKENIZER) == BYTES,
         )
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
@@ -138,6 +141,8 @@ def write_hugging_face(
         file = file if len(shards) > 1 else "model.safetensors"
         # Unnamed, so that the tensors are freed before the next are read.
         save_file({name: weights.read(name) for name in names}, folder / file, {"format": "pt"})
+        # safetensors makes files that only their owner can read, whatever the umask.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         places |= dict.fromkeys(names, file)
         logger.info("wrote %s", file)
     if len(shards) > 1:
@@ -148,6 +153,7 @@ def write_hugging_face(
     has_tokens = weights.format.has_tokens
     tokens = {"bos_token_id": extras.bos, "eos_token_id": extras.eos} if has_tokens else {}
     about = {**tokens, "torch_dtype": str(first).removeprefix("torch.")}
+    about |= {TOKENIZER: BYTES} if extras.is_bytes else {}
     write_json(folder / CONFIG, weights.format.config(network.args, extras.seq_len) | about)
     if has_tokens:
         write_json(folder / GENERATION, extras.generation or tokens)

@@ -12,6 +12,7 @@ import torch
 
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.weights.extras import BYTES
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
@@ -19,8 +20,6 @@ from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan.tools.options import import_modules
 
-BYTES = "bytes"
-"""Name of the byte tokenizer, which needs no file."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -96,9 +95,13 @@ def _open_ours(place: ModelLocation) -> Subject:
 def _open_foreign(place: ModelLocation, kind: str) -> Subject:
     opened = OPEN[kind](place.path, place.model, place.flavor)
     extras = opened.extras
-    if place.tokenizer is None and extras.tokenizer is None:
-        raise ConfigError(f"{place.path}: it has no tokenizer; set one with --tokenizer")
-    tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(str(extras.tokenizer))
+    if place.tokenizer is None and extras.tokenizer is None and not extras.is_bytes:
+        raise ConfigError(
+            f"{place.path}: contains no tokenizer; name one with --tokenizer (a file, a folder, or "
+            f"{BYTES} for a model of bytes)"
+        )
+    own = None if extras.is_bytes else str(extras.tokenizer)
+    tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(own)
     said = [extras.eos, (extras.generation or {}).get("eos_token_id")]
     ends = {tokenizer.eos, *(number for one in said for number in _numbers(one))}
     return Subject(
