@@ -11,7 +11,7 @@ from torchtitan.config.help import HelpSection, sections
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
-from torchtitan.legacy_recipes.unsaid import DEFAULTS, OUR_SECTIONS
+from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"

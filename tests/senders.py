@@ -32,7 +32,7 @@ BUFFERS: dict[str, tuple[int, int]] = {}
 class HalfWeights(WeightsConfig):
     """Parameters are sent in bfloat16; all ranks compute with the same, the owner too."""
 
-    name: Literal["half"] = Field("half", description="Which way to gather.")
+    name: Literal["half"] = Field("half", description="Method of gathering.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfGather":
         return HalfGather(unit, group)
@@ -60,7 +60,7 @@ class HalfGradients(GradientsConfig):
     What rounding took away is added to the next (Seide et al., 2014).
     """
 
-    name: Literal["half"] = Field("half", description="Which way to reduce.")
+    name: Literal["half"] = Field("half", description="Method of reduction.")
     bits: int = Field(16, description="Of each element.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfReduce":
@@ -92,7 +92,7 @@ class HalfReduce(Reduce):
 class Counted(ReplicasConfig):
     """Gradients are added up all at once."""
 
-    name: Literal["counted"] = Field("counted", description="Which way to agree.")
+    name: Literal["counted"] = Field("counted", description="Method of synchronizing replicas.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "Flat":
         return Flat(group)

@@ -247,7 +247,7 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
         (folder / "hurry").touch()
         assert first.wait(timeout=300) == 0
     told = (tmp_path / "a").read_text()
-    assert told.count("another node joined: the ranks save, and restart with it") == 2
+    assert told.count("another node joined: the ranks save and restart with it") == 2
     assert told.count("another node stopped the ranks before the last step; continuing") == 1
     assert told.count("restart 1 of 3") >= 1
     found, expected = losses(folder), undisturbed(tmp_path / "whole", steps)
@@ -305,7 +305,7 @@ def test_restarts_that_could_not_go_on_are_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--nnodes=2", "several nodes need --rdzv-endpoint HOST:PORT"),
+        ("--nnodes=2", "several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT"),
         ("--nnodes=2:1", "got 2:1; wanted 2, or 1:2 for one or two"),
         ("--nnodes=two", "got two; wanted 2, or 1:2 for one or two"),
         ("--max-restarts=-1", "got -1; wanted an integer >= 0"),
@@ -323,7 +323,7 @@ def test_launcher_says_what_it_wants(
     assert told in capsys.readouterr().err
 
 
-OUT_OF_REACH = "the rendezvous at a:1 is out of reach: Connection refused"
+OUT_OF_REACH = "the rendezvous at a:1 cannot be reached: Connection refused"
 
 
 @pytest.mark.parametrize(
@@ -332,11 +332,11 @@ OUT_OF_REACH = "the rendezvous at a:1 is out of reach: Connection refused"
         (RendezvousClosedError(), "another node ended the run; see its output"),
         (
             RendezvousTimeoutError(),
-            "too few nodes came to the rendezvous at a:1 within 3 minutes (--rejoin-minutes)",
+            "too few nodes joined the rendezvous at a:1 within 3 minutes (--rejoin-minutes)",
         ),
         (
             RendezvousConnectionError(OUT_OF_REACH),
-            f"gave up after 3 minutes (--rejoin-minutes): {OUT_OF_REACH}. Its node is gone, or the",
+            f"gave up after 3 minutes (--rejoin-minutes): {OUT_OF_REACH}. The node of --rdzv-end",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_two_groups_train_the_run_of_ddp(name: str, tmp_path: Path) -> None:
     words = [f"--optimizer.{key}={value}" for key, value in optimizer.items()]
     words.append("--training.steps=5")
     outputs = groups(tmp_path, 1, *words, "--fault_tolerance.min_replica_size=2")
-    assert not any("is dropped" in output for output in outputs)
+    assert not any("is discarded" in output for output in outputs)
     first, second = (saved(tmp_path / str(group), 5) for group in range(2))
     assert_equal(first[0], second[0])
     assert first[1]["train_state"] == second[1]["train_state"]
@@ -148,9 +148,9 @@ def test_two_groups_train_the_run_of_ddp(name: str, tmp_path: Path) -> None:
 def test_a_group_dies_and_comes_back(ranks: int, dies: int, tmp_path: Path) -> None:
     steps, stays = 40, 1 - dies
     outputs = groups(tmp_path, ranks, f"--training.steps={steps}", FAULT=f"kill {dies} 3")
-    assert "a step of 2 replica groups is dropped and done again" in outputs[stays]
+    assert "a step of 2 replica groups is discarded and repeated" in outputs[stays]
     assert "restart 1 of 1" in outputs[dies]
-    back = re.search(r"took over the state .* group: step (\d+), was 0", outputs[dies])
+    back = re.search(r"loaded the state .* group: step (\d+), was 0", outputs[dies])
     assert back
     first, second = (saved(tmp_path / str(group), steps) for group in range(2))
     assert_equal(first[0], second[0])

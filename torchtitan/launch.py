@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         arguments.max_restarts = 0 if obstacles else RESTARTS
         for problem in obstacles:
-            logger.info("a rank that dies ends the run: %s: %s", problem.path, problem.message)
+            logger.info(
+                "a failed rank ends the run, as it cannot be restarted: %s: %s",
+                problem.path,
+                problem.message,
+            )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         return LaunchedRun(
@@ -74,15 +78,15 @@ def lost(error: Exception, arguments: argparse.Namespace) -> str:
     endpoint, for_long = arguments.rdzv_endpoint, f"{arguments.rejoin_minutes:g} minutes"
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"too few nodes came to the rendezvous at {endpoint} within {for_long} "
+            f"too few nodes joined the rendezvous at {endpoint} within {for_long} "
             f"(--rejoin-minutes); {arguments.nnodes[0]} are needed (--nnodes): start the command "
-            "on each"
+            "on each node node"
         )
     why = str(error).partition("\n")[0]
     return (
-        f"gave up after {for_long} (--rejoin-minutes): {why}. Its node is gone, or the network to "
-        "it, and no other node has that address: start the command again on that node, or on all "
-        "with another --rdzv-endpoint; a run that saved resumes from its newest checkpoint"
+        f"gave up after {for_long} (--rejoin-minutes): {why}. The node of --rdzv-endpoint or the "
+        "network to it is down: start the command again on that node, or on all nodes with "
+        "another --rdzv-endpoint; the run resumes from its newest checkpoint, if it has one"
     )
 
 
@@ -94,7 +98,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     restarts = f"default: {RESTARTS} if the recipe saves checkpoints, otherwise 0"
     nodes = "number of nodes, or minimum and maximum: 2 or 1:2"
-    rejoin = f"how long nodes wait for each other, or for the network; default: {REJOIN_MINUTES:g}"
+    rejoin = (
+        f"minutes that nodes wait for each other or for the network; default: {REJOIN_MINUTES:g}"
+    )
     options = [
         add("--processes", type=count_from(1), required=True, help="ranks to start on this node"),
         add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1"),
@@ -112,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.error(str(error))
     arguments, before = parser.parse_known_args(own)
     if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
-        parser.error("several nodes need --rdzv-endpoint HOST:PORT")
+        parser.error("several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT")
     if arguments.rejoin_minutes is None:
         said = re.search(r"\bjoin_timeout=(\d+)", arguments.rdzv_conf)
         arguments.rejoin_minutes = int(said[1]) / 60 if said else REJOIN_MINUTES

@@ -127,7 +127,7 @@ def test_weights_that_torchtitan_cannot_open_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(saved(tmp_path / "ours", "tied"), tmp_path / "dcp", target_format="dcp")
-    assert "torch opens this, but not TorchTitan: model.tied" in caplog.text
+    assert "PyTorch can read this checkpoint, but TorchTitan cannot: model.tied" in caplog.text
 
 
 # --- runs ---
@@ -212,10 +212,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CANNOT = {
     ("optimizer.name", "SGD"): 'optimizer.name: got "SGD"; TorchTitan has AdamW, Adam',
     ("optimizer.no_weight_decay_on", ("norms",)): "optimizer.no_weight_decay_on: TorchTitan "
-    "updates all weights with the same numbers",
-    ("optimizer.groups.0.lr_factor", 0.5): "optimizer.groups: TorchTitan updates all weights with "
-    "the same numbers",
-    ("model.tied", True): "model.tied: TorchTitan's Llama has an output matrix of its own",
+    "updates all weights with the same settings",
+    ("optimizer.groups.0.lr_factor", 0.5): "optimizer.groups: TorchTitan updates all weights "
+    "with the same settings",
+    ("model.tied", True): "model.tied: TorchTitan's Llama has a separate output matrix",
 }
 
 
@@ -245,12 +245,15 @@ def test_only_a_run_has_an_optimizer(
         return capsys.readouterr().err.splitlines()[-1]
 
     ours = saved(tmp_path / "ours")
-    assert refused(ours, "--to", "dcp") == f"--with-optimizer: {ours} holds only weights"
+    assert (
+        refused(ours, "--to", "dcp") == f"--with-optimizer: {ours} has only weights; leave it out"
+    )
     assert refused(trained, "--to", "hf") == (
         "--with-optimizer: not supported from ours to hf; supported from ours to dcp, and back"
     )
     assert refused(trained, "--to", "dcp", "--dtype", "bfloat16") == (
-        "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+        "--with-optimizer: not supported with --dtype, as another dtype would change the "
+        "run; leave one out"
     )
 
 
@@ -291,7 +294,7 @@ def test_sizes_that_no_flavor_has_come_back_by_the_recipe(
     )
     words = [*words[:4], "--recipe", str(tmp_path / "recipe.toml")]
     assert main([*words, "--flavor", "flat"]) == 2
-    assert "--recipe: it says the model; leave out --model" in capsys.readouterr().err
+    assert "--recipe: it already selects the model; leave out --model" in capsys.readouterr().err
     ours = [*words[:2], str(tmp_path / "ours"), *words[3:]]
     assert main(ours) == 2
     assert "--recipe: not supported from ours" in capsys.readouterr().err
@@ -313,7 +316,7 @@ def test_what_shapes_do_not_show_is_said(
     words = ["checkpoint", "convert", str(away), str(tmp_path / "back"), "--model", "tiny"]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert "its shapes are those of tiny flat; what no shape shows" in said.out + said.err
+    assert "its shapes match tiny flat, from which settings that do not" in said.out + said.err
 
 
 def test_run_comes_back_to_the_bit_and_goes_on(tmp_path: Path) -> None:
@@ -372,7 +375,7 @@ def test_what_cannot_become_one_of_ours(
 
     whole = ["--with-optimizer", "--flavor", "flat"]
     assert refused(theirs_step, "step-3", *whole) == (
-        f"{tmp_path}/step-3: the run has taken 2 steps; call it step-2"
+        f"{tmp_path}/step-3: wanted the name step-2, as the run has taken 2 steps"
     )
     path = theirs_step / "step-2"
     said = refused(path, "new", "--flavor", "falt")

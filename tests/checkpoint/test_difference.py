@@ -34,7 +34,7 @@ def test_weights_come_first_and_all_shows_the_rest(
     assert full[0].startswith("model.")
     assert full[-1].endswith(f"{len(tensors)} differ in value, {sum(are_weights)} of them weights")
     assert brief[:SHOWN] == full[:SHOWN]
-    assert f"and {len(tensors) - SHOWN} tensors more; --all shows them" in brief
+    assert f"and {len(tensors) - SHOWN} more tensors; --all shows them" in brief
     assert not any("--all" in line for line in full)
     assert full.index("debug.seed: 1 -> 2") >= len(tensors)
 

@@ -175,10 +175,10 @@ def test_going_back_does_not_overwrite_what_came_later(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     before = (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(
-        ConfigError, match=r"load_step: \S+/step-4: exists already, .*Delete it; or"
+        ConfigError, match=r"load_step: \S+/step-4: already exists, .*Delete it; or"
     ):
         choose(recipe(tmp_path, checkpoint={"load_step": 2}))
-    with pytest.raises(AssertionError, match=r"step-4: exists already"):
+    with pytest.raises(AssertionError, match=r"step-4: already exists"):
         run(recipe(tmp_path, checkpoint={"load_step": 2}))
     assert steps_in(tmp_path) == [2, 4]
     assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
@@ -186,7 +186,7 @@ def test_going_back_does_not_overwrite_what_came_later(tmp_path: Path) -> None:
         ({"interval": 3}, 4),  # the last step is saved
         ({"interval": 4}, 5),
     ):
-        with pytest.raises(ConfigError, match=r"step-4: exists already"):
+        with pytest.raises(ConfigError, match=r"step-4: already exists"):
             choose(recipe(tmp_path, steps, checkpoint={"load_step": 2} | checkpoint))
 
 
@@ -199,7 +199,7 @@ def test_going_back_is_refused_with_status_2(
     before = (tmp_path / "metrics.jsonl").read_text()
     assert main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert "step-4: exists already" in error
+    assert "step-4: already exists" in error
     assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
     assert "Traceback" not in error
 
@@ -338,14 +338,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert all(torch.equal(found[parameter], weight) for parameter, weight in whole.items())
     assert steps_in(tmp_path) == [2, 4]
     assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
-    assert any(re.search(f"step-4.*{name}.*; set aside as step-4.damaged", line) for line in said)
+    assert any(re.search(f"step-4.*{name}.*; renamed to step-4.damaged", line) for line in said)
 
 
 def test_without_a_good_checkpoint_nothing_starts_afresh(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     for step in (2, 4):
         flip(tmp_path / f"checkpoint/step-{step}/rank-0.safetensors")
-    with pytest.raises(AssertionError, match=r"no checkpoint in \S+ is what was saved"):
+    with pytest.raises(AssertionError, match=r"all checkpoints in \S+ are damaged"):
         run(recipe(tmp_path, steps=6))
     assert steps_in(tmp_path) == [2, 4]
 

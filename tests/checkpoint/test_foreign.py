@@ -177,13 +177,13 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["MistralForCausalLM"]},
-            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; the '
-            "weights of another network need a model of their own, see docs/extending.md",
+            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; add a model for '
+            "the weights of another network, see docs/extending.md",
         ),
         (
             {"architectures": None},
-            "architectures: got nothing; allowed: LlamaForCausalLM; the weights of another network "
-            "need a model of their own, see docs/extending.md",
+            "architectures: got nothing; allowed: LlamaForCausalLM; add a model for the weights "
+            "of another network, see docs/extending.md",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -261,7 +261,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None
     )
     path.unlink()
     (told,) = open_hugging_face(folder)
-    assert told == f"HERE/{path.name}: no such file, but the index names it"
+    assert told == f"HERE/{path.name}: there is no such file, but the index names it"
     (folder / "model.safetensors.index.json").unlink()
     (told,) = open_hugging_face(folder)
     assert told.startswith("HERE: there is neither model.safetensors.index.json nor")

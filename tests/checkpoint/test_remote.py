@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_in_a_store_is_set_aside(
         train(on(store, tmp_path, checkpoint={"resume": "must"}))
     found = train(on(store, tmp_path))
     assert any(
-        line.endswith("; set aside as step-4/manifest.damaged.json") for line in caplog.messages
+        line.endswith("; renamed to step-4/manifest.damaged.json") for line in caplog.messages
     )
     assert any(f"resumed from {store}/step-2" in line for line in caplog.messages)
     assert same(found, whole)
@@ -122,7 +122,7 @@ def test_a_folder_is_a_checkpoint_from_the_moment_its_manifest_is_there(
     assert list(saved_steps(store)) == [2]
     assert choose(on(store, tmp_path)).path == store / "step-2"
     train(on(store, tmp_path, steps=3))
-    assert f"deleted {store}/step-4: a save that never finished" in caplog.messages
+    assert f"deleted {store}/step-4: an unfinished save" in caplog.messages
     assert list(saved_steps(store)) == [2, 3]
     assert not (store / "step-4").exists()
 
@@ -145,7 +145,7 @@ def test_the_policies_of_a_start_hold_in_a_store(store: Path, tmp_path: Path) ->
         choose(on(store, tmp_path, checkpoint={"load_step": 3}))
     with pytest.raises(ConfigError, match="has been used"):
         choose(on(store, tmp_path, checkpoint={"resume": "never"}))
-    with pytest.raises(ConfigError, match=r"step-4: exists already"):
+    with pytest.raises(ConfigError, match=r"step-4: already exists"):
         choose(on(store, tmp_path, checkpoint={"load_step": 2}))
     assert list(saved_steps(store)) == [2, 4]
 
@@ -196,7 +196,7 @@ def test_damaged_weights_of_hugging_face_in_a_store_are_refused(
 
 
 def test_weights_of_meta_in_a_store_are_refused_in_words(store: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Meta's files are read from a disk only; copy them"):
+    with pytest.raises(ConfigError, match=r"Meta's files can only be read from a disk; copy them"):
         MetaWeights(store, [small_weights.SPEC])
 
 
@@ -210,7 +210,7 @@ def test_tools_look_at_checkpoints_in_a_store(
     assert main(["checkpoint", "diff", f"{store}/step-2", f"{store}/step-4"]) == 1
     flip(store / "step-2/rank-0.safetensors")
     assert main(["checkpoint", "verify", str(store)]) == 1
-    assert "its bytes are not those that were saved" in capsys.readouterr().out
+    assert "its bytes differ from those saved" in capsys.readouterr().out
 
 
 def test_weights_are_converted_from_a_store_and_into_one(store: Path, tmp_path: Path) -> None:
@@ -480,8 +480,8 @@ def test_weights_for_a_store_are_written_where_tmpdir_says(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "spool"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     small_weights.run(small_weights.saved(tmp_path / "ours"), store / "copy")
-    told = [line for line in caplog.messages if "TMPDIR chooses the place" in line]
+    told = [line for line in caplog.messages if "TMPDIR sets the place" in line]
     assert len(told) == 1
-    assert told[0].startswith(f"{store}/copy: written to {tmp_path}/spool/")
+    assert told[0].startswith(f"{store}/copy: first written to {tmp_path}/spool/")
     assert not list((tmp_path / "spool").iterdir())
     assert (store / "copy/model.safetensors").is_file()

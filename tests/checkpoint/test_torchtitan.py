@@ -242,7 +242,9 @@ def test_samples_are_not_skipped_where_the_position_is_known(
     sections = {"checkpoint": {"enable": True}, "training": {"steps": 4}}
     run_ranks(train, 1, resumed(ours, theirs.folder / "checkpoint", **sections))
     again = resumed(tmp_path / "again", ours / "checkpoint", data={"skip_samples": 5})
-    with pytest.raises(ConfigError, match=r"has the position of its data.*skip_samples = 5 would"):
+    with pytest.raises(
+        ConfigError, match=r"contains the position of its data.*skip_samples = 5 would"
+    ):
         choose(again)
 
 
@@ -266,8 +268,8 @@ def test_what_the_recipe_has_otherwise_is_told(tmp_path: Path, theirs: Theirs) -
     told = [line for line in found.log if line.startswith(("changed", "data:", "resumed"))]
     assert told == [
         f"resumed from {theirs.folder}/checkpoint/step-3 at step 3",
-        "data: the position of TorchTitan's data loader is not taken over; data.skip_samples = -1 "
-        "steps over as much as it has trained on",
+        "data: the position of TorchTitan's data loader is not loaded; data.skip_samples = "
+        "-1 skips the samples that it was trained on",
         "changed since the checkpoint: optimizer.lr: 0.001 -> 0.002",
         "changed since the checkpoint: optimizer.beta2: 0.95 -> 0.99",
         "changed since the checkpoint: optimizer.weight_decay: 0.1 -> 0 (for 13 of 57 weights)",
@@ -280,7 +282,7 @@ def test_what_the_recipe_has_otherwise_is_told(tmp_path: Path, theirs: Theirs) -
 def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path: Path, theirs: Theirs) -> None:
     found = begun(resumed(tmp_path, theirs.folder / "checkpoint"))
     assert not [line for line in found.log if line.startswith("changed")]
-    assert "data: stepping over 24 samples" in found.log
+    assert "data: skipping 24 samples" in found.log
 
 
 def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path: Path, theirs: Theirs) -> None:
@@ -306,8 +308,8 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path: Path, theirs:
     (folder / "step-9").mkdir()
     found = begun(resumed(tmp_path / "run", folder))
     assert found.step == 3
-    assert [line for line in found.log if "skipped" in line] == [
-        f"{folder}/step-{n}: skipped, as its save has not ended: it has no .metadata"
+    assert [line for line in found.log if "skipped, as" in line] == [
+        f"{folder}/step-{n}: skipped, as its save is unfinished: it has no .metadata"
         for n in (9, 6)
     ]
 
@@ -331,8 +333,8 @@ WRONG: dict[str, tuple[Callable[[State], State], dict[str, dict[str, Any]], str]
         dict,
         {"optimizer": {"name": "SGD", "momentum": 0.9}},
         "HERE: it holds other optimizer states (exp_avg, exp_avg_sq, step) than those of "
-        "optimizer.name = SGD (momentum_buffer); choose another, or leave them out: "
-        'checkpoint.exclude_from_loading = ["optimizer"]',
+        "optimizer.name = SGD (momentum_buffer); choose another optimizer, or do not load "
+        'them: checkpoint.exclude_from_loading = ["optimizer"]',
     ),
     "missing moments": (
         without(r"layers\.[123].*exp_avg_sq$"),
@@ -380,18 +382,18 @@ WRONG: dict[str, tuple[Callable[[State], State], dict[str, dict[str, Any]], str]
     "another step": (
         lambda state: {**state, "train_state.step": 4},
         {},
-        "HERE: it is of step 4, by its train_state.step",
+        "HERE: its train_state.step is 4, which its name contradicts",
     ),
     "weights": (
         weights_only,
         {},
-        "HERE holds only weights; write initial_load_model_only = true",
+        "HERE has only weights; set initial_load_model_only = true",
     ),
     "unknown tokens": (
         without("ntokens_seen"),
         {},
-        "HERE does not say on how much data it was trained; write the number of its samples in "
-        "place of data.skip_samples = -1",
+        "HERE does not record on how much data it was trained; set data.skip_samples to the number "
+        "of its samples, instead of -1",
     ),
 }
 
@@ -455,8 +457,8 @@ def test_it_does_not_write_beside_their_checkpoints(
     job = recipe(tmp_path, checkpoint={"enable": True})
     assert refusal(job) == (
         f"checkpoint.folder: {tmp_path}/checkpoint/step-3 was saved by torch's distributed "
-        "checkpoint, not by a run of this recipe; choose another job.dump_folder, and to go on "
-        f'from there set checkpoint.initial_load_path = "{tmp_path}/checkpoint" and '
+        "checkpoint, not by a run of this recipe; choose another job.dump_folder, and to start "
+        f'from it set checkpoint.initial_load_path = "{tmp_path}/checkpoint" and '
         "initial_load_model_only = false"
     )
 
@@ -469,7 +471,7 @@ def test_check_says_what_a_run_begins_with(
     words = ["check", str(tmp_path / "recipe.toml")]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index(f"# begins with the run in {theirs.folder}/checkpoint/step-3")
+    at = lines.index(f"# starts from the run in {theirs.folder}/checkpoint/step-3")
     assert lines[at + 1] == "# optimizer.weight_decay: 0.1 -> 0.2"
     assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
     told = capsys.readouterr().err

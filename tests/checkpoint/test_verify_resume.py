@@ -59,7 +59,7 @@ def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0] == "r.toml on one rank"
-    assert '  checkpoints: in a folder of its own, with async_mode = "async"' in said.out
+    assert '  checkpoints: in a separate folder, with async_mode = "async"' in said.out
     assert "killed after step 2 was saved, resumed on one rank" in lines
     assert "killed after step 2 was saved, resumed on 2 ranks (dp_shard 2)" in lines
     assert lines[-1].startswith(
@@ -95,7 +95,7 @@ def test_optimizer_state_that_is_not_loaded_is_named(
     last = capsys.readouterr().out.splitlines()[-1]
     where = "another run: resumed on one rank, step 2, as it was loaded: optimizer.layers.0."
     assert last.startswith(f"{where}attention.wq.weight.exp_avg[")
-    assert "] is 0, never stopped " in last
+    assert "] is 0, uninterrupted " in last
     assert last.endswith("; 2 of 85 tensors differ")
 
 
@@ -110,7 +110,7 @@ def test_a_position_that_is_off_is_named(
     )
     assert alone() == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("step 2, as it was loaded: rank 0: data.samples is 9, never stopped 8")
+    assert last.endswith("step 2, as it was loaded: rank 0: data.samples is 9, uninterrupted 8")
 
 
 def test_samples_that_are_skipped_are_named(
@@ -128,7 +128,7 @@ def test_samples_that_are_skipped_are_named(
     last = capsys.readouterr().out.splitlines()[-1]
     # Four sequences a step, so that sample 9 is of lane 1, and 13 comes after it there.
     assert last.endswith(
-        "step 3: where the run never stopped reads its sample 9, its sample 13 is read"
+        "step 3: the uninterrupted run reads its sample 9 where this one reads its sample 13"
     )
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_survives_is_told(
 ) -> None:
     monkeypatch.setattr(measure, "die", lambda: None)
     assert alone() == 1
-    assert capsys.readouterr().err == "no comparison: the run that is killed: it was not\n"
+    assert capsys.readouterr().err == "no comparison: the killed run: it was not killed\n"
 
 
 def test_what_cannot_be_resumed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,20 +188,24 @@ def off(name: str, by: float) -> dict[str, Any]:
     ("is_exact", "found", "fault"),
     [
         (True, {}, None),
-        (True, {"loss": 2.0000001}, "rank 1: the loss is 2.0000001, never stopped 2.0"),
+        (True, {"loss": 2.0000001}, "rank 1: the loss is 2.0000001, uninterrupted 2.0"),
         (False, {"loss": 2.00001}, None),
-        (False, {"loss": 2.0001}, "rank 1: the loss is 2.0001, never stopped 2.0"),
-        (False, {"loss": math.nan}, "rank 1: the loss is nan, never stopped 2.0"),
-        (False, {"grad_norm": 1.001}, "rank 1: the gradient norm is 1.001, never stopped 1.0"),
-        (True, off("model.a", 1e-9), "model.a[3] is 1, never stopped 1; 1 of 2 tensors differ"),
+        (False, {"loss": 2.0001}, "rank 1: the loss is 2.0001, uninterrupted 2.0"),
+        (False, {"loss": math.nan}, "rank 1: the loss is nan, uninterrupted 2.0"),
+        (False, {"grad_norm": 1.001}, "rank 1: the gradient norm is 1.001, uninterrupted 1.0"),
+        (True, off("model.a", 1e-9), "model.a[3] is 1, uninterrupted 1; 1 of 2 tensors differ"),
         (False, off("model.a", 1e-6), None),
-        (False, off("model.a", 2e-5), "model.a[3] is 1.00002, never stopped 1; 1 of 2 tensors"),
+        (False, off("model.a", 2e-5), "model.a[3] is 1.00002, uninterrupted 1; 1 of 2 tensors"),
         (False, off("optimizer.a", 1e-4), None),
-        (False, off("optimizer.a", 2e-3), "optimizer.a[3] is 1.002, never stopped 1; 1 of 2"),
-        (False, off("rng.0.cpu", 1e-9), "rng.0.cpu[3] is 1, never stopped 1; 1 of 2 tensors"),
-        (False, {"counters": {}}, "rank 1: data.samples is None, never stopped 4"),
-        (False, {"samples": {4: 40, 5: 51}}, "its sample 5, none of it is read"),
-        (False, {"samples": {4: 40, 5: 61}}, "its sample 5, its sample 7 is read"),
+        (False, off("optimizer.a", 2e-3), "optimizer.a[3] is 1.002, uninterrupted 1; 1 of 2"),
+        (False, off("rng.0.cpu", 1e-9), "rng.0.cpu[3] is 1, uninterrupted 1; 1 of 2 tensors"),
+        (False, {"counters": {}}, "rank 1: data.samples is None, uninterrupted 4"),
+        (
+            False,
+            {"samples": {4: 40, 5: 51}},
+            "its sample 5 where this one reads a sample that it never reads",
+        ),
+        (False, {"samples": {4: 40, 5: 61}}, "its sample 5 where this one reads its sample 7"),
     ],
 )
 def test_what_is_a_fault(is_exact: bool, found: dict[str, Any], fault: str | None) -> None:
@@ -220,10 +224,10 @@ def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
     resumed = [[note(1, None, **off("model.a", 1e-9)), note(2)]]
     said = Resumption(whole, resumed, 1, is_exact).fault()
     assert (
-        said == "step 1, as it was loaded: model.a[3] is 1, never stopped 1; 1 of 2 tensors differ"
+        said == "step 1, as it was loaded: model.a[3] is 1, uninterrupted 1; 1 of 2 tensors differ"
     )
     said = Resumption(whole, [[note(0, None), note(1), note(2)]], 1, is_exact).fault()
-    assert said == "it resumes from step 0, and step 1 was saved"
+    assert said == "it resumes from step 0, but step 1 was saved"
 
 
 def test_samples_of_all_ranks_are_joined() -> None:
@@ -240,6 +244,6 @@ def test_the_bar_is_drawn_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(ranks, "on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with ranks._bar("the run that is killed", 4, lambda: 3) as show:
+    with ranks._bar("the killed run", 4, lambda: 3) as show:
         show()
-    assert "the run that is killed" in capsys.readouterr().err
+    assert "the killed run" in capsys.readouterr().err

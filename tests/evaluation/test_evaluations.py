@@ -29,4 +29,4 @@ def test_a_module_adds_an_evaluation(
     assert main([*words, "--tasks", "count", "--json"]) == 0
     assert capsys.readouterr().out == '{"count": {"documents": 3}}\n'
     assert main([*words, "--tasks", "hellaswag,count"]) == 2
-    assert "--tasks: got hellaswag,count; count is run by itself" in capsys.readouterr().err
+    assert "--tasks: got hellaswag,count; count cannot be combined" in capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFi
         assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
     cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
     told = capfd.readouterr().err
-    assert "the model was trained on sequences of 96 tokens, and these get up to 97" in told
+    assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,8 +300,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads; use 1 or 2"
         ),
         (str(lost),): "no tokenizer at gone.json: there is neither such a file nor such a folder; "
-        "--tokenizer names another place",
-        (str(unsaid),): f"{unsaid}: it does not say its tokenizer; --tokenizer names it",
+        "or set another with --tokenizer",
+        (str(unsaid),): f"{unsaid}: it does not record its tokenizer; set it with --tokenizer",
         (str(path), "--prompts-file", "none.txt"): (
             "--prompts-file: got none.txt; there is no such file"
         ),
@@ -325,4 +325,4 @@ def test_a_weight_that_is_not_what_was_saved_is_refused(
     content[-8] ^= 1
     file.write_bytes(content)
     assert cli.main(["generate", str(path)]) == 2
-    assert "is not what was saved" in capsys.readouterr().err
+    assert "differs from what was saved" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_bits_per_byte_are_those_of_our_loss(
     assert found["continuations"]["exact_match,none"] == 0.0
 
     assert cli.main(["evaluate", *words, "--tensor-parallel", str(ranks), "--length", "5"]) == 2
-    assert "--length: got 5, but a task wants 5 tokens" in capfd.readouterr().err
+    assert "--length: got 5, but a task generates 5 tokens" in capfd.readouterr().err
     if ranks == 1:
         assert cli.main(["evaluate", str(path), "--tasks", "choice"]) == 2
         assert "--tasks: got choice; the harness has no such task" in capfd.readouterr().err

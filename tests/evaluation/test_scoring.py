@@ -168,9 +168,9 @@ def test_what_a_task_wants(tmp_path: Path) -> None:
         )  # do_sample is not said
         request = read_request(model, [1], said | {"do_sample": True, "top_k": 5})
         assert request.how == Sampling(0.5, 5, 1.0)
-        with pytest.raises(ConfigError, match="a task wants 256 tokens after a text; use 512"):
+        with pytest.raises(ConfigError, match="a task generates 256 tokens after a text; use 512"):
             read_request(model, [1], {})
-        with pytest.raises(ConfigError, match="a task wants num_beams, which is not known here"):
+        with pytest.raises(ConfigError, match="a task sets num_beams, which is not supported"):
             read_request(model, [1], {"num_beams": 4})
 
 

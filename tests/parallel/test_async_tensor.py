@@ -182,7 +182,7 @@ COMPILED = {"enable": True}
         (ASYNC, {}, None, ["compile.enable = true"]),
         (ASYNC, {"enable": True, "components": ["loss"]}, None, ['"model" in compile.components']),
         (ASYNC, COMPILED | {"backend": "aot_eager"}, None, ['compile.backend = "inductor", not']),
-        (ASYNC, COMPILED, "cpu", ["SymmetricMemory does not support CPU"]),
+        (ASYNC, COMPILED, "cpu", ["SymmetricMemory does not support a CPU"]),
         (ASYNC, {}, "cpu", ["compile.enable", "CPU"]),
     ],
 )

@@ -199,7 +199,7 @@ def test_breaks_and_recompilations_are_counted_and_shown() -> None:
     assert "graph_break()" in breaks
     assert len(again) == 2
     for line in again:
-        assert line.startswith("compile: recompiled, since a guard failed: ")
+        assert line.startswith("compile: recompiled because a guard failed: ")
         assert "dtype mismatch" in line
 
 
@@ -232,10 +232,10 @@ def watched(steps: int, config: CompileConfig) -> list[list[str]]:
     forget()
     block = Broken()
     compile.apply([block], config)
-    watch, said = compile.Watch(config, 1, has_loss=False), []
+    monitor, said = compile.CompileMonitor(config, 1, has_loss=False), []
     for step in range(1, steps + 1):
         block(torch.ones(2, dtype=torch.float64 if step == 4 else torch.float32))
-        said.append(logged(partial(watch.after_step, step + 100, is_last=step == steps)))
+        said.append(logged(partial(monitor.after_step, step + 100, is_last=step == steps)))
     return said
 
 
@@ -246,7 +246,7 @@ def test_a_report_after_two_steps_and_a_warning_whenever_it_compiles_again() -> 
     assert second[0] == "compile: 2 graphs of 1 block, 1 graph break, 0 recompilations"
     assert len(fourth) == 2  # what is before the break, and after it
     for line in fourth:
-        assert line.startswith("compile: step 104: recompiled, since a guard failed: ")
+        assert line.startswith("compile: step 104: recompiled because a guard failed: ")
         assert "dtype mismatch" in line
     ((only,),) = run_ranks(watched, 1, 1, config)
     assert only[0] == second[0]
@@ -284,7 +284,7 @@ def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
     )
     assert len(again) == 2  # validation has no gradients: the block and the loss
     for line in again:
-        assert line.startswith("compile: step 3: recompiled, since a guard failed: ")
+        assert line.startswith("compile: step 3: recompiled because a guard failed: ")
         assert "grad_mode" in line
 
 

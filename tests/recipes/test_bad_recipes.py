@@ -243,8 +243,8 @@ def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.Monkey
         ("fault_tolerance.enable", 'torchft is not installed: pip install "torchft>=0.2,<0.3"'),
         (
             "fault_tolerance.enable",
-            "where is the lighthouse? Wanted TORCHFT_LIGHTHOUSE=http://HOST:29510 in the "
-            "environment",
+            "the address of the lighthouse is missing; set "
+            "TORCHFT_LIGHTHOUSE=http://HOST:29510 in the environment",
         ),
     ]
     monkeypatch.undo()
@@ -271,7 +271,7 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     job = load_job(None, words, 2, "cpu").config
     (problem,) = lacks(job, "cpu")
     assert problem.path == "parallelism.enable_async_tensor_parallel"
-    assert problem.message.startswith("SymmetricMemory does not support CPU")
+    assert problem.message.startswith("SymmetricMemory does not support a CPU")
     assert lacks(job, "cuda") == []
 
 

@@ -59,8 +59,8 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
         "# r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, and all of "
         "them warm up",
         "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
-        "# 32 sequences in an optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
-        "# 65,536 tokens in a step, 655,360 in 10 steps",
+        "# 32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
+        "# 65,536 tokens per step, 655,360 in 10 steps",
         "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
         "# memory of a rank: about 0.4 GiB (activations 0.2 + logits 0.1), at the least 0.1 GiB",
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
@@ -131,7 +131,7 @@ def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None
     new = Path("new.toml").read_text(encoding="utf-8")
     assert new.startswith("[training]\nlocal_batch_size = 2\n")
     assert main(["migrate", path, "-o", path]) == 2
-    assert "r.toml: exists already; nothing was written" in capsys.readouterr().err
+    assert "r.toml: already exists; nothing was written" in capsys.readouterr().err
     assert main(["migrate", "none.toml"]) == 2
 
 

@@ -167,7 +167,7 @@ def test_converters(old: str, flags: str, expected: tuple[Any, ...], tmp_path: P
     [
         (
             "[mx]\nrecipe_name = 'mxfp4_cutlass'",
-            '4: mx.recipe_name: got "mxfp4_cutlass"; MXFP8 with scales that are rounded up is ',
+            '4: mx.recipe_name: got "mxfp4_cutlass"; MXFP8 with scales rounded up is the only ',
         ),
         (
             "[float8]\nemulat = true",

@@ -237,7 +237,7 @@ def what_is_wrong(case: Case) -> str | None:
     if case.is_default:
         is_here = case.key in now or notices
         return None if not changed and is_here else f"the default changes {changed}, {notices}"
-    left_out = [line for line in notices if " is left out; " in line]
+    left_out = [line for line in notices if " is dropped; " in line]
     if left_out:
         return None if not changed else f"left out, but it changes {changed}"
     targets = moved(case, notices) or [case.key]

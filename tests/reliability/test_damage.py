@@ -150,7 +150,7 @@ def test_a_harmed_file(
         assert "Traceback" not in refused.log
         assert "step 7/8" not in refused.log
     assert auto.status == 0, auto.log
-    assert "; set aside as step-6.damaged\n" in auto.log
+    assert "; renamed to step-6.damaged\n" in auto.log
     assert name in auto.log
     assert "/step-4 at step 4\n" in auto.log
     assert contents(run / "checkpoint/step-6.damaged") == harmed
@@ -190,7 +190,7 @@ def test_files_exchanged_between_two_checkpoints(
     assert must.status == 2, must.log
     assert auto.status == 0, auto.log
     for step in (4, 6):
-        assert f"; set aside as step-{step}.damaged\n" in auto.log
+        assert f"; renamed to step-{step}.damaged\n" in auto.log
     assert "/step-2 at step 2\n" in auto.log
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
     what = "a file" if name else "the names"
@@ -208,7 +208,7 @@ def test_every_checkpoint_harmed(harm: str, tmp_path: Path, saved: Saved, tell: 
     before = {path.name: contents(path) for path in checkpoints(run).values()}
     played = play(recipe(run))
     assert played.status == 2, played.log
-    assert f"no checkpoint in {run}/checkpoint is what was saved" in played.log
+    assert f"all checkpoints in {run}/checkpoint are damaged" in played.log
     assert all(f"step-{step}/{FILES['one rank'][step // 2]}" in played.log for step in (2, 4, 6))
     assert {path.name: contents(path) for path in checkpoints(run).values()} == before
     tell(
@@ -287,7 +287,7 @@ def test_malicious_pickles_are_not_run(
         assert statuses == [0, 0, 0], played
     elif where == "in place of a file":
         assert statuses == [2, 2, 0], played
-        assert "; set aside as step-6.damaged\n" in played[2].log
+        assert "; renamed to step-6.damaged\n" in played[2].log
     else:
         assert statuses == [2, 2, 2], played
         must, fresh, auto = (one.log for one in played)

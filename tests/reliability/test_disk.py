@@ -140,7 +140,7 @@ def test_a_disk_that_fails_and_recovers(
     assert played.status == 0, played.log
     assert "step 4 could NOT be saved: " in played.log
     assert WHAT[kind] in played.log
-    assert "Training goes on; the last checkpoint is step-2\n" in played.log
+    assert "Training continues; the last checkpoint is step-2\n" in played.log
     assert ("attempt 2 of 3 failed" in played.log) == (
         kind not in ("a read-only file system", "no permission")
     )

@@ -168,7 +168,7 @@ def test_a_checkpoint_of_a_later_format(tmp_path: Path, tell: Tell) -> None:
     path.write_text(json.dumps(content | {manifest.HASH: manifest._hash_of(content)}))
     for played in refused(run, tmp_path):
         assert played.status == 2, played.log
-        told = f"{path}: format 4; this version reads 2 and 3. A newer torchtitan wrote it: use "
+        told = f"{path}: format 4; this version reads 2 and 3. It was written by a newer torchti"
         assert told in played.log
     tell("a checkpoint of a later format", "refused, with what can be done about it", "as expected")
 
@@ -248,7 +248,7 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(
     played = play(recipe(run, checkpoint=saves), traps={0: traps})
     assert played.status == 0, played.log
     assert f"step-4/{name}: damaged" in played.log
-    assert "; set aside as step-4.damaged\n" in played.log
+    assert "; renamed to step-4.damaged\n" in played.log
     assert note.read_text() == "step-2 step-4.damaged"
     assert list(checkpoints(run)) == [8]
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)

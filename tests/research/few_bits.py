@@ -183,7 +183,7 @@ def resumed_by_others(
 
 
 def resumes_on_another_layout(communication: dict[str, Any], folder: Path) -> None:
-    """What is kept begins anew, and the run stays near the one that never stopped."""
+    """What is kept starts from scratch, and the run stays near the one that never stopped."""
     one, other = case(shard=2, replicate=2, batch=1), case(shard=4, batch=1)
     folders = [str(folder / name) for name in "ab"]
     whole, said = run_ranks(resumed_by_others, 4, folders[0], one, communication, 6)[0]
@@ -191,6 +191,6 @@ def resumes_on_another_layout(communication: dict[str, Any], folder: Path) -> No
     assert not run_ranks(resumed_by_others, 4, folders[1], one, communication, 2)[0][1]
     alone = {way: each for way, each in communication.items() if way != "replicas"}
     for norms, said in run_ranks(resumed_by_others, 4, folders[1], other, alone, 6):
-        assert ["begins anew" in line for line in said] == [True]
+        assert ["starts from scratch" in line for line in said] == [True]
         assert norms == pytest.approx(whole, rel=6e-2)
         assert norms != whole

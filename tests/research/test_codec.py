@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtitan.comm.unit import Unit
-from torchtitan.research.common.codec import Codec, Envelope, Form
+from torchtitan.research.common.codec import Codec, Form, WireFormat
 
 FORMS: list[Form] = ["symmetric", "minmax"]
 SCALES = [torch.float32, torch.bfloat16]
@@ -135,27 +135,27 @@ def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:
     shapes = {"norm": (24,), "w": (4, 16), "tiny": (2, 3), "w2": (80, 2)}
     unit = Unit("", {n: torch.Size(s) for n, s in shapes.items()}, torch.device("cpu"))
-    envelope = Envelope(unit, Codec(4, 32))
+    wire_format = WireFormat(unit, Codec(4, 32))
     rows = torch.randn(3, unit.elements, generator=torch.Generator().manual_seed(0)).bfloat16()
-    coarse, exact = envelope.split(rows)
+    coarse, exact = wire_format.split(rows)
     assert (coarse.shape, exact.shape) == ((3, 64 + 160), (3, 24 + 6))
-    assert torch.equal(envelope.join(coarse, exact), rows)
-    sealed = envelope.seal(envelope.codec.encode(coarse), exact)
-    assert sealed.shape == (3, envelope.bytes(torch.bfloat16))
-    codes, rest = envelope.open(sealed, torch.bfloat16)
+    assert torch.equal(wire_format.join(coarse, exact), rows)
+    packed = wire_format.pack(wire_format.codec.encode(coarse), exact)
+    assert packed.shape == (3, wire_format.bytes(torch.bfloat16))
+    codes, rest = wire_format.unpack(packed, torch.bfloat16)
     assert torch.equal(rest, exact)
-    found = envelope.codec.decode(codes, envelope.coarse)
+    found = wire_format.codec.decode(codes, wire_format.coarse)
     assert float((found - coarse).abs().max()) < 0.3
 
 
 def test_a_unit_without_matrices_is_sent_as_it_is() -> None:
     unit = Unit("", {"norm": torch.Size([24])}, torch.device("cpu"))
-    envelope, rows = Envelope(unit, Codec(4, 32)), torch.randn(2, 24)
-    codes, rest = envelope.open(
-        envelope.seal(envelope.codec.encode(rows[:, :0]), rows), torch.float32
+    wire_format, rows = WireFormat(unit, Codec(4, 32)), torch.randn(2, 24)
+    codes, rest = wire_format.unpack(
+        wire_format.pack(wire_format.codec.encode(rows[:, :0]), rows), torch.float32
     )
     assert codes.numel() == 0
-    assert torch.equal(envelope.join(envelope.codec.decode(codes, 0), rest), rows)
+    assert torch.equal(wire_format.join(wire_format.codec.decode(codes, 0), rest), rows)
 
 
 def test_the_codec_compiles_as_one_graph() -> None:

@@ -349,13 +349,11 @@ def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None
     for rank, (found, said) in enumerate(split):
         for name, part in found.items():
             assert torch.equal(part.local, part.of(at_once[rank // 2][name]))
-        assert ["begins anew" in line for line in said] == [True]
+        assert ["starts from scratch" in line for line in said] == [True]
     ((first, said),) = run_ranks(resumed, 1, str(tmp_path / "c"), case(batch=8), {})
     for name, part in first.items():
         assert torch.equal(part.local, at_once[0][name].local)
-    assert ["begins with the weights of the first" in " ".join(line.split()) for line in said] == [
-        True
-    ]
+    assert ["starts with those of the first" in " ".join(line.split()) for line in said] == [True]
 
 
 def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:

@@ -81,9 +81,9 @@ def test_what_sends_less_is_compared_with_a_model_of_it(
 ) -> None:
     assert verify(MODELLED[way], "--steps", "3") == 0, capsys.readouterr()
     said = capsys.readouterr().out
-    assert "\n  all is computed in float64: " in said
+    assert "\n  everything is computed in float64: " in said
     last = said.splitlines()[-1]
-    assert last.startswith("the same run: 3 steps of a model of what is sent, in one process, and ")
+    assert last.startswith("the same run: 3 steps simulated in one process and ")
     # Far less than what is allowed: no number was sent in another code.
     assert float(last.split(" off by ")[1].split()[0]) < 1e-9
 
@@ -93,7 +93,7 @@ def test_without_a_model_it_is_refused(
 ) -> None:
     monkeypatch.delitem(REFERENCES, "modelled")
     assert verify(MODELLED["local SGD"]) == 2
-    assert "the model of what they send is not installed" in capsys.readouterr().err
+    assert "the simulation to compare it with is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")

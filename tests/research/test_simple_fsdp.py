@@ -271,15 +271,13 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="did not take effect: all-gathers 9 -> 9"):
         bucketing.confirm("block")
     monkeypatch.setattr(bucketing, "tallies", dict)
-    assert logged(lambda: bucketing.confirm("block")) == [
-        "simple_fsdp: one rank, so no collectives"
-    ]
+    assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
 
 
 def test_the_scheduler_needs_a_gpu() -> None:
     job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
     (problem,) = tiny.problems(job, "cpu")
-    assert problem.message.endswith('none here, but cpu; use "block" or "size"')
+    assert problem.message.endswith('has only cpu; use "block" or "size"')
     assert not tiny.problems(job, "cuda")
 
 
@@ -310,7 +308,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
     assert recipe.config.sharding == FSDP2()
     assert recipe.notices[2].endswith(
-        '20 is left out; it only acts with parallelism.data_parallel_impl = "simple_fsdp"'
+        '20 is dropped; it only has an effect with parallelism.data_parallel_impl = "simple_fsdp"'
     )
 
 
@@ -319,5 +317,6 @@ def test_cuda_graphs_need_cuda() -> None:
     words += ["--sharding.name", "simple_fsdp"]
     job = load_job(None, words, 2, "cuda").config
     problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
-    assert problem.message == "CUDA graphs need a CUDA device; there is none here, but cpu"
+    message = "CUDA graphs need a CUDA device, but this machine has only cpu; "
+    assert problem.message == message + "set compile.cuda_graphs = false"
     assert lacks(job, "cuda") == []

@@ -197,7 +197,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(name: str) -> None:
         (
             "parallelism.tensor_parallel_degree=2 parallelism.disable_sequence_parallel=true "
             "parallelism.data_parallel_shard_degree=2 sharding.name=simple_fsdp",
-            'cannot share bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
+            'cannot shard bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
         ),
     ],
 )
@@ -266,7 +266,7 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> 
     )
     spec = dataclasses.replace(VIT_MAE, formats={"hf": turned})
     write_hugging_face(tmp_path, source, Network(spec, ARGS), Extras())
-    with pytest.raises(ConfigError, match="position_embeddings is not that of"):
+    with pytest.raises(ConfigError, match="position_embeddings differs from the fixed values of"):
         HuggingFaceWeights(tmp_path, [VIT_MAE])
 
 

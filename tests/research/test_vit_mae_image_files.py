@@ -179,7 +179,7 @@ def test_values_that_are_no_numbers_are_corrupt(tmp_path: Path) -> None:
     values = np.zeros((2, 8, 8), np.float32)
     values[1, 3, 3] = np.nan
     np.save(tmp_path / "a.npy", values)
-    with pytest.raises(CorruptImage, match=r"a\.npy: it holds values that are not finite"):
+    with pytest.raises(CorruptImage, match=r"a\.npy: it has values that are not finite"):
         open_view(data(tmp_path, "rasters"), size=8, bands=2)[0]
 
 
@@ -195,8 +195,8 @@ def test_folders_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> Non
     (tmp_path / "hollow/cats").mkdir(parents=True)
     touched(tmp_path / "hollow", "ants/a.png")
     cases = {
-        touched(tmp_path / "mixed", "a.png", "cats/b.png"): "both by themselves (a.png) and in sub",
-        tmp_path / "empty": "holds no images (.jpg, .jpeg, .png",
+        touched(tmp_path / "mixed", "a.png", "cats/b.png"): "both directly (a.png) and in sub",
+        tmp_path / "empty": "has no images (.jpg, .jpeg, .png",
         tmp_path / "hollow": "cats is a class without images",
         tmp_path / "mixed/a.png": "is a file; wanted a folder of images",
         tmp_path / "nowhere": "there is no such file or folder",
@@ -216,15 +216,15 @@ def test_shards_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> None
     (tmp_path / "cut.tar").write_bytes(whole[: 512 + 512 + 512 + 20])
     (tmp_path / "packed.tar.gz").write_bytes(whole)
     cases = {
-        tmp_path / "empty": "holds no shards (.tar)",
+        tmp_path / "empty": "has no shards (.tar)",
         tmp_path / "zero.tar": "zero.tar: the shard is empty",
         shard(tmp_path / "none.tar", {}): "none.tar: the shard is empty",
-        tmp_path / "text.tar": "text.tar: not a whole tar archive",
-        tmp_path / "cut.tar": "cut.tar: it is cut short, within b.png",
+        tmp_path / "text.tar": "text.tar: not a complete tar archive",
+        tmp_path / "cut.tar": "cut.tar: it is truncated, within b.png",
         tmp_path / "packed.tar.gz": "unpack it to .tar",
         shard(tmp_path / "bare.tar", {"a.txt": b"x"}): "a has no image, only .txt",
         shard(tmp_path / "two.tar", {"a.png": image, "a.jpg": image}): "a has 2 images",
-        shard(tmp_path / "mix.tar", {"a.png": image, "b.png": image, "a.cls": b"1"}): "do not foll",
+        shard(tmp_path / "mix.tar", {"a.png": image, "b.png": image, "a.cls": b"1"}): "are not adj",
         shard(
             tmp_path / "some.tar", {"a.png": image, "a.cls": b"1", "b.png": image}
         ): "b.png: it h",
@@ -247,7 +247,7 @@ def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_band_that_is_not_there_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 8, 8), np.uint8))
     config = data(tmp_path, "rasters", PLAIN.model_copy(update={"bands": (0, 2)}))
-    with pytest.raises(ConfigError, match=r"it has 2 bands, .* asks for band 2, counted from 0"):
+    with pytest.raises(ConfigError, match=r"it has 2 bands, .* selects band 2, counted from 0"):
         open_view(config, size=8, bands=2)[0]
 
 

@@ -107,7 +107,7 @@ def test_views_are_parts_that_may_be_mirrored(ramp: Tensor) -> None:
 @pytest.mark.parametrize(
     ("settings", "size", "message"),
     [
-        ({"crop": "none"}, 8, "it has 8 x 12 pixels, and the model takes 8 x 8"),
+        ({"crop": "none"}, 8, "it has 8 x 12 pixels, but the model takes 8 x 8"),
         ({"crop": "window"}, 9, "too few for a window of 9 x 9"),
     ],
 )
@@ -206,12 +206,14 @@ def test_a_lane_of_corrupt_images_alone_ends_the_run() -> None:
 
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
     config = ImageData(dataset="scenes", images=ImagesConfig(bands=(0, 1)))
-    message = r"data.images.bands: got \[0, 1\]; the model takes 3 bands, so name 3"
+    message = r"data.images.bands: got \[0, 1\]; wanted 3 bands, as the model takes"
     with pytest.raises(ConfigError, match=message):
         open_view(config, size=8, bands=3)
 
 
 def test_images_of_other_bands_are_refused() -> None:
     images = ImageView(Scenes(channels=4), ImagesConfig(), size=8, bands=3)
-    with pytest.raises(ConfigError, match=r"scene 2: it has 4 bands, and the model takes 3; data"):
+    with pytest.raises(
+        ConfigError, match=r"scene 2: it has 4 bands, but the model takes 3; select some with data"
+    ):
         images.sample(2)

@@ -110,12 +110,18 @@ def test_probes_that_cannot_be_are_refused_in_words(
     text = small_weights.saved(tmp_path / "text", recipe={"model.tokenizer_path": None})
     of_loose = ["--dataset", "image_folder", "--dataset-path", str(tmp_path / "loose")]
     for words, message in {
-        (str(untrained), "--tasks", "linear_probe,x"): "linear_probe is run by itself",
-        (str(untrained), "--tasks", "linear_probe", "--limit", "1"): "needs images of two classes",
+        (str(untrained), "--tasks", "linear_probe,x"): "linear_probe cannot be combined",
+        (
+            str(untrained),
+            "--tasks",
+            "linear_probe",
+            "--limit",
+            "1",
+        ): "needs training images of at least two classes",
         (str(untrained), "--tasks", "linear_probe", *of_loose): "have no classes, which a probe n",
         (str(untrained), "--tasks", "linear_probe", "--dataset", "sceness"): "scenes",
-        (str(untrained), "--tasks", "linear_probe", "--dataset", "synthetic"): "holds no images",
-        (str(text), "--tasks", "linear_probe"): "is no model of images",
+        (str(untrained), "--tasks", "linear_probe", "--dataset", "synthetic"): "has no images",
+        (str(text), "--tasks", "linear_probe"): "is not a model of images",
     }.items():
         assert main(["evaluate", *words]) == 2
         assert message in capsys.readouterr().err

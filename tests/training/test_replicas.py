@@ -152,8 +152,12 @@ def same_number(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
 
 
 UNLIKE = [
-    (other_digest(1), ConfigError, r"replica groups have unlike recipes, in \[data\]"),
-    (other_digest(2), RuntimeError, "replica groups are at the same step but were trained apart"),
+    (other_digest(1), ConfigError, r"the recipes of the replica groups differ in \[data\]"),
+    (
+        other_digest(2),
+        RuntimeError,
+        "replica groups are at the same step but were trained separately",
+    ),
     (same_number, ConfigError, "replica_id: got 0: another replica group has the same number"),
 ]
 
@@ -190,7 +194,7 @@ def test_too_few_groups_wait_but_one_that_cannot_join_gives_up() -> None:
     failing = group(Manager([False] * 9, groups=2), min_replica_size=2)
     assert not failing.should_commit()
     assert not failing.should_commit()
-    with pytest.raises(RuntimeError, match="no step was made with the other replica groups"):
+    with pytest.raises(RuntimeError, match="no step with the other replica groups was committed"):
         failing.should_commit()
 
 

@@ -67,7 +67,7 @@ def test_a_run_answers_torchtitan_profile(
         os.kill(run.pid, signal.SIGINT)
         run.join()
     output = capfd.readouterr().out
-    assert "1 of 1 ranks wrote theirs" in output
+    assert "1 of 1 ranks wrote their traces" in output
     assert "of 2 steps" in output
     assert "rank 0    computes" in output
     [trace] = (tmp_path / "run/profile_traces").glob("*_on_request/rank0_trace.json")

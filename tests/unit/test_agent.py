@@ -148,7 +148,7 @@ def free_port() -> int:
 
 def finds_no_store(port: int) -> None:
     mine, _ = agent("true", f"localhost:{port}", 2, 1.5, "is_host=0")
-    with pytest.raises(RendezvousConnectionError, match=r"out of reach: .*Connection refused"):
+    with pytest.raises(RendezvousConnectionError, match=r"cannot be reached: .*Connection refused"):
         mine.work()
 
 

@@ -52,7 +52,7 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
     ("run", "message"),
     [
         ("none", "none: is not a folder; wanted the job.dump_folder of a run"),
-        ("empty", "empty: the run has reported no loss; there is nothing to draw"),
+        ("empty", "empty: the run has reported no loss"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(

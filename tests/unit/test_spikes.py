@@ -28,7 +28,7 @@ def test_a_spike_is_more_than_sigma_deviations_above_the_mean(loss, is_skipped):
 def test_why_is_told_in_words_and_in_numbers():
     skip = detect_spike(FOUR, seen(5.0, 5.0, 5.2, 4.8), loss=9.0, grad_norm=math.inf)
     assert skip.why == (
-        "the loss is more than 2 standard deviations (0.1414) above its mean of late (5) and "
+        "the loss is more than 2 standard deviations (0.1414) above its recent mean (5) and "
         "the gradient norm is not finite"
     )
     assert skip.row == {

@@ -81,17 +81,17 @@ def test_what_is_shown_of_a_run(tmp_path):
     (folder / "environment.json").write_text(json.dumps(environment))
     assert lines(folder) == [
         "run         long  llama3 8B  8 x NVIDIA H100  a, b",
-        "state       alive: the last row came 5.0 s ago; steps to the next report take 0:00:20",
+        "state       alive: last row 5.0 s ago; 0:00:20 of steps until the next report",
         "step        20 of 1,000 (2%), 0:01:00 left",
         "loss        █▅▁  3.0000",
         "grad norm   ▁▁▁  1.0000",
         "validation  3.7500 at step 20; best 3.5000 at step 10",
         "tokens      20,000",
         # 1,000 tokens at 250 a second and 19,000 at 500.
-        "speed       500 tokens/s/device now, 476 mean; 2 s a step",
+        "speed       500 tokens/s/device now, 476 mean; 2 s per step",
         "mfu         41.2%",
         "memory      12.30 GiB (15%)",
-        "data        waited for 1.2% of the time",
+        "data        1.2% of the time spent waiting",
         "events      HH:MM:SS  step 0  restart: restart 1, ranks 8",
         "            HH:MM:SS  step 20  skipped: steps 1, because loss",
     ]
@@ -113,7 +113,7 @@ def test_a_run_without_recipe_and_with_what_is_not_known(tmp_path):
     assert found[0] == "run         bare"
     assert found[2] == "step        3, 0:01:00 left"
     assert found[3] == "loss        !  n/a"
-    assert "speed       n/a tokens/s/device now, n/a mean; 2 s a step" in found
+    assert "speed       n/a tokens/s/device now, n/a mean; 2 s per step" in found
     assert not any(line.startswith("mfu") for line in found)
 
 
@@ -136,20 +136,20 @@ def test_a_run_that_has_not_reported_yet(tmp_path):
 @pytest.mark.parametrize(
     ("step", "step_time", "since", "expected"),
     [
-        (20, 2.0, 5, "alive: the last row came 5.0 s ago; steps to the next report take 0:00:20"),
+        (20, 2.0, 5, "alive: last row 5.0 s ago; 0:00:20 of steps until the next report"),
         (20, 2.0, 60, "alive: "),
         (
             20,
             2.0,
             61,
-            "silent: the last row came 0:01:01 ago; steps to the next report take 0:00:2",
+            "silent: last row 0:01:01 ago; 0:00:20 of steps",
         ),
         # Nine steps are left, of a tenth of a second: half a minute is not yet long.
-        (1, 0.1, 30, "alive: the last row came 0:00:30 ago; steps to the next report take 0.9 s"),
+        (1, 0.1, 30, "alive: last row 0:00:30 ago; 0.9 s of steps until the next report"),
         (1, 0.1, 31, "silent: "),
         (1000, 2.0, 3600, "finished at step 1,000, 1:00:00 ago"),
         # A clock that differs from this one.
-        (20, 2.0, -9, "alive: the last row came 0.0 s ago"),
+        (20, 2.0, -9, "alive: last row 0.0 s ago"),
     ],
 )
 def test_whether_a_run_seems_alive(step, step_time, since, expected, tmp_path):

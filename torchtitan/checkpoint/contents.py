@@ -124,10 +124,7 @@ class Checkpointable:
         self._read(path, self.weights(), source, {"model"})
         self.optimizers.weights_changed()
         if found := self._not_finite():
-            raise ConfigError(
-                f"{path}: not finite, but NaN or infinity: {found}; nothing can be trained from "
-                "such weights"
-            )
+            raise ConfigError(f"{path}: NaN or infinity in {found}; start from other weights")
 
     def restore(self, saved: SavedRun, skip: Collection[str] = ()) -> None:
         """Restore everything except `skip` from a checkpoint.
@@ -142,7 +139,7 @@ class Checkpointable:
         source = self._of_this_copy(saved)
         self._read(saved.path, tensors, source, {"model", "optimizer"} - set(skip))
         if found := self._not_finite():
-            logger.warning("%s: not finite, but NaN or infinity: %s", saved.path, found)
+            logger.warning("%s: NaN or infinity in %s", saved.path, found)
         self.take_optimizer(optimizer)
         self._restore_sending(saved)
         if has_rng:
@@ -162,8 +159,8 @@ class Checkpointable:
         there = {int(name.split(".")[1]) for name in names if name.startswith("replica.")}
         if there and there != set(range(1, self.copies)):
             logger.warning(
-                "communication.replicas: %s is of %d replicas that ran apart; this run begins with "
-                "the weights of the first",
+                "communication.replicas: %s is of %d replicas with different weights; this run "
+                "starts with those of the first",
                 *(saved.path, len(there) + 1),
             )
         elif prefix := of_copy(self.copy):
@@ -224,8 +221,8 @@ class Checkpointable:
         else:
             self.start_over()
             logger.warning(
-                "communication: what [communication] keeps on a rank begins anew; the checkpoint "
-                "has none of this layout"
+                "communication: the state of [communication] starts from scratch, as the "
+                "checkpoint has none for this layout"
             )
 
     def _of_sending(self) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
     <dump_folder>/checkpoint/step-500          a complete checkpoint
     <dump_folder>/checkpoint/step-1000.saving  being written, or left by a run that was killed
     <dump_folder>/checkpoint/step-10.deleting  being deleted
-    <dump_folder>/checkpoint/step-20.damaged   found to be damaged, and set aside
+    <dump_folder>/checkpoint/step-20.damaged   found to be damaged, and renamed
 
 See `store` for why the first name always means a checkpoint that was complete, and for folders
 that are not on a disk.
@@ -56,7 +56,7 @@ def look_at(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     name = NAME.fullmatch(checkpoint.name)
     if name and not manifest.model_only and int(name[1]) != manifest.step:
-        raise Damaged(f"{checkpoint}: damaged: it is of step {manifest.step}, by its {MANIFEST}")
+        raise Damaged(f"{checkpoint}: damaged: its {MANIFEST} is of step {manifest.step}")
     if problem := next(problems_of_sizes(checkpoint, manifest), None):
         raise Damaged(problem)
     read_state(checkpoint, manifest)
@@ -115,7 +115,7 @@ def sweep(folder: Path) -> list[str]:
             store.remove(path)
             swept.append(path.name)
         except OSError as error:
-            logger.warning("could not delete %s, a save that never finished: %s", path, error)
+            logger.warning("could not delete %s, an unfinished save: %s", path, error)
     return swept
 
 
@@ -138,8 +138,8 @@ def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ConfigError(
-                f"{key}: another run writes into {dump_folder} ({holder}); wait for its "
-                "end, or choose another folder"
+                f"{key}: another run writes into {dump_folder} ({holder}); wait until it ends, "
+                "or choose another folder"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -59,7 +59,7 @@ def read_header(path: Path, files: Files) -> Header:
         metadata = dict(header.pop("__metadata__", {}))
         tensors = {name: _stored(name, entry, data) for name, entry in header.items()}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Damaged(f"{where}: its header makes no sense: {error}") from None
+        raise Damaged(f"{where}: its header is invalid: {error}") from None
     ends = {stored.end: name for name, stored in tensors.items()}
     last = max(ends, default=data)
     if last > size:

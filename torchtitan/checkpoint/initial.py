@@ -31,7 +31,7 @@ class ResumePoint(NamedTuple):
     changes: tuple[str, ...] = ()
     """Differences between the recipe of the checkpoint and this one, one line each."""
     damaged: tuple[tuple[Path, str], ...] = ()
-    """Newer checkpoints that are damaged and will be set aside, with the reasons."""
+    """Newer checkpoints that are damaged and will be renamed, with the reasons."""
     format: str = "ours"
     """Format of the checkpoint: a key of `weights.opening.OPEN`, or "dcp" as TorchTitan saves."""
     skip_samples: int = 0
@@ -75,7 +75,7 @@ def initial_point(
         open_weights(path, kind, recipe)
     if not holds_run and not model_only:
         which = f", in the format {kind}" if kind in FOREIGN else ""
-        raise ConfigError(f"{path} holds only weights{which}; write initial_load_model_only = true")
+        raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
     if kind == "dcp" and not model_only:
         if "optimizer" not in config.exclude_from_loading:
             check_states(theirs, optimizer)
@@ -87,8 +87,9 @@ def initial_point(
         return start._replace(skip_samples=_to_skip(recipe, path, samples))
     if (skip := recipe["data.skip_samples"]) > 0:
         raise ConfigError(
-            f"{path} has the position of its data, where the run continues, so data.skip_samples = "
-            f'{skip} would do nothing; write 0, or "data" in checkpoint.exclude_from_loading'
+            f"{path} contains the position of its data, at which the run continues, so "
+            f'data.skip_samples = {skip} would have no effect; set it to 0, or add "data" to '
+            "checkpoint.exclude_from_loading"
         )
     return start
 
@@ -105,8 +106,8 @@ def _to_skip(recipe: Mapping[str, Any], path: Path, samples: int | None) -> int:
         return wanted
     if samples is None:
         raise ConfigError(
-            f"{path} does not say on how much data it was trained; write the number of its samples "
-            "in place of data.skip_samples = -1"
+            f"{path} does not record on how much data it was trained; set data.skip_samples to "
+            "the number of its samples, instead of -1"
         )
     return samples
 

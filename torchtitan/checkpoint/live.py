@@ -52,7 +52,7 @@ class InMemoryState:
         for name, value in given["train_state"].items():
             setattr(self.state, name, value)
         if step != was:
-            logger.info("took over the state of another replica group: step %d, was %d", step, was)
+            logger.info("loaded the state of another replica group: step %d, was %d", step, was)
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         states = self.contents.of_optimizer() if with_optimizer else {}

@@ -67,9 +67,9 @@ class Checkpointer:
             saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
             self._restore(saved, self.config.exclude_from_loading)
             if saved.data is None:
-                advice = "data.skip_samples = -1 steps over as much as it has trained on"
+                advice = "data.skip_samples = -1 skips the samples that it was trained on"
                 logger.info(
-                    "data: the position of TorchTitan's data loader is not taken over%s",
+                    "data: the position of TorchTitan's data loader is not loaded%s",
                     "" if start.skip_samples else f"; {advice}",
                 )
         if start.is_resume:
@@ -78,8 +78,8 @@ class Checkpointer:
             self.foreign = {step for step in steps if step > self.state.step}
             if self.foreign and not self.config.load_only:
                 logger.warning(
-                    "checkpoint.load_step: %s are of a run that went further; they are kept, so "
-                    "a run that is stopped at one of these steps cannot be saved",
+                    "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
+                    "stopped at one of these steps, it cannot be saved",
                     ", ".join(f"step-{step}" for step in sorted(self.foreign)),
                 )
         for path, why in start.damaged:
@@ -87,10 +87,10 @@ class Checkpointer:
         for change in start.changes:
             logger.info("changed since the checkpoint: %s", change)
         if start.skip_samples:
-            logger.info("data: stepping over %d samples", start.skip_samples)
+            logger.info("data: skipping %d samples", start.skip_samples)
             began = time.monotonic()
             self.contents.data.skip(start.skip_samples)
-            logger.info("data: stepped over them in %.1f s", time.monotonic() - began)
+            logger.info("data: skipped them in %.1f s", time.monotonic() - began)
 
     def _make_folder(self) -> None:
         """Verify that every rank can write to the checkpoint folder, and clear unfinished saves."""
@@ -99,7 +99,7 @@ class Checkpointer:
             try:
                 self.store.make_shared(self.folder)
                 for name in disk.sweep(self.folder):
-                    logger.info("deleted %s: a save that never finished", self.folder / name)
+                    logger.info("deleted %s: an unfinished save", self.folder / name)
             except OSError as error:
                 raise ConfigError(f"checkpoint.folder: {error}") from None
 
@@ -108,8 +108,8 @@ class Checkpointer:
         if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
             raise ConfigError(
-                f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which "
-                "rank 0 has made; all nodes have to share the folder"
+                f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
+                "created; use a folder that all nodes share"
             )
 
     def _verified(self, start: ResumePoint) -> ResumePoint:
@@ -128,7 +128,7 @@ class Checkpointer:
             return
 
         def set_aside() -> None:
-            logger.error("%s; set aside as %s", why, self.store.set_aside(path))
+            logger.error("%s; renamed to %s", why, self.store.set_aside(path))
 
         on_rank_0(self.world, set_aside)
 
@@ -178,7 +178,7 @@ class Checkpointer:
         for step, later in self._own_steps().items():
             if before_step <= step <= self.state.step:
                 self.store.delete(later)
-                logger.info("deleted %s: it is of steps that were skipped", later)
+                logger.info("deleted %s: it is of skipped steps", later)
 
     def _newest_before(self, step: int) -> Path | None:
         """Return the newest verified checkpoint before a step."""

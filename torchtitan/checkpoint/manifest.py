@@ -87,8 +87,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if (checkpoint / ".metadata").exists():
             raise ConfigError(
                 f"{checkpoint}: saved by torch's distributed checkpoint, not in format {FORMAT}, "
-                "from which a run resumes. To begin with it, name it in "
-                "checkpoint.initial_load_path, with another job.dump_folder"
+                "so a run cannot resume from it. To start from it, set "
+                "checkpoint.initial_load_path to it, with another job.dump_folder"
             ) from None
         raise Damaged(f"{checkpoint}: it has no {MANIFEST}") from None
     except StoreError:
@@ -98,11 +98,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path}: damaged: {error}") from None
     if found != _hash_of(content):
-        raise Damaged(f"{path}: damaged: it does not have the hash that it names")
+        raise Damaged(f"{path}: damaged: its content does not match its own hash")
     if content["format"] not in (FORMAT, XOR_FORMAT):
         raise ConfigError(
             f"{path}: format {content['format']}; this version reads {XOR_FORMAT} and {FORMAT}. "
-            "A newer torchtitan wrote it: use that one"
+            "It was written by a newer torchtitan; use that version"
         )
     files = {name: File(**file) for name, file in content.pop("files").items()}
     return Manifest(**content, files=files)
@@ -115,7 +115,7 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
         manifest.files[name].bytes,
         manifest.files[name].xxh3_128,
     ):
-        raise Damaged(f"{checkpoint / name}: damaged: its bytes are not those that were saved")
+        raise Damaged(f"{checkpoint / name}: damaged: its bytes differ from those saved")
     return data
 
 
@@ -161,7 +161,7 @@ def problems_of_files(
         if size != file.bytes:
             yield f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
         elif found != file.xxh3_128:
-            yield f"{path}: damaged: its bytes are not those that were saved"
+            yield f"{path}: damaged: its bytes differ from those saved"
 
 
 def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:

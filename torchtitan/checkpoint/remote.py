@@ -62,7 +62,7 @@ def problem_of_url(url: str) -> str | None:
     for protocol in match[1].split("::"):
         if protocol not in registry and protocol not in known_implementations:
             known = [f"{name}://" for name in (*registry, *known_implementations)]
-            near = nearest(f"{protocol}://", known) or "; wanted one such as s3://, gs:// or az://"
+            near = nearest(f"{protocol}://", known) or "; wanted one like s3://, gs:// or az://"
             return f"fsspec has no filesystem {shorten(protocol)}://{near}"
         try:
             get_filesystem_class(protocol)
@@ -72,7 +72,7 @@ def problem_of_url(url: str) -> str | None:
                 return f"{protocol}:// cannot be used: {error}"
             return f"{protocol}:// needs the package {package}: pip install {package}"
     if not match[3].strip("/"):
-        return "it names no folder"
+        return "it has no folder; add one after the bucket"
     return None
 
 

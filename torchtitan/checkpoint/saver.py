@@ -71,9 +71,7 @@ class Saver:
         pinned = config.async_mode == "async_with_pinned_mem"
         self.staging = Staging(pinned, world.device)
         if pinned and not self.staging.pinned:
-            message = (
-                "checkpoint.async_mode: a %s has no memory to pin; a thread copies, as with async"
-            )
+            message = "checkpoint.async_mode: a %s has no pinned memory; the same as async"
             logger.info(message, world.device.type)
         self.saved_step: int | None = None
         """Newest step on disk."""
@@ -143,7 +141,7 @@ class Saver:
             except OSError as error:
                 delay = RETRY_SECONDS * 2 ** (attempt - 1)
                 logger.warning(
-                    "%s: attempt %d of %d failed (%s); again in %g s",
+                    "%s: attempt %d of %d failed (%s); retrying in %g s",
                     *(file, attempt, self.config.save_attempts, error.strerror or error, delay),
                 )
                 time.sleep(delay)
@@ -196,7 +194,7 @@ class Saver:
             self.store.discard(path)
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
-            "step %d could NOT be saved: %s. Training goes on; the last checkpoint is %s",
+            "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
             *(step, "; ".join(dict.fromkeys(problems)), last),
         )
 
@@ -218,10 +216,10 @@ class Saver:
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
         """Set a damaged checkpoint aside; return the newest remaining step."""
         try:
-            logger.error("%s; set aside as %s", problems[0], self.store.set_aside(check.path))
+            logger.error("%s; renamed to %s", problems[0], self.store.set_aside(check.path))
             return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
         except OSError as error:
-            logger.error("%s; it could not be set aside: %s", problems[0], error)
+            logger.error("%s; it could not be renamed: %s", problems[0], error)
             return None
 
 

@@ -21,13 +21,15 @@ class CheckpointConfig(Config):
         description="Folder inside job.dump_folder; or a URL of an object store, such as "
         "s3://bucket/run/checkpoint.",
     )
-    interval: int = Field(500, ge=1, description="Steps between saves; the last step is saved too.")
+    interval: int = Field(
+        500, ge=1, description=("Steps between saves; the last step is also saved.")
+    )
     resume: Literal["auto", "must", "never"] = Field(
         "auto",
-        description="auto: resume from the newest checkpoint of this same run, or start from "
-        "scratch if there is none; must: resume from the newest checkpoint even if its recipe "
-        "differs, and refuse to start if there is none; never: start from scratch, and refuse a "
-        "folder that has been used.",
+        description="auto: resume from the newest checkpoint of the same run, or start from "
+        "scratch if there is none; must: resume from the newest checkpoint, even if "
+        "its recipe differs, and refuse to start if there is none; never: start from "
+        "scratch, and refuse a folder that was already used.",
     )
     load_step: int = Field(-1, ge=-1, description="Resume from this step; -1: the newest.")
     load_only: bool = Field(False, description="Load checkpoints, but never save any.")
@@ -41,7 +43,7 @@ class CheckpointConfig(Config):
         True, description="Load only the weights from initial_load_path; false: the full state."
     )
     exclude_from_loading: tuple[Component, ...] = Field(
-        (), description="Parts that are not loaded, but start from scratch."
+        (), description="Parts that are not loaded and start from scratch."
     )
     enable_first_step_checkpoint: bool = Field(
         False, description="Also save after the first step, to find out early whether saving works."
@@ -66,14 +68,17 @@ class CheckpointConfig(Config):
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         "disabled",
-        description="disabled: training waits until the checkpoint is on disk; async: it is copied "
-        "to host memory, and written while training continues; async_with_pinned_mem: CUDA copies "
-        "to pinned memory during the next step (on a CPU the same as async).",
+        description="disabled: training waits until the checkpoint is on disk; async: the "
+        "checkpoint is copied to host memory and written while training continues; "
+        "async_with_pinned_mem: CUDA copies to pinned memory during the next step "
+        "(on a CPU the same as async).",
     )
     save_attempts: int = Field(
         3,
         ge=1,
-        description="How many times a save is tried before training continues without it.",
+        description=(
+            "Maximum number of attempts of a save, after which training continues without it."
+        ),
     )
 
     def path_in(self, dump_folder: Path) -> Path:
@@ -96,7 +101,7 @@ class CheckpointConfig(Config):
         }
         for key, is_asked in idle.items():
             if is_asked and not self.enable:
-                yield Problem(key, "it does nothing while self.enable is false", ("enable",))
+                yield Problem(key, "it has no effect while self.enable is false", ("enable",))
         if self.load_step >= 0 and self.resume == "never":
             message = 'self.resume is "never"; use "must" there or -1 here'
             yield Problem("load_step", message, ("resume",))

@@ -76,8 +76,8 @@ def choose_own(
         newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
     if newer and config.resume == "must":
         raise ConfigError(
-            f'checkpoint.resume: got "must", but the newest checkpoint is damaged; write '
-            f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
+            'checkpoint.resume: got "must", but the newest checkpoint is damaged; write resume = '
+            f'"auto" or checkpoint.load_step = {_step(path)} to resume from '
             f"{path.name}:\n{_lines(newer)}"
         )
     saved = read_state(path, read_manifest(path))["recipe"]
@@ -128,8 +128,8 @@ def _refuse_others(
     """Refuse a folder of another run, or, with "never", one that has been used."""
     if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
         raise ConfigError(
-            f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not by "
-            "a run of this recipe; choose another job.dump_folder, and to go on from there set "
+            f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not "
+            "by a run of this recipe; choose another job.dump_folder, and to start from it set "
             f'checkpoint.initial_load_path = "{folder}" and initial_load_model_only = false'
         )
     if config.resume == "never":
@@ -137,7 +137,7 @@ def _refuse_others(
         if found := [str(path) for path in used if path.exists()]:
             raise ConfigError(
                 f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
-                'choose another job.dump_folder, or resume = "auto" to go on with that run'
+                'choose another job.dump_folder, or write resume = "auto" to resume that run'
             )
 
 
@@ -156,8 +156,8 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
         return own.full[max(own.full)]
     if own.damaged:
         raise ConfigError(
-            f"checkpoint.folder: no checkpoint in {folder} is what was saved; delete them to start "
-            f"afresh:\n{_lines(own.damaged)}"
+            f"checkpoint.folder: all checkpoints in {folder} are damaged; delete them to start "
+            f"from scratch:\n{_lines(own.damaged)}"
         )
     if own.weights:
         raise ConfigError(
@@ -166,8 +166,8 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
         )
     if config.resume == "must":
         raise ConfigError(
-            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; '
-            'write resume = "auto" to start afresh'
+            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; write '
+            'resume = "auto" to start from scratch'
         )
     return None
 
@@ -175,9 +175,9 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
 def taken(path: Path) -> ConfigError:
     """Return the error that a save would overwrite the checkpoint of a run that went further."""
     return ConfigError(
-        f"checkpoint.load_step: {path}: exists already, from a run that went further than the step "
-        "this one was told to load, and would save it again. Delete it; or, to keep it, choose "
-        "another job.dump_folder, without checkpoint.load_step, and set "
+        f"checkpoint.load_step: {path}: already exists, from a run that continued after "
+        "checkpoint.load_step, and this run would save the same step. Delete it; or, to keep it, "
+        "choose another job.dump_folder, remove checkpoint.load_step, and set "
         "checkpoint.initial_load_path to the checkpoint to load and "
         "checkpoint.initial_load_model_only = false"
     )

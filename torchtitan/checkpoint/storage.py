@@ -160,7 +160,7 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
         size = file.tell()
     for piece, now in zip(placed, digests, strict=True):
         if piece.digest not in (None, now):
-            raise Damaged(f"{path}: {piece.name} changed between the step's end and the disk")
+            raise Damaged(f"{path}: {piece.name} changed between the end of the step and the write")
     done = tuple(p._replace(digest=now) for p, now in zip(placed, digests, strict=True))
     return Written(path.name, File(size, state.hexdigest()), done)
 

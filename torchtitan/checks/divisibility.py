@@ -30,7 +30,7 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the product of the degrees is the number of ranks."""
     p, world_size = job.parallelism, world.ranks
     if p.data_parallel_shard_degree == 0:
-        yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
+        yield Problem(SHARD, "wanted -1 (all remaining ranks) or an integer >= 1")
         return
     needed = p.least_ranks
     if world_size is None or world_size == needed:

@@ -45,7 +45,7 @@ class GradientsConfig(Config):
     is_exact: ClassVar[bool] = False
     """Whether it returns the exact sum over ranks."""
 
-    name: str = Field(description="Which way: a key of torchtitan.comm.GRADIENTS.")
+    name: str = Field(description="Method: a key of torchtitan.comm.GRADIENTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         """Open a reducer for the gradients of `unit` over `group`."""
@@ -53,7 +53,7 @@ class GradientsConfig(Config):
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
         """Return the bytes of a whole unit in `dtype`, as it is reduced over `ranks`."""
-        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
 
 
 class PlainGradients(GradientsConfig):
@@ -61,7 +61,7 @@ class PlainGradients(GradientsConfig):
 
     is_exact: ClassVar[bool] = True
 
-    name: Literal["plain"] = Field("plain", description="Which way to reduce.")
+    name: Literal["plain"] = Field("plain", description="Method of reduction.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         return PlainReduce(group)

@@ -46,7 +46,7 @@ class SumReducer(ReplicaReducer):
 class ReplicasConfig(Config):
     """Settings of an agreement; `name` picks the subclass."""
 
-    name: str = Field(description="Which way: a key of torchtitan.comm.REPLICAS.")
+    name: str = Field(description="Method: a key of torchtitan.comm.REPLICAS.")
 
     @property
     def in_backward(self) -> bool:
@@ -86,7 +86,7 @@ class ReplicasConfig(Config):
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
         """Return the messages of an agreement with their bytes; gradients are in `dtype`."""
-        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
 
 
 class AgreementConfig(ReplicasConfig):
@@ -95,8 +95,9 @@ class AgreementConfig(ReplicasConfig):
     every: int = Field(
         1,
         ge=1,
-        description="1: agree on each step's gradients; n: each replica makes updates of its own, "
-        "and after every n-th they agree on how far their weights have moved.",
+        description="1: replicas reduce the gradients of each step; n: each replica updates its "
+        "weights independently, and after every n-th step they reduce the changes of "
+        "their weights.",
     )
     verify_steps: int = Field(
         100, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
@@ -114,11 +115,13 @@ class AgreementConfig(ReplicasConfig):
 class AllReduce(AgreementConfig):
     """Gradients are summed; or, with `every`, weights are averaged."""
 
-    name: Literal["all_reduce"] = Field("all_reduce", description="Which way to agree.")
+    name: Literal["all_reduce"] = Field(
+        "all_reduce", description=("Method of synchronizing replicas.")
+    )
     overlap: bool = Field(
         True,
-        description="Add gradients up in the backward, as soon as those of a block are complete; "
-        "false: after it.",
+        description="Reduce gradients during the backward, as soon as those of a block are "
+        "complete; false: after the backward.",
     )
     verify_steps: int = Field(
         0, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
@@ -143,7 +146,7 @@ class AllReduce(AgreementConfig):
 class Nothing(ReplicasConfig):
     """Replicas never agree: each trains its own model."""
 
-    name: Literal["none"] = Field("none", description="Which way to agree.")
+    name: Literal["none"] = Field("none", description="Method of synchronizing replicas.")
 
     @property
     def steps_apart(self) -> int | None:

@@ -43,7 +43,7 @@ class WeightsConfig(Config):
     is_exact: ClassVar[bool] = False
     """Whether all ranks receive the owners' values exactly."""
 
-    name: str = Field(description="Which way: a key of torchtitan.comm.WEIGHTS.")
+    name: str = Field(description="Method: a key of torchtitan.comm.WEIGHTS.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         """Open a communicator that gathers `unit` over `group`."""
@@ -51,7 +51,7 @@ class WeightsConfig(Config):
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
         """Return the bytes of a whole unit in `dtype`, as it is gathered over `ranks`."""
-        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
 
 
 class PlainWeights(WeightsConfig):
@@ -59,7 +59,7 @@ class PlainWeights(WeightsConfig):
 
     is_exact: ClassVar[bool] = True
 
-    name: Literal["plain"] = Field("plain", description="Which way to gather.")
+    name: Literal["plain"] = Field("plain", description="Method of gathering.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         return PlainGather(group)

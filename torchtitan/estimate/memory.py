@@ -103,15 +103,15 @@ class MemoryInputs:
         again = max((self._block(each) for each in blocks if self._part(each) < 1), default=0.0)
         last = next((part.stage for part in parts if part.is_last), -1)
         forwards = 0
-        for action, kept, halved in in_flight(work.orders[stage_rank]):
+        for action, kept, half_done in in_flight(work.orders[stage_rank]):
             forwards += action.kind == "F"
             # Logits in the computed dtype, and their log-softmax in float32; at the loss also the
             # logits in float32, and the gradient of the log-softmax.
-            logits = (kept[last] - halved[last]) * (compute + 4)
+            logits = (kept[last] - half_done[last]) * (compute + 4)
             logits += 8 * (action.stage == last and action.kind == "F")
             kept_bytes = sum(count * of_stage[stage] for stage, count in kept.items())
             samples = Memory(
-                gradients=sum(count * between[stage] for stage, count in halved.items()),
+                gradients=sum(count * between[stage] for stage, count in half_done.items()),
                 activations=kept_bytes + cast + again,
                 logits=logits * self._outputs,
             )

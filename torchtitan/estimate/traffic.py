@@ -82,7 +82,9 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
         for name in names:
             again[roles[name]] += part.recomputations(name)
         # Recomputation stops when the backward's inputs are ready: before a block's own output.
-        ended = [b for b in part.again if any(name.startswith(f"{b}.") for name in names)]
+        ended = [
+            b for b in part.recomputed_blocks if any(name.startswith(f"{b}.") for name in names)
+        ]
         ends = sum(map(part.recomputations, ended))
         # Selective recomputation keeps the results of reduce-scatters.
         keeps_sums = work.recomputation.by_operator and work.splits_stream

@@ -19,19 +19,19 @@ MOST_LINES = 8
 
 # What probably happened, by what is found first in this order.
 CAUSES = {
-    "raised": "the error above; a rank that fails takes the others with it",
-    "mismatch": "the ranks took different paths through the program; look for what differs between "
+    "raised": "the error above; when one rank fails, the others end too",
+    "mismatch": "the ranks took different paths through the program; check what differs between "
     "them before this call: data, settings, a condition on the rank",
     "crashed": "a fault in native code, or in its arguments; gloo also aborts on tensors of "
     "unequal sizes",
-    "missing": "a process that did not start; see its own output",
-    "lost": "the system: it ran out of memory (see dmesg), the process was killed, or the machine "
-    "is gone",
-    "stuck": "what that rank was doing there; the others waited until the timeout",
-    "disconnected": "the network between these ranks is gone, or one of them froze: their whole "
+    "missing": "a process did not start; see its output",
+    "lost": "the system: it ran out of memory (see dmesg), the process was killed, or the "
+    "machine failed",
+    "stuck": "the code that this rank was running; the others waited until the timeout",
+    "disconnected": "the network between these ranks failed, or one of them froze: their whole "
     "group waited in the same collective",
-    "exchanging": "unknown from these traces: some rank did not reach its send or receive, or the "
-    "network between the ranks is gone",
+    "exchanging": "unknown from these traces: a rank did not reach its send or receive, or the "
+    "network between the ranks failed",
     "waiting": "the ranks waited for each other: they entered different groups, or took different "
     "paths through the program",
 }

@@ -157,8 +157,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise ConfigError(
-            f"{self.name}: it asks for {module}.{name}, which no trace of torch's Flight Recorder "
-            "does; refused"
+            f"{self.name}: refused: it refers to {module}.{name}, which no trace of torch's "
+            "Flight Recorder does"
         )
 
 

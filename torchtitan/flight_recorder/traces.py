@@ -113,7 +113,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
         ConfigError: if there are no traces, or a file is not what its name says.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; wanted one with the traces of a run")
+        raise ConfigError(f"{folder}: there is no such folder; wanted one with the traces of a run")
     found = (re.fullmatch(r"(\d+)\.(?:step|gloo)|(?:.*\D)?(\d+)", p.name) for p in folder.iterdir())
     ranks = {int(name[1] or name[2]) for name in found if name}
     if not ranks:

@@ -3,7 +3,7 @@
 One table maps every key of theirs that is not ours. A key that moved is read under its new name,
 with a notice. A key without a counterpart is dropped, with a notice, where its feature is off;
 otherwise it is refused, with what to write instead. What such a recipe does not say is TorchTitan's
-default (`unsaid`). `torchtitan migrate` writes the same translation into a file.
+default (`version_defaults`). `torchtitan migrate` writes the same translation into a file.
 """
 
 from torchtitan.legacy_recipes.reading import gather

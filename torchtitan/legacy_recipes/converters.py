@@ -14,7 +14,7 @@ Settings = dict[KeyPath, Setting]
 
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
-ONLY_EXPERTS = "it converts experts only, and there are no models with experts"
+ONLY_EXPERTS = "it converts only experts, and no model here has experts"
 EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 HERE = {
     "float8": "float8",
@@ -34,7 +34,7 @@ def _names(value: Any) -> list[str]:
 
 def _filtered(value: Any) -> list[str]:
     if "auto_filter_small_kn" in (names := _names(value)):
-        raise ConfigError("linears are not left out by their size; name them, all of them")
+        raise ConfigError("linear layers are not filtered by size; list the names of all of them")
     return names
 
 
@@ -44,12 +44,12 @@ FLOAT8: dict[str, Converted | Gone] = {
     **{key: Converted(key) for key in SAME},
     "recipe_name": Converted("recipe", lambda value: value or "tensorwise"),
     "filter_fqns": Converted("filter_fqns", _filtered),
-    "enable_float8_linear": Gone("a [[convert]] section is what switches it on", always),
+    "enable_float8_linear": Gone("a [[convert]] section enables it", always),
     "force_recompute_fp8_weight_in_bwd": Gone(
         'activation_checkpoint.mode = "full" recomputes them, with their block', falsy
     ),
     **{
-        f"scaling_type_{of}": Gone("scales are always those of the values", just("dynamic"))
+        f"scaling_type_{of}": Gone("scales are always computed from the values", just("dynamic"))
         for of in ("input", "weight", "grad_output")
     },
     **OF_EXPERTS,
@@ -57,7 +57,7 @@ FLOAT8: dict[str, Converted | Gone] = {
 MX: dict[str, Converted | Gone] = {
     "filter_fqns": Converted("filter_fqns", _filtered),
     "recipe_name": Gone(
-        "MXFP8 with scales that are rounded up is the only recipe; emulate = true emulates it",
+        "MXFP8 with scales rounded up is the only supported recipe; emulate = true emulates it",
         just("", "mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil"),
     ),
     "mxfp8_dim1_cast_kernel_choice": Gone("torchao chooses the kernel", always),
@@ -153,11 +153,11 @@ def _add_sections(
         elif name not in HERE:
             result.problems.append(f"{where}: got {show(name)}; {allowed_names(name, HERE)}")
     if ("convert",) in settings and names:
-        both = f"[[convert]] of {settings[('convert',)].origin} says the same thing; keep that"
+        both = f"[[convert]] of {settings[('convert',)].origin} sets the same thing; keep that"
         result.problems.append(f"{where}: got {show(value)}; {both}")
         return
     if path == NAMES and not _names(value):
-        result.notices.append(f"{where}: {show(value)} is left out; it asks for no converter")
+        result.notices.append(f"{where}: {show(value)} is dropped; it names no converter")
     elif path == NAMES and names:
         result.notices.append(f"{where}: is now convert, a [[convert]] section for each")
         result.moved[NAMES] = ("convert", "0", "name")

@@ -14,7 +14,7 @@ from torchtitan.config import (
     read_recipe,
 )
 from torchtitan.legacy_recipes.translating import new_name, translate
-from torchtitan.legacy_recipes.unsaid import unsaid
+from torchtitan.legacy_recipes.version_defaults import version_defaults
 
 Settings = dict[KeyPath, Setting]
 
@@ -58,7 +58,7 @@ def gather(
     from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
     problems += wrong_flags
     settings = merge(schema, [settings, translated(from_flags, written)], notices)
-    rest = unsaid(files if recipe else (), from_flags, settings)
+    rest = version_defaults(files if recipe else (), from_flags, settings)
     notices += rest.notices
     problems += rest.problems
     lowest = {path: s for path, s in rest.settings.items() if find(schema, path, settings)}

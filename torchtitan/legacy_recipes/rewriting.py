@@ -1,9 +1,9 @@
 """Rewrites an old recipe in this version's form: `torchtitan migrate`.
 
-It writes into the file what `translate` and `unsaid` read into it, and nothing else: a renamed key
-keeps its place, a key that moves to another section takes its comments along, all other text stays
-as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the body of a
-table: the list of its lines, where keys have a place among comments.
+It writes into the file what `translate` and `version_defaults` read into it, and nothing else: a
+renamed key keeps its place, a key that moves to another section takes its comments along, all other
+text stays as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the
+body of a table: the list of its lines, where keys have a place among comments.
 """
 
 import re
@@ -17,7 +17,7 @@ from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
 from torchtitan.config import KeyPath, RecipeError, read_file, read_text
 from torchtitan.legacy_recipes.translating import translate
-from torchtitan.legacy_recipes.unsaid import unsaid
+from torchtitan.legacy_recipes.version_defaults import version_defaults
 
 Body = list[tuple[Any, Any]]
 
@@ -31,9 +31,9 @@ def migrate(path: Path) -> tuple[str, list[str]]:
     problems: list[str] = []
     settings = read_file(path, problems)
     translated = translate(settings, {})
-    # Of what a recipe rests on, that says what is not said.
+    # Defaults are those of the recipe at the root of `extends`.
     sources = [] if ("extends",) in settings else [settings]
-    rest = unsaid(sources, {}, translated.settings)
+    rest = version_defaults(sources, {}, translated.settings)
     notices = [*translated.notices, *rest.notices]
     if problems := [*problems, *translated.problems, *rest.problems]:
         raise RecipeError(problems, notices)

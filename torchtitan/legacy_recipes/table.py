@@ -58,11 +58,11 @@ PARALLELISM = (
     "enable_async_tensor_parallel",
 )
 DATA_PARALLEL = "parallelism.data_parallel_impl"
-SPLIT_POINTS = "write the modules of each stage into parallelism.module_fqns_per_model_part"
-MICROBATCHES = "their number follows from parallelism.pipeline_parallel_microbatch_size"
+SPLIT_POINTS = "list the modules of each stage in parallelism.module_fqns_per_model_part"
+MICROBATCHES = "the number follows from parallelism.pipeline_parallel_microbatch_size"
 NO_ESTIMATION = "torchtitan check estimates the memory of a rank, without this"
-NO_SEMI_SYNC = "replica groups add up their gradients in every step"
-ONLY_SEMI_SYNC = "it only acts with fault_tolerance.semi_sync_method"
+NO_SEMI_SYNC = "replica groups sum their gradients in every step"
+ONLY_SEMI_SYNC = "it only has an effect with fault_tolerance.semi_sync_method"
 SEMI_SYNC = (
     "sync_steps",
     "should_quantize",
@@ -71,7 +71,7 @@ SEMI_SYNC = (
     "module_fragments",
 )
 CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
-NO_EXPERTS = "it acts on experts only, and there are no models with experts"
+NO_EXPERTS = "it only affects experts, and no model here has experts"
 WORKERS = "validation reads its batches in the step, so it has no workers"
 
 Rows = Mapping[str, Moved | Gone | Kept | Converted | Together]
@@ -130,18 +130,20 @@ UNTIL_V0_2_0: Rows = {
 """Keys that v0.2.2 no longer had."""
 
 UNTIL_V0_2_2: Rows = {
-    "job.save_config_file": Gone("the resolved recipe is always written beside the run", always),
+    "job.save_config_file": Gone(
+        "the resolved recipe is always written to the dump folder", always
+    ),
     "job.custom_config_module": Gone("settings belong to their component", falsy),
     "experimental.custom_import": Moved("job.imports", _as_list),
     "experimental.custom_args_module": Gone("settings belong to their component", falsy),
     "model.hf_assets_path": Moved("model.tokenizer_path"),
-    "model.print_after_conversion": Gone("what was converted is always said", always),
+    "model.print_after_conversion": Gone("the converted modules are always logged", always),
     "training.dataset": Moved("data.dataset"),
     "training.dataset_path": Moved("data.dataset_path"),
     "training.dataloader.num_workers": Moved("data.num_workers"),
     "training.dataloader.prefetch_factor": Moved("data.prefetch_factor"),
     "training.dataloader.persistent_workers": Gone(
-        "workers always live as long as the run", always
+        "workers always last as long as the run", always
     ),
     "training.dataloader.pin_memory": Gone("the device decides", always),
     "training.gc_debug": Gone("use a Python profiler", falsy),
@@ -167,8 +169,8 @@ UNTIL_V0_2_2: Rows = {
         "every layout starts from the same weights, so no seed checkpoint is needed", falsy
     ),
     "checkpoint.initial_load_in_hf": Together(
-        "without checkpoint.initial_load_path, that is the folder of model.tokenizer_path; weights "
-        "show by their files what they are"
+        "without checkpoint.initial_load_path, that is the folder of model.tokenizer_path; the "
+        "format of weights is detected from their files"
     ),
     "checkpoint.initial_load_in_hf_quantized": Gone(
         "quantized weights are not read in this version", falsy, "checkpoint.initial_load_in_hf"
@@ -181,13 +183,13 @@ UNTIL_V0_2_2: Rows = {
     ),
     "activation_checkpoint.visualize_memory_budget_pareto": Gone(CHECKPOINT_OPTION, falsy),
     "activation_checkpoint.early_stop": Gone(
-        "it only decides where a recomputation ends, and changes no number", always
+        "it only decides where a recomputation ends, and changes no result", always
     ),
     "activation_checkpoint.preserve_rng_state": Gone("it is always preserved", always),
     "activation_checkpoint.determinism_check": Gone(CHECKPOINT_OPTION, just("default")),
     "activation_checkpoint.debug": Gone(CHECKPOINT_OPTION, falsy),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
-        "only the router of experts is named so, and there are no models with experts",
+        "only the router of experts has this name, and no model here has experts",
         just([], ["moe.router.gate"]),
     ),
     **{
@@ -202,7 +204,7 @@ UNTIL_V0_2_2: Rows = {
         "replica groups communicate by gloo", just("gloo"), "fault_tolerance.enable"
     ),
     "fault_tolerance.process_group_timeout_ms": Gone(
-        "half of comm.train_timeout_seconds is the limit", always
+        "the limit is half of comm.train_timeout_seconds", always
     ),
     "fault_tolerance.semi_sync_method": Gone(NO_SEMI_SYNC, falsy, "fault_tolerance.enable"),
 }

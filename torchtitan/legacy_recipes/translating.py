@@ -61,12 +61,12 @@ def _translate_key(
 ) -> None:
     row, dotted, value, converter = entry(path), ".".join(path), setting.value, converters.of(path)
     got = f"{setting.origin}: {dotted}: got {show(value)}"
-    left_out = f"{setting.origin}: {dotted}: {show(value)} is left out"
+    left_out = f"{setting.origin}: {dotted}: {show(value)} is dropped"
     if row is None and f"{dotted}.".startswith(OLD_SECTIONS):
         if unknown := _unknown(path, is_section=value == {}):
             result.problems.append(f"{setting.origin}: {dotted}: {unknown}")
     elif row and converter and converter not in numbers:
-        because = f"it only acts where model.converters names {'.'.join(path[:-1])}"
+        because = f"it only has an effect if model.converters names {'.'.join(path[:-1])}"
         result.notices.append(f"{left_out}; {because}")
     elif isinstance(row, Converted):
         number = str(numbers[converter or ""])
@@ -124,13 +124,13 @@ def _move(
         chooser, choice = row.chosen_by
         chosen = settings.get(tuple(chooser.split(".")))
         if chosen and chosen.value != choice:
-            because = f"it only acts with {chooser} = {show(choice)}"
-            result.notices.append(f"{where}: {show(value)} is left out; {because}")
+            because = f"it only has an effect with {chooser} = {show(choice)}"
+            result.notices.append(f"{where}: {show(value)} is dropped; {because}")
             return
     if target != path:
         result.notices.append(f"{where}: is now {'.'.join(target)}")
         if same := settings.get(target, result.settings.get(target)):
-            both = f"{'.'.join(target)} of {same.origin} says the same thing; keep that"
+            both = f"{'.'.join(target)} of {same.origin} sets the same thing; keep that"
             result.problems.append(f"{where}: got {show(setting.value)}; {both}")
             return
     elif value != setting.value:

@@ -61,7 +61,7 @@ def just(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Together:
-    """A key that has a meaning only together with others, which `unsaid` reads."""
+    """A key that has a meaning only together with others, which `version_defaults` reads."""
 
     about: str
 

@@ -243,7 +243,7 @@ def _techniques(
     yield from layout.open_replicas(world, parts)
     if layout.compile.enable:
         has_loss = plan.ranks[-1] == world.stage_rank
-        yield compile.Watch(layout.compile, blocks, has_loss)
+        yield compile.CompileMonitor(layout.compile, blocks, has_loss)
 
 
 def _executor(

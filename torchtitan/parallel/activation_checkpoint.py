@@ -32,20 +32,21 @@ class ActivationCheckpointConfig(Config):
 
     mode: Literal["none", "full", "selective", "memory_budget"] = Field(
         "selective",
-        description="none: keep all; full: keep block inputs; selective: see option; "
-        "memory_budget: let the compiler choose.",
+        description="none: keep all activations; full: keep only block inputs; selective: see "
+        "selective_ac_option; memory_budget: let the compiler choose.",
     )
     selective_ac_option: Annotated[int, Field(ge=1)] | Literal["op"] = Field(
         2,
         description='With mode = "selective": "op" keeps attention and every second matrix '
-        "product of each block; a number k treats every k-th block whole.",
+        "product of each block; a number k recomputes every k-th block completely.",
     )
     memory_budget: float = Field(
         0.5,
         ge=0,
         le=1,
-        description='With mode = "memory_budget": the part of the activations of a compiled block '
-        "that may be kept; 0 keeps its inputs, 1 all that the compiler would.",
+        description='With mode = "memory_budget": fraction of the activations of a compiled '
+        "block to keep; 0 keeps only its inputs, 1 everything that the compiler "
+        "would keep.",
     )
 
     @property
@@ -104,7 +105,7 @@ def _save_expensive_operators() -> Any:
     """
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
-    dear = KEPT_OPERATORS | {
+    expensive = KEPT_OPERATORS | {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
@@ -116,7 +117,7 @@ def _save_expensive_operators() -> Any:
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = op in dear
+        keep = op in expensive
         if op in products:
             phase = "recompute" if context.is_recompute else "forward"
             seen[phase] += 1

@@ -110,8 +110,8 @@ def confirm() -> None:
     if not all(found):
         raise RuntimeError(
             f"parallelism.enable_async_tensor_parallel did not take effect: {said}. Inductor "
-            "found no pattern that it knows between the collectives and the matrix products of a "
-            "block (TORCH_LOGS=post_grad_graphs shows what it saw), or this torch has no NCCL; "
-            "train without the option"
+            "found no known pattern between the collectives and the matrix products of a block "
+            "(TORCH_LOGS=post_grad_graphs shows its graphs), or this torch has no NCCL; train "
+            "without the option"
         )
     logger.info("async tensor parallelism: %s", said)

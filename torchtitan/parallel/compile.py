@@ -33,9 +33,7 @@ class CompileConfig(Config):
     """Compilation of the model and the loss."""
 
     enable: bool = Field(False, description="Compile the model's blocks and the loss.")
-    components: tuple[Component, ...] = Field(
-        ("model", "loss"), description="Which parts are compiled."
-    )
+    components: tuple[Component, ...] = Field(("model", "loss"), description="Parts to compile.")
     backend: str = Field("inductor", description="Backend of torch.compile.")
     fullgraph: bool = Field(
         True,
@@ -44,15 +42,16 @@ class CompileConfig(Config):
     )
     granularity: Granularity = Field(
         "block",
-        description="What is compiled as one graph: each block (identical blocks share a graph), "
-        "or the whole model (with a pipeline: the stage), which takes longer to compile.",
+        description="Unit that is compiled as one graph: each block (identical blocks share a "
+        "graph), or the whole model (with a pipeline: the stage), which takes longer "
+        "to compile.",
     )
 
     cache_folder: str | None = Field(
         None,
-        description="Folder in which compiled graphs are kept for the next run of the same recipe; "
-        "absent: that of torch, TORCHINDUCTOR_CACHE_DIR or else torchinductor_USER in the system's "
-        "folder for temporary files, which may be emptied.",
+        description="Folder in which compiled graphs are kept for the next run of the same "
+        "recipe; absent: torch's default, which is TORCHINDUCTOR_CACHE_DIR or else "
+        "torchinductor_USER in the system's temporary folder, which may be emptied.",
     )
     cuda_graphs: bool = Field(
         False,
@@ -69,16 +68,19 @@ class CompileConfig(Config):
             if os.path.isfile(local_path(self.cache_folder)):
                 yield Problem("cache_folder", "it is a file; wanted a folder")
             if self.backend != "inductor":
-                message = f'self.backend = "{self.backend}" keeps no graphs; use "inductor"'
+                message = f'self.backend = "{self.backend}" does not cache graphs; use "inductor"'
                 yield Problem("cache_folder", message, ("backend",))
         if self.cuda_graphs and world.is_here and world.device_type != "cuda":
-            message = f"CUDA graphs need a CUDA device; there is none here, but {world.device_type}"
+            message = (
+                f"CUDA graphs need a CUDA device, but this machine has only {world.device_type}; "
+                "set self.cuda_graphs = false"
+            )
             yield Problem("cuda_graphs", message)
         on_cpu = self.backend == "inductor" and world.is_here and world.device_type == "cpu"
         if self.enable and on_cpu and not compiles_for_cpu():
             message = (
-                "torch.compile on a CPU needs g++ or clang++, and there is neither; install one, "
-                'or use self.backend = "aot_eager"'
+                "torch.compile on a CPU needs g++ or clang++, but neither is installed; install "
+                'one, or use self.backend = "aot_eager"'
             )
             yield Problem("enable", message)
 
@@ -122,7 +124,7 @@ def compiled(
     )
 
 
-class Watch(Technique):
+class CompileMonitor(Technique):
     """Reports graphs, graph breaks and recompilations of this rank's part of the model."""
 
     def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:
@@ -168,7 +170,7 @@ def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
 
 
 def _again(reason: str) -> str:
-    return f"recompiled, since a guard failed: {reason.strip()}"
+    return f"recompiled because a guard failed: {reason.strip()}"
 
 
 def _number(count: int, what: str) -> str:

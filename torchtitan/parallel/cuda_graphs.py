@@ -30,7 +30,7 @@ class Recorded(Technique):
         """Warn of graphs that were not recorded."""
         if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
             logger.warning(
-                "compile: %d times a graph was not recorded as a CUDA graph; "
-                "TORCH_LOGS=perf_hints says why",
+                "compile: %d graphs were not recorded as CUDA graphs; TORCH_LOGS=perf_hints "
+                "shows the reasons",
                 skipped,
             )

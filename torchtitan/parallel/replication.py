@@ -62,8 +62,8 @@ class Replicas(Technique):
         found = all_gather(torch.stack(digests), self.group)
         if not bool((found == found[0]).all()):
             raise RuntimeError(
-                "communication.replicas: the weights of replicas differ, which should be the same "
-                "to the bit; this is a defect of the hardware, or of torchtitan"
+                "communication.replicas: the weights of replicas differ, but must be equal to "
+                "the bit; the cause is faulty hardware or a bug of torchtitan"
             )
 
     def state(self) -> dict[str, Tensor]:

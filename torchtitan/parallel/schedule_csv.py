@@ -53,7 +53,10 @@ def order_problems(orders: Orders, pp: int, microbatches: int) -> Iterator[str]:
     yield from found
     if not found and (stuck := simulate(orders)[1]):
         rank, action = next(iter(stuck.items()))
-        yield f"rank {rank} waits for ever to do {action}; wanted an order in which it can come"
+        yield (
+            f"rank {rank} would wait forever for {action}; wanted an order in which its inputs "
+            "arrive first"
+        )
 
 
 def _faults_of_stages(orders: Orders, microbatches: int) -> Iterator[str]:
@@ -75,7 +78,7 @@ def _faults_of_stages(orders: Orders, microbatches: int) -> Iterator[str]:
         kinds[stage, number] += kind
     for stage, where in ranks.items():
         if len(where) > 1:
-            yield f"stage {stage} stands on the ranks {_list(where)}; wanted one"
+            yield f"stage {stage} is on ranks {_list(where)}; wanted it on one rank"
     for (stage, number), done in kinds.items():
         if "".join(sorted(done)) not in ("BF", "FIW"):
             yield (

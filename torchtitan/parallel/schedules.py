@@ -133,8 +133,8 @@ def parse(cell: str) -> list[Action]:
             found.append(Action(int(match[1]), cast(Kind, match[2]), int(match[3])))
         elif part.strip():
             raise ConfigError(
-                f"{show(part.strip())} is no action; wanted stage, F, B, I or W, and microbatch, "
-                "as in 2F0"
+                f"{show(part.strip())} is not an action; wanted stage, F, B, I or W, and "
+                "microbatch, as in 2F0"
             )
     return found
 
@@ -142,7 +142,7 @@ def parse(cell: str) -> list[Action]:
 def timeline(orders: Orders) -> list[Slot]:
     """Compute when each action runs if communication is free and all stages take equal time."""
     slots, stuck = simulate(orders)
-    assert not stuck, f"an order that no one can follow: {stuck}"
+    assert not stuck, f"an order that deadlocks: {stuck}"
     return slots
 
 
@@ -163,18 +163,18 @@ class InFlight(NamedTuple):
     """Latest action: a forward, or the first half of a backward."""
     kept: Counter[int]
     """Microbatches whose activations are kept, since their backward is not complete."""
-    halved: Counter[int]
+    half_done: Counter[int]
     """Microbatches of `kept` that still lack the gradients of weights."""
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
     """Yield the moments at which a rank running `actions` may reach its peak memory."""
-    kept, halved = Counter[int](), Counter[int]()
+    kept, half_done = Counter[int](), Counter[int]()
     for action in actions:
         kept[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        halved[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
+        half_done[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
         if action.kind in "FI":
-            yield InFlight(action, kept.copy(), halved.copy())
+            yield InFlight(action, kept.copy(), half_done.copy())
 
 
 def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:

@@ -33,33 +33,36 @@ class ParallelismConfig(Config):
     """Parallelism: the number of ranks of each technique, and its options."""
 
     data_parallel_replicate_degree: int = Field(
-        1, ge=1, description="Replicas of the model: DDP alone, HSDP together with sharding."
+        1,
+        ge=1,
+        description=("Number of replicas of the model: DDP alone, HSDP together with sharding."),
     )
     data_parallel_shard_degree: int = Field(
         -1, ge=-1, description="Number of shards of the parameters (FSDP); -1: all remaining ranks."
     )
     fsdp_reshard_after_forward: ReshardPolicy = Field(
         "default",
-        description="Free a block's parameters after its forward: always, never, or (default) "
-        "for all blocks but the last, and for none under a pipeline.",
+        description="Free a block's parameters after its forward: always, never, or default: "
+        "after all blocks but the last, and never in a pipeline.",
     )
-    tensor_parallel_degree: int = Field(1, ge=1, description="Ranks that share each matrix.")
+    tensor_parallel_degree: int = Field(
+        1, ge=1, description=("Number of ranks that share each matrix.")
+    )
     disable_sequence_parallel: bool = Field(
         False,
-        description="Keep all activations between the matrices on every tensor-parallel rank, "
-        "instead of a part of the sequence each.",
+        description="Keep whole activations between the matrices on every tensor-parallel rank, "
+        "instead of sharding them by sequence.",
     )
     disable_loss_parallel: bool = Field(
         False,
-        description="Gather the logits, instead of computing the loss on logits sharded "
-        "over tensor-parallel ranks.",
+        description="Gather the logits, instead of computing the loss on sharded logits.",
     )
     enable_async_tensor_parallel: bool = Field(
         False,
         description="Overlap the communication of tensor parallelism with its matrix products, "
         "by SymmetricMemory; needs CUDA and compile.enable.",
     )
-    pipeline_parallel_degree: int = Field(1, ge=1, description="Ranks in the pipeline.")
+    pipeline_parallel_degree: int = Field(1, ge=1, description="Number of ranks in the pipeline.")
     pipeline_parallel_schedule: str = Field(
         "1F1B",
         description="Order of the microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
@@ -71,7 +74,7 @@ class ParallelismConfig(Config):
         "pipeline_parallel_schedule.",
     )
     pipeline_parallel_microbatch_size: int = Field(
-        1, ge=1, description="Sequences in a pipeline microbatch."
+        1, ge=1, description="Number of sequences in a pipeline microbatch."
     )
     pipeline_parallel_layers_per_stage: int | None = Field(
         None,
@@ -80,23 +83,27 @@ class ParallelismConfig(Config):
         "absent: one stage per rank, or two with interleaved schedules.",
     )
     pipeline_parallel_balance: Literal["flops", "parameters"] = Field(
-        "flops", description="What is balanced between the stages."
+        "flops", description="Quantity that is balanced between the stages."
     )
     pipeline_parallel_embedding_weight: float | None = Field(
         None,
         ge=0,
-        description="Cost of the embedding, in layers; absent: computed from what is balanced.",
+        description="Cost of the embedding, in layers; absent: computed.",
     )
     pipeline_parallel_head_weight: float | None = Field(
         None,
         ge=0,
-        description="Cost of norm and output, in layers; absent: computed from what is balanced.",
+        description="Cost of norm and output, in layers; absent: computed.",
     )
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] = Field(
         (),
-        description="The modules of each stage by name, in order, instead of the automatic split.",
+        description=(
+            "Names of the modules of each stage, in order, instead of the automatic split."
+        ),
     )
-    context_parallel_degree: int = Field(1, ge=1, description="Ranks that share a sequence.")
+    context_parallel_degree: int = Field(
+        1, ge=1, description=("Number of ranks that share a sequence.")
+    )
     context_parallel_rotate_method: Rotation = Field(
         "allgather",
         description="How keys and values are exchanged: all at once (allgather), or from rank to "
@@ -104,14 +111,14 @@ class ParallelismConfig(Config):
     )
     context_parallel_load_balancer: Balancing = Field(
         "headtail",
-        description="headtail: each rank takes a piece from the head of the sequence and its "
-        "mirror image from the tail, so that all have the same work under the causal mask; none: "
-        "one piece.",
+        description="headtail: each rank has a chunk from the head of the sequence and the "
+        "mirrored chunk from its tail, so that all have the same work under the "
+        "causal mask; none: one contiguous chunk.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:
-            message = "wanted -1 (all ranks that are left) or an integer >= 1"
+            message = "wanted -1 (all remaining ranks) or an integer >= 1"
             yield Problem("data_parallel_shard_degree", message)
         key = "enable_async_tensor_parallel"
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
@@ -119,13 +126,13 @@ class ParallelismConfig(Config):
             yield Problem(key, message, ("tensor_parallel_degree",))
         if self.enable_async_tensor_parallel and self.disable_sequence_parallel:
             message = (
-                "it overlaps the all-gathers and reduce-scatters of sequence parallelism, which "
-                "self.disable_sequence_parallel = true leaves out"
+                "it overlaps the all-gathers and reduce-scatters of sequence parallelism; set "
+                "self.disable_sequence_parallel = false"
             )
             yield Problem(key, message, ("disable_sequence_parallel",))
         on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.enable_async_tensor_parallel and on_cpu:
-            message = "SymmetricMemory does not support CPU; use it on CUDA, or leave it out"
+            message = "SymmetricMemory does not support a CPU; use it on CUDA, or set it to false"
             yield Problem(key, message)
 
     @property

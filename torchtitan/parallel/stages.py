@@ -155,8 +155,8 @@ def describe(config: ParallelismConfig, blocks: int, microbatches: int) -> str:
     name = config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
     idle = predicted_bubble(config, blocks, microbatches)
     return (
-        f"pipeline {name}: {many} stages on {pp} ranks, {microbatches} microbatches between "
-        f"filling and draining; predicted bubble {idle:.1%}, if all stages take the same time"
+        f"pipeline {name}: {many} stages on {pp} ranks, {microbatches} microbatches per "
+        f"step; predicted bubble {idle:.1%}, if all stages take the same time"
     )
 
 

@@ -101,7 +101,8 @@ def apply(
 def _check_input(role: TensorRole, dims: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Refuse an input that is not split as `role` requires: a gradient would lack a sum."""
     assert inputs[0].ndim == dims, (
-        f"{module} has the role {role}, whose input has {dims} dims, and is given {inputs[0].ndim}"
+        f"{module} has the role {role}, whose input has {dims} dims, but it received "
+        f"{inputs[0].ndim}"
     )
 
 
@@ -129,7 +130,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
-        assert style.weight is not None, f"{name} stands in a module without weights of its own"
+        assert style.weight is not None, f"{name} is in a module without weights of its own"
         # A bias has no input dim to split.
         splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
         placement = Replicate() if splits_inputs else style.weight

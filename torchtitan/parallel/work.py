@@ -203,12 +203,12 @@ class Part:
         return self.stage == len(self.work.stages.ranks) - 1
 
     @property
-    def again(self) -> Collection[str]:
+    def recomputed_blocks(self) -> Collection[str]:
         """Names of the recomputed blocks."""
         return self.work.recomputed & {*self.blocks}
 
     @cached_property
-    def halved(self) -> int:
+    def split_backwards(self) -> int:
         """Number of a pass's backwards in two halves; torch keeps the first stage's whole."""
         actions = (a for actions in self.work.orders.values() for a in actions)
         return sum(a.kind == "I" and a.stage == self.stage for a in actions) if self.stage else 0
@@ -219,12 +219,14 @@ class Part:
         The second half of a backward recomputes a block for each module with weights: torch
         computes the gradients of each separately.
         """
-        block = next((block for block in self.again if f"{name}.".startswith(f"{block}.")), None)
+        block = next(
+            (block for block in self.recomputed_blocks if f"{name}.".startswith(f"{block}.")), None
+        )
         if block is None:
             return 0
         modules = self.module.get_submodule(block).modules()
         weighted = sum(any(True for _ in each.parameters(recurse=False)) for each in modules)
-        return self.work.passes * (self.work.microbatches + self.halved * weighted)
+        return self.work.passes * (self.work.microbatches + self.split_backwards * weighted)
 
     def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
         """Return the padded shape of each rank's part of a parameter, on the first tensor rank."""

@@ -77,7 +77,7 @@ class CommConfig(Config):
         2000,
         ge=0,
         description="Number of collectives that torch's Flight Recorder keeps on each of several "
-        "ranks; 0: off. A rank by itself waits for nobody and records none.",
+        "ranks; 0: off. A run on one rank records none.",
     )
     save_traces_folder: str = Field(
         "comm_traces",
@@ -85,21 +85,24 @@ class CommConfig(Config):
         "job.dump_folder.",
     )
     save_traces_file_prefix: str = Field(
-        "rank_", description="Prefix of the names of traces, before the rank."
+        "rank_", description="Prefix of the file names of traces; the rank follows."
     )
     debug_level: Literal["off", "info", "detail"] | None = Field(
         None,
-        description="How much torch checks and logs about collectives (TORCH_DISTRIBUTED_DEBUG, "
-        "whose value applies if this is absent). info: it logs more; detail: before each "
-        "collective all ranks compare operation, shapes and dtypes, and fail if they differ; each "
-        "collective is then several times slower, and init_timeout_seconds applies to the whole "
-        "run.",
+        description="Level of torch's checks and logs of collectives (TORCH_DISTRIBUTED_DEBUG, "
+        "which applies if this is absent). info: log more; detail: before each "
+        "collective all ranks compare operation, shapes and dtypes, and fail if they "
+        "differ; each collective is then several times slower, and "
+        "init_timeout_seconds applies to the whole run.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         prefix = self.save_traces_file_prefix
         if "/" in prefix or prefix[-1:].isdigit():
-            message = "wanted the first part of a file's name; the number of a rank follows it"
+            message = (
+                "wanted the start of a file name, without / and not ending in a digit, as the "
+                "rank follows it"
+            )
             yield Problem("save_traces_file_prefix", message)
 
 

@@ -25,12 +25,14 @@ OUT_OF_MEMORY_FOLDER: Final = "out_of_memory"
 MOST_MODULES = 20
 
 KNOBS: Mapping[str, str] = {
-    "training.local_batch_size": "lower it; global_batch_size keeps the step the same",
-    "training.seq_len": "shorter sequences have smaller activations, and another run",
+    "training.local_batch_size": (
+        "lower it; with the same global_batch_size the step does not change"
+    ),
+    "training.seq_len": "shorter sequences have smaller activations, but change the run",
     "activation_checkpoint.mode": '"full" keeps only the inputs of blocks',
-    "loss.vocabulary_chunk": "above 0, logits are computed in chunks",
+    "loss.vocabulary_chunk": "a value above 0 computes the logits in chunks",
     "training.mixed_precision_param": '"bfloat16" halves activations and gathered parameters',
-    "parallelism.data_parallel_shard_degree": "more parts make each rank's smaller",
+    "parallelism.data_parallel_shard_degree": "more shards make each rank's smaller",
     "parallelism.fsdp_reshard_after_forward": '"always" frees gathered parameters soonest',
     "parallelism.tensor_parallel_degree": "more ranks share matrices and activations",
     "parallelism.context_parallel_degree": "more ranks share a sequence's activations",
@@ -78,7 +80,7 @@ class Evidence:
         except OSError as failure:
             logger.error("%s: %s", path, failure.strerror)
         else:
-            logger.error("out of memory at step %d; what was held: %s", step, path)
+            logger.error("out of memory at step %d; report: %s", step, path)
 
     def tell(self, rank: int, step: int, error: BaseException) -> dict[str, Any]:
         """All of it."""

@@ -135,7 +135,7 @@ class Profiler:
         try:
             steps = int(json.loads(path.read_bytes())["steps"])
         except (ValueError, KeyError, TypeError):
-            logger.warning('%s: wanted {"steps": 1}; nothing is traced', path)
+            logger.warning('%s: wanted {"steps": 1}; the request is ignored', path)
             steps = 0
         path.unlink()
         return max(steps, 0)
@@ -156,7 +156,7 @@ class Profiler:
         if name and self.rank == 0:
             first = self._step + warmup + 1
             steps = f"step {first}" if active == 1 else f"steps {first} to {first + active - 1}"
-            logger.info("tracing %s, as asked", steps)
+            logger.info("tracing %s, as requested", steps)
         if name and self._records_memory_on_request():
             record_memory(MEMORY_EVENTS)
         self.timeline.is_traced = True

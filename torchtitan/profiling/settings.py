@@ -32,14 +32,13 @@ class ProfilingConfig(Config):
         busy = self.profiler_warmup + self.profiler_active
         if self.enable_profiling and busy > self.profile_freq:
             message = (
-                f"these are too few steps for profiler_warmup = {self.profiler_warmup} plus "
+                f"too few steps for profiler_warmup = {self.profiler_warmup} plus "
                 f"profiler_active = {self.profiler_active}; use at least {busy}"
             )
             yield Problem("profile_freq", message, ("profiler_warmup", "profiler_active"))
         if self.enable_memory_snapshot and context.world.device_type != "cuda":
             message = (
-                "torch keeps a history of allocations on CUDA only, and this runs on "
-                f"{context.world.device_type}; set it to false (a trace of enable_profiling works "
-                "here)"
+                "torch records allocations on CUDA only, but this run is on "
+                f"{context.world.device_type}; set it to false (enable_profiling works here)"
             )
             yield Problem("enable_memory_snapshot", message)

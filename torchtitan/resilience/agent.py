@@ -150,7 +150,10 @@ class Agent(LocalElasticAgent):
         self.stopped_by = self.stopped_by or signal.Signals(number)
         if self.at_once or self._in_rendezvous:
             raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)
-        message = "%s: the ranks finish their step and save; send it again to end them immediately"
+        message = (
+            "%s: the ranks finish their step and save; send the signal again to end them "
+            "immediately"
+        )
         logger.info(message, self.stopped_by.name)
 
     def _request_save(self, by: signal.Signals) -> None:
@@ -186,7 +189,10 @@ class Agent(LocalElasticAgent):
                 if left <= 0:
                     raise
                 if now - logged > LOG_INTERVAL:
-                    logged, why = now, str(error).partition("\n")[0] or "too few nodes so far"
+                    logged, why = (
+                        now,
+                        str(error).partition("\n")[0] or ("too few nodes have joined"),
+                    )
                     logger.info("waiting for other nodes: %s; %.0f minutes left", why, left / 60)
             time.sleep(RETRY_INTERVAL)
 
@@ -218,7 +224,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
             if not self._has_forwarded:
-                logger.warning("another node joined: the ranks save, and restart with it")
+                logger.warning("another node joined: the ranks save and restart with it")
                 self._request_save(signal.SIGTERM)
             until = time.monotonic() + SAVE_TIMEOUT
             while super()._monitor_workers(worker_group).state == WorkerState.HEALTHY:

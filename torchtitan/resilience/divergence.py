@@ -80,9 +80,9 @@ class Divergence:
         saved = self.checkpoint.saver.saved_step
         return (
             f"step {self.state.step}: the loss or gradient norm is not finite, which with "
-            "optimizer.early_step_in_backward is known only after the update. These weights "
-            f"are not saved; the last checkpoint is {f'step-{saved}' if saved else 'none'}. "
-            "Resume from there without it, or with a lower optimizer.lr"
+            "optimizer.early_step_in_backward is known only after the update. These weights were "
+            f"not saved; the last checkpoint is {f'step-{saved}' if saved else 'none'}. Resume "
+            "from it with optimizer.early_step_in_backward = false, or with a lower optimizer.lr"
         )
 
     def _diverged(self) -> str:
@@ -95,6 +95,6 @@ class Divergence:
         return (
             f"step {state.step}: {state.consecutive_skips} steps in a row "
             f"(training.max_skipped_steps) were skipped{way_out}; none of them changed a weight. "
-            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the data of these "
+            "Lower optimizer.lr, increase lr_scheduler.warmup_steps, or check the data of these "
             "steps"
         )

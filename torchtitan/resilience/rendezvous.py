@@ -140,9 +140,9 @@ class Store(TorchStore):
                 words = getattr(error, "strerror", None) or str(error)
                 reason = words.partition("\n")[0] or f"no answer in {CALL_TIMEOUT:.0f} s"
                 if not self._lost_at:
-                    logger.warning("%s is out of reach: %s; trying again", self, reason)
+                    logger.warning("%s cannot be reached: %s; trying again", self, reason)
                     self._lost_at = began
-                raise RendezvousConnectionError(f"{self} is out of reach: {reason}") from error
+                raise RendezvousConnectionError(f"{self} cannot be reached: {reason}") from error
             if self._lost_at:
                 logger.info("reached %s again after %d s", self, time.time() - self._lost_at)
                 self._lost_at = 0.0

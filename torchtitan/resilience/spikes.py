@@ -35,20 +35,20 @@ class SpikesConfig(Config):
         ge=0,
         allow_inf_nan=False,
         description="Skip a step whose loss or gradient norm is more than this many standard "
-        "deviations above its mean over the window; 0: only where it is not finite.",
+        "deviations above its mean over the window; 0: only if it is not finite.",
     )
     window: int = Field(
         128,
         ge=2,
-        description="Number of last good steps that mean and deviation are computed over; until "
-        "there are that many, only non-finite steps are skipped.",
+        description="Number of previous good steps over which mean and deviation are computed; "
+        "until there are that many, only non-finite steps are skipped.",
     )
     max_rollbacks: int = Field(
         0,
         ge=0,
-        description="After training.max_skipped_steps in a row, go back to the checkpoint before "
-        "them and continue with the data after them, at most this many times in a run; then it "
-        "ends.",
+        description="Maximum number of rollbacks in a run: after training.max_skipped_steps in a "
+        "row, training returns to the checkpoint before them and continues with the "
+        "data after them. Beyond this number the run ends.",
     )
 
 
@@ -115,7 +115,7 @@ def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
         return "is not finite"
     if usual and sigma and value > usual.mean + sigma * usual.std:
         return (
-            f"is more than {sigma:g} standard deviations ({usual.std:.4g}) above its mean of late "
+            f"is more than {sigma:g} standard deviations ({usual.std:.4g}) above its recent mean "
             f"({usual.mean:.4g})"
         )
     return None

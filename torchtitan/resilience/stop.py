@@ -81,7 +81,7 @@ class StopSignal:
         received = signal.Signals(number)
         if self.by is None:
             self.by = received
-            message = "%s: finishing this step, then saving; once more to stop at once"
+            message = "%s: finishing this step, then saving; send it again to stop immediately"
             logger.info(message, received.name)
         # A scheduler may signal all processes of a job, and the launcher passes on what it got: so
         # one request may come as two signals, but never twice as the same one.

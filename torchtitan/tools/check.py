@@ -33,10 +33,13 @@ app = verb()
 def check(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[int | None, Count("ranks; absent: any number that fits")] = None,
-    device: Annotated[str | None, Choice(("cpu", "cuda"), "absent: this machine's")] = None,
+    world_size: Annotated[int | None, Count("number of ranks; absent: any that fits")] = None,
+    device: Annotated[
+        str | None, Choice(("cpu", "cuda"), ("device of the run; absent: this machine's"))
+    ] = None,
     here: Annotated[
-        bool, typer.Option("--here", help="refuse what this machine lacks, such as memory")
+        bool,
+        typer.Option("--here", help=("also check this machine: its memory, files and packages")),
     ] = False,
     schema: Annotated[
         bool, typer.Option("--json-schema", help="print the schema for editors")
@@ -89,7 +92,7 @@ def beginning(found: config.Recipe[JobConfig]) -> list[str]:
         found.refuse([Problem("checkpoint.initial_load_path", str(error))])
         raise
     what = "the weights" if start.model_only else "the run"
-    return [f"begins with {what} in {start.path}", *start.changes]
+    return [f"starts from {what} in {start.path}", *start.changes]
 
 
 def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
@@ -102,12 +105,12 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     spec = MODELS[job.model.name]
     task, samples = TASKS[spec.task], job.global_batch(degrees)
     yield (
-        f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} in an optimizer step: "
+        f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} per optimizer step: "
         f"{t.local_batch_size} at a time x {job.accumulation(degrees)} accumulated x "
         f"{job.data_ranks(degrees)} data-parallel"
     )
     count = samples * task.units(t.seq_len)
-    yield f"{count:,} {task.unit} in a step, {count * t.steps:,} in {t.steps:,} steps"
+    yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {t.steps:,} steps"
     args = job.model_args()
     network = build_empty(spec.build, args, t.seq_len)
     if degrees.pp > 1:

@@ -112,7 +112,7 @@ def torchtitan(
     is_asked: Annotated[
         bool,
         typer.Option(
-            "--version", callback=show_version, is_eager=True, help="Show versions, and exit."
+            "--version", callback=show_version, is_eager=True, help="Show versions and exit."
         ),
     ] = False,
 ) -> None:

@@ -30,22 +30,31 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def generate(
     source: Source,
-    prompt: Annotated[
-        list[str] | None, Text("TEXT", "a text to continue; may be given again")
-    ] = None,
-    prompts_file: Annotated[Path | None, Text("FILE", "one prompt a line")] = None,
-    tokens: Annotated[int, Count("new ones, at most; absent: 64")] = 64,
-    samples: Annotated[int, Count("of each prompt; absent: 1")] = 1,
+    prompt: Annotated[list[str] | None, Text("TEXT", "a text to continue; may be repeated")] = None,
+    prompts_file: Annotated[Path | None, Text("FILE", "a file with one prompt per line")] = None,
+    tokens: Annotated[int, Count("maximum number of new tokens; absent: 64")] = 64,
+    samples: Annotated[int, Count("number of samples per prompt; absent: 1")] = 1,
     temperature: Annotated[
-        float, typer.Option(parser=TEMPERATURE, metavar="X", help="0: always the likeliest")
+        float,
+        typer.Option(
+            parser=TEMPERATURE,
+            metavar="X",
+            help=("divides the logits; 0: always take the likeliest token; absent: 1"),
+        ),
     ] = 1.0,
-    top_k: Annotated[int | None, Count("of so many of the likeliest tokens; absent: all")] = None,
+    top_k: Annotated[
+        int | None, Count("sample from this many of the likeliest tokens; absent: all")
+    ] = None,
     top_p: Annotated[
         float,
-        typer.Option(parser=SHARE, metavar="X", help="of the likeliest with this probability"),
+        typer.Option(
+            parser=SHARE,
+            metavar="X",
+            help=("sample from the likeliest tokens with this total probability; absent: 1"),
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="of the samples")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="an object a line")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="random seed; absent: 0")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object per line")] = False,
     format: Format = None,
     model: Model = None,
     flavor: Flavor = None,
@@ -83,5 +92,5 @@ def prompts(given: list[str], path: Path | None) -> Iterator[str]:
         raise ConfigError(f"--prompts-file: got {path}; there is no such file")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
-        raise ConfigError(f"--prompts-file: got {path}; it has no prompt, which is a line")
+        raise ConfigError(f"--prompts-file: got {path}; it is empty; write one prompt per line")
     yield from lines

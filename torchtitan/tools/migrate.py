@@ -28,7 +28,7 @@ def migrate(
     if output is None:
         print(text, end="")
     elif output.exists():
-        raise ConfigError(f"{output}: exists already; nothing was written")
+        raise ConfigError(f"{output}: already exists; nothing was written")
     else:
         output.write_text(text, encoding="utf-8")
 
@@ -46,5 +46,5 @@ def missing(recipe: Path) -> list[str]:
         is_known = not any(": job.imports: " in line for line in error.lines)
         if is_known and not isinstance(error, CannotRun):
             raise
-        return [f"it cannot be trained here yet: {line}" for line in error.lines]
+        return [f"it cannot be trained yet: {line}" for line in error.lines]
     return []

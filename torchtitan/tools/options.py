@@ -134,11 +134,9 @@ def Text(metavar: str, help: str, *spellings: str) -> Any:
     return typer.Option(*spellings, metavar=metavar, help=help, show_default=False)
 
 
-Recipe = Annotated[str | None, typer.Argument(help="the recipe; --section.key value may follow")]
+Recipe = Annotated[str | None, typer.Argument(help="a recipe; --section.key value may follow")]
 Run = Annotated[Path, typer.Argument(help="job.dump_folder of a run: outputs/x")]
-Shrink = Annotated[
-    bool, typer.Option("--shrink", help="make model, batches and layout small first")
-]
-Model = Annotated[str | None, Text("NAME", "a key of MODELS; absent: as the source says")]
-Flavor = Annotated[str | None, Text("NAME", "a size of it; absent: as the source says")]
-Imports = Annotated[list[str] | None, Text("MODULE...", "modules that add to MODELS")]
+Shrink = Annotated[bool, typer.Option("--shrink", help="reduce model, batches and layout first")]
+Model = Annotated[str | None, Text("NAME", "a key of MODELS; absent: that of the source")]
+Flavor = Annotated[str | None, Text("NAME", "a flavor of the model; absent: that of the source")]
+Imports = Annotated[list[str] | None, Text("MODULE...", "modules to import, which register models")]

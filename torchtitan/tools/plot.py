@@ -32,11 +32,16 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of each run: outputs/x")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="the SVG; absent: loss.svg in the first run's folder"),
+        typer.Option(
+            "--output", "-o", help=("file to write; absent: loss.svg in the first run's folder")
+        ),
     ] = None,
     reference: Annotated[
         float | None,
-        typer.Option(metavar="LOSS", help="draw a level to compare with, such as the unigram loss"),
+        typer.Option(
+            metavar="LOSS",
+            help=("a loss to compare with, drawn as a line, such as the unigram loss"),
+        ),
     ] = None,
 ) -> None:
     path = output or runs[0] / "loss.svg"
@@ -64,7 +69,7 @@ class Curve:
         """
         training = list(_points(history.reports, "loss"))
         if not training:
-            raise ConfigError(f"{folder}: the run has reported no loss; there is nothing to draw")
+            raise ConfigError(f"{folder}: the run has reported no loss")
         return cls(str(folder), training, list(_points(history.rows, "validation_loss")))
 
 

@@ -30,7 +30,7 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def profile(
     run: Run,
-    steps: Annotated[int, Count("how many to trace; absent: 1")] = 1,
+    steps: Annotated[int, Count("number of steps to trace; absent: 1")] = 1,
     wait: Annotated[int, Count("absent: 300", "SECONDS")] = ANSWER_TIMEOUT,
 ) -> int:
     try:
@@ -39,7 +39,7 @@ def profile(
         print(failure, file=sys.stderr)
         return 1
     print(*describe_traces(read_rank_traces(folder)), sep="\n")
-    print("open them at https://ui.perfetto.dev")
+    print("open the traces at https://ui.perfetto.dev")
     return 0
 
 
@@ -65,12 +65,14 @@ def request_trace(
         raise ConfigError(f"{folder}: there is no run to trace; the last one {state.words}")
     request = folder / REQUEST_FILE
     if request.exists():
-        raise ConfigError(f"{request}: it was asked for a trace already, and has not begun")
+        raise ConfigError(
+            f"{request}: a trace was already requested and has not started; wait for it"
+        )
     known = set(traces.glob(f"*{ON_REQUEST}"))
     unfinished = request.with_name(f"{REQUEST_FILE}.writing")
     unfinished.write_text(json.dumps({"steps": steps}) + "\n")
     unfinished.replace(request)
-    log(f"asked {folder} for a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
+    log(f"requested from {folder} a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
 
     end, logged, is_taken = time.monotonic() + timeout, 0, False
     try:
@@ -78,16 +80,16 @@ def request_trace(
             # Asked before looking, since a run that ends may have written them just before.
             now = history.state()
             if not is_taken and not request.exists():
-                log("the run knows of it; it traces, and writes what it traced")
+                log("the run received the request; it traces and writes the traces")
                 is_taken = True
             new, done = _written(traces, known)
             if done > logged:
-                log(f"{done} of {state.ranks} ranks wrote theirs, in {new}")
+                log(f"{done} of {state.ranks} ranks wrote their traces, in {new}")
                 logged = done
             if done >= state.ranks:
                 return new
             if not now.is_alive:
-                raise NoAnswer(f"the run is over before it wrote all traces: it {now.words}")
+                raise NoAnswer(f"the run ended before it wrote all traces: it {now.words}")
             if time.monotonic() > end:
                 what = f"no traces of all ranks in {timeout:g} seconds"
                 raise NoAnswer(f"{what}; the run is {now.words}")

@@ -22,12 +22,16 @@ def train(
         "python_stdlib"
     ),
     dataset_path: Annotated[
-        str | None, typer.Option(help="file or folder of a data set that has none")
+        str | None, typer.Option(help="file or folder of a data set that needs one")
     ] = None,
     text_key: Annotated[str, typer.Option(help="column or key of the text")] = "text",
-    documents: Annotated[int | None, typer.Option(help="how many to read; absent: all")] = None,
-    vocab_size: Annotated[int, typer.Option(help="special tokens included")] = 2048,
-    seed: Annotated[int, typer.Option(help="which documents, with --documents")] = 0,
+    documents: Annotated[
+        int | None, typer.Option(help="number of documents to read; absent: all")
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="size of the vocabulary, special tokens included")
+    ] = 2048,
+    seed: Annotated[int, typer.Option(help="seed of the selection with --documents")] = 0,
 ) -> None:
     """Make a byte-level BPE tokenizer from the documents of a data set."""
     train_tokenizer(

@@ -115,7 +115,7 @@ def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().out
     for words in (
         "llama3 8B; 8 x NVIDIA H200; dp_shard 4, tp 2",
-        "ended well at step 20",
+        "finished at step 20",
         "loss that of the task + 0.0001 x z_loss",
         "step 20 of 40, 100 tokens each; 2,000 tokens",
         "100 tokens/s/device, 1 s a step, MFU 50.0%",
@@ -137,7 +137,7 @@ def test_the_numbers_as_json(whole: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["explain", str(whole), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rate"], found["unit"]) == (100.0, "tokens")
-    assert found["state"]["words"] == "ended well at step 20"
+    assert found["state"]["words"] == "finished at step 20"
     assert found["traces"]["exposed"]["0"] == pytest.approx(0.2)
     assert "data.num_workers" in found["advice"][0]["keys"]
 

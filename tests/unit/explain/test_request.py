@@ -44,8 +44,8 @@ def test_the_traces_of_all_ranks_are_waited_for(tmp_path: Path) -> None:
     found = request_trace(folder, 3, 20, told.append)
     run.join()
     assert found == folder / "profile_traces/iteration_11_on_request"
-    assert told[0].startswith(f"asked {folder} for a trace of 3 steps; it is in step 7")
-    assert told[-1].startswith("2 of 2 ranks wrote theirs")
+    assert told[0].startswith(f"requested from {folder} a trace of 3 steps; it is in step 7")
+    assert told[-1].startswith("2 of 2 ranks wrote their traces")
 
 
 def test_a_run_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
@@ -62,14 +62,14 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path) -> None:
         for rank in range(2):
             note(folder, rank, "finished", 9)
 
-    with pytest.raises(NoAnswer, match=r"the run is over .*: it ended well at step 9"):
+    with pytest.raises(NoAnswer, match=r"the run ended before .*: it finished at step 9"):
         request_trace(folder, 1, 20, end)
 
 
 def test_who_asks_twice_is_refused(tmp_path: Path) -> None:
     folder = alive(tmp_path)
     (folder / REQUEST_FILE).write_text("{}")
-    with pytest.raises(ConfigError, match="it was asked for a trace already"):
+    with pytest.raises(ConfigError, match="a trace was already requested"):
         request_trace(folder, 1, 1)
 
 
@@ -78,10 +78,10 @@ def test_a_run_that_is_over_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run to trace; the last one unknown: its r"):
         request_trace(folder, 1, 1)
     note(folder, 0, "finished", 9)
-    with pytest.raises(ConfigError, match="the last one ended well at step 9"):
+    with pytest.raises(ConfigError, match="the last one finished at step 9"):
         request_trace(folder, 1, 1)
     note(folder, 0, "training", 9, pid=NOBODY)
-    with pytest.raises(ConfigError, match="stopped without a word at step 9: rank 0 is gone"):
+    with pytest.raises(ConfigError, match="stopped without a message at step 9: rank 0 is gone"):
         request_trace(folder, 1, 1)
 
 

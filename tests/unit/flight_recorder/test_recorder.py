@@ -168,6 +168,6 @@ def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(
 @pytest.mark.parametrize("prefix", ["rank_1", "elsewhere/rank_"])
 def test_prefix_that_hides_the_rank_is_refused(prefix: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"comm.save_traces_file_prefix: .* wanted the first part"
+        ConfigError, match=r"comm.save_traces_file_prefix: .* wanted the start of a file name"
     ):
         load_job(None, [f"--comm.save_traces_file_prefix={prefix}"], 1, "cpu")

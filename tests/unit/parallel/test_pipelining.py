@@ -170,7 +170,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert line.startswith("pipeline_parallel_schedule_csv: it cannot be read: ")
     path.write_text("0F0,0I0,0W0,2F0,2B0\n1F0,1B0")
     (line,) = found(microbatches=1, **keys)
-    assert "rank 0 waits for ever to do 0I0" in line
+    assert "rank 0 would wait forever for 0I0" in line
     path.write_text("0F0,2F0,2B0,0I0,0W0\n1F0,1B0")
     assert not found(microbatches=1, **keys)
     (line,) = found(**keys)

@@ -143,7 +143,9 @@ def test_a_file_reads_as_torch_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cell", ["0X0", "F0", "0F", "0SEND_F0", "0UNSHARD", "(0F0;)B", "0F0x"])
 def test_a_cell_that_is_no_action_is_shown_with_its_place(cell: str, tmp_path: Path) -> None:
     path = write(tmp_path / "order.csv", "0F0,0B0", f"1F0,{cell}")
-    with pytest.raises(ConfigError, match=r"row 2, column 2: .* is no action; wanted .* as in 2F0"):
+    with pytest.raises(
+        ConfigError, match=r"row 2, column 2: .* is not an action; wanted .* as in 2F0"
+    ):
         schedule_csv.read(path)
 
 
@@ -158,13 +160,14 @@ FAULTS = {
     "0F0,0B0/,": "rank 1 has no stage; wanted at least one for each rank",
     "0F0,0B0/2F0,2B0": "it has the stages 0, 2; wanted all of 0 to 2",
     "0F0,0B0,0F1,0B1/1F0,1B0,1F1,1B1": "it has 2 microbatches, 0 to 1, but a batch has 1",
-    "0F0,0B0,1F0/1B0": "stage 1 stands on the ranks 0, 1; wanted one",
+    "0F0,0B0,1F0/1B0": "stage 1 is on ranks 0, 1; wanted it on one rank",
     "0F0,0B0/1F0": "stage 1 does F for microbatch 0; wanted F and either B or I and W",
     "0F0,0F0,0B0/1F0,1B0": "stage 0 does F F B for microbatch 0",
     "0F0,0I0/1F0,1B0": "stage 0 does F I for microbatch 0",
     "0F0,0I0,0W0,0B0/1F0,1B0": "stage 0 does F I W B for microbatch 0",
-    "0B0,0F0/1F0,1B0": "rank 0 waits for ever to do 0B0; wanted an order in which it can come",
-    "0F0,0W0,0I0/1F0,1B0": "rank 0 waits for ever to do 0W0",
+    "0B0,0F0/1F0,1B0": "rank 0 would wait forever for 0B0; wanted an order in which its inputs "
+    "arrive first",
+    "0F0,0W0,0I0/1F0,1B0": "rank 0 would wait forever for 0W0",
 }
 
 
@@ -178,7 +181,7 @@ def test_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
     rows = ("0F0,2F0,2B0,0F1,2F1,2B1,0B0,0B1", "1F1,1F0,1B0,1B1")
     assert list(
         schedule_csv.order_problems(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)
-    ) == ["rank 0 waits for ever to do 2F0; wanted an order in which it can come"]
+    ) == ["rank 0 would wait forever for 2F0; wanted an order in which its inputs arrive first"]
 
 
 def test_bubbles_in_the_docs_are_the_predicted_ones() -> None:

@@ -43,15 +43,15 @@ def write_torchtitan(
     if state is None:
         write_dcp(folder, _weights(source, network, dtype), max_file_bytes)
         for line in _tied(network):
-            logger.warning("torch opens this, but not TorchTitan: %s", line)
+            logger.warning("PyTorch can read this checkpoint, but TorchTitan cannot: %s", line)
         return
     if found := [*_obstacles(state["recipe"]), *_tied(network)]:
         lines = (f"  {line}" for line in found)
         raise RecipeError(["--with-optimizer: TorchTitan cannot continue this run:", *lines])
     write_dcp(folder, _run(source, network, state), max_file_bytes)
     logger.warning(
-        "not carried over: the position of the data, the states of random generators; TorchTitan "
-        'continues the run with checkpoint.exclude_from_loading = ["dataloader"]'
+        "not converted: the position of the data and the random states; continue the run in "
+        'TorchTitan with checkpoint.exclude_from_loading = ["dataloader"]'
     )
 
 
@@ -68,7 +68,7 @@ def _weights(
 
 def _tied(network: Network) -> Iterator[str]:
     if network.spec.tied(network.args):
-        yield "model.tied: TorchTitan's Llama has an output matrix of its own"
+        yield "model.tied: TorchTitan's Llama has a separate output matrix"
 
 
 def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
@@ -80,9 +80,9 @@ def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
         "optimizer.no_weight_decay_on": bool(recipe.get("optimizer.no_weight_decay_on")),
     }
     for key in (key for key, is_used in uneven.items() if is_used):
-        yield f"{key}: TorchTitan updates all weights with the same numbers"
+        yield f"{key}: TorchTitan updates all weights with the same settings"
     if "lr_scheduler.warmup_steps" not in recipe:
-        yield "lr_scheduler: not known, since the checkpoint was itself converted from dcp"
+        yield "lr_scheduler: unknown, as the checkpoint was itself converted from dcp"
 
 
 def _run(

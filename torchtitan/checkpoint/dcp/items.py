@@ -124,7 +124,7 @@ def records(files: Files, item: Item, where: str) -> dict[str, ItemRecord]:
             if about.compress_type != zipfile.ZIP_STORED:
                 raise Damaged(f"{where}: damaged: {name} is compressed")
             if begin + about.file_size > item.offset + item.length:
-                raise Damaged(f"{where}: damaged: {name} ends behind it")
+                raise Damaged(f"{where}: damaged: {name} extends beyond the file")
     except ConfigError:
         raise
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as error:
@@ -204,7 +204,7 @@ def _described(pickled: bytes, file: str, where: str) -> tuple[TensorLayout, Sto
         or not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides))
         or len(shape) != len(strides)
     ):
-        raise Damaged(f"{where}: damaged: its tensor makes no sense")
+        raise Damaged(f"{where}: damaged: its tensor is invalid")
     if any(args[7 - is_typed :]):
-        raise ConfigError(f"{where}: a tensor that stands for its conjugate or negative")
+        raise ConfigError(f"{where}: conjugate or negative views of tensors are not supported")
     return TensorLayout(file, dtype, shape, strides, offset * dtype.itemsize), storage

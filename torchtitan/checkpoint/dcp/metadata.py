@@ -88,13 +88,13 @@ def unfinished(checkpoint: Path) -> ConfigError:
         return ConfigError(f"{checkpoint}: there is no such folder")
     if any(checkpoint.glob("__*.metadata")):
         return ConfigError(
-            f"{checkpoint}: each rank has metadata of its own, which is not supported; save with "
+            f"{checkpoint}: each rank has its own metadata, which is not supported; save with "
             "use_collectives=True"
         )
     if any(checkpoint.glob("*.distcp")) or any(checkpoint.glob("*.tmp")):
         return ConfigError(
-            f"{checkpoint}: still being written, or never finished: {METADATA} is written last, "
-            "and is not there"
+            f"{checkpoint}: still being written, or never finished: {METADATA}, which is written "
+            "last, is missing"
         )
     return ConfigError(f"{checkpoint}: not a checkpoint: it has no {METADATA}")
 
@@ -140,7 +140,7 @@ class _Parser:
     def _of(self, name: str, offsets: Sizes | None) -> Item:
         if (name, offsets) not in self.items:
             at = "" if offsets is None else f" at {offsets}"
-            raise Damaged(f"{self.path}: damaged: it does not say where {name}{at} is")
+            raise Damaged(f"{self.path}: damaged: it does not record where {name}{at} is")
         return self.items[name, offsets]
 
     def _item(self, info: Any) -> Item:

@@ -44,9 +44,9 @@ def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -
             continue
         if not wanted & kinds and wanted != kinds:
             raise ConfigError(
-                f"{checkpoint.path}: it holds other optimizer states ({_words(kinds)}) than those "
-                f"of optimizer.name = {optimizer.name} ({_words(wanted)}); choose another, or "
-                'leave them out: checkpoint.exclude_from_loading = ["optimizer"]'
+                f"{checkpoint.path}: it holds other optimizer states ({_words(kinds)}) than "
+                f"those of optimizer.name = {optimizer.name} ({_words(wanted)}); choose another "
+                'optimizer, or do not load them: checkpoint.exclude_from_loading = ["optimizer"]'
             )
         there = found.get(weight, set())
         wrong += [f"missing: {STATE}{weight}.{state}" for state in sorted(wanted - there)]

@@ -73,8 +73,8 @@ class InertUnpickler(pickle.Unpickler):
 
     def _refusal(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self.where}: refused: it names {name}, which is no part of this format; a file "
-            "that does so may run anything when it is read by others. Nothing of it was run"
+            f"{self.where}: refused: it names {name}, which is not part of this format; other "
+            "programs that read such a file may execute arbitrary code. Nothing was executed"
         )
 
     def persistent_load(self, pid: Any, /) -> Any:

@@ -74,7 +74,9 @@ class DcpCheckpoint:
             return torch.load(io.BytesIO(data), "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{where}: refused: more than plain values: {reason}") from None
+            raise ConfigError(
+                f"{where}: refused: it contains more than plain values: {reason}"
+            ) from None
         except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
             raise Damaged(f"{where}: damaged: {error}") from None
 
@@ -132,7 +134,7 @@ class DcpCheckpoint:
             return str(error)
         if changed is None:
             return None
-        return f"{where}: damaged: its bytes are not those that were saved" if changed else ""
+        return f"{where}: damaged: its bytes differ from those saved" if changed else ""
 
     def _layout(self, name: str, chunk: Chunk) -> TensorLayout:
         """Return the layout of a chunk in its file, verified against the metadata."""
@@ -144,8 +146,8 @@ class DcpCheckpoint:
             layout, dtype = layout_of(self._files, item, where), self.contents.tensors[name].dtype
             if (layout.dtype, layout.shape) != (dtype, chunk.sizes):
                 raise Damaged(
-                    f"{where}: not the file that was saved: found {layout.dtype} {layout.shape}, "
-                    f"wanted {dtype} {chunk.sizes}"
+                    f"{where}: not the saved file: found {layout.dtype} {layout.shape}, wanted "
+                    f"{dtype} {chunk.sizes}"
                 )
             self._layouts[item] = layout
         return self._layouts[item]

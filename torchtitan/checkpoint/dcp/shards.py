@@ -44,7 +44,7 @@ def read_shards(folder: Path) -> Contents:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise Damaged(f"{path}: damaged: its header makes no sense: {error}") from None
+            raise Damaged(f"{path}: damaged: its header is invalid: {error}") from None
     return Contents({name: _entry(folder, name, chunks) for name, chunks in found.items()}, {})
 
 
@@ -57,7 +57,9 @@ def _entry(folder: Path, name: str, chunks: list[Chunk]) -> TensorEntry:
     ]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     if problem := problem_of_chunks(shape, chunks):
-        raise Damaged(f"{folder}: a file is missing, or of another checkpoint: {name}: {problem}")
+        raise Damaged(
+            f"{folder}: a file is missing, or belongs to another checkpoint: {name}: {problem}"
+        )
     return TensorEntry(layouts[0].dtype, shape, tuple(chunks))
 
 

@@ -119,7 +119,9 @@ class TorchTitanCheckpoint(Renamed):
         if type(step) is not int or step < 0:
             raise ConfigError(f"{self.path}: {STEP}: got {show(step)}; wanted a number of steps")
         if self.path.name.startswith("step-") and self.path.name != f"step-{step}":
-            raise ConfigError(f"{self.path}: it is of step {step}, by its {STEP}")
+            raise ConfigError(
+                f"{self.path}: its {STEP} is {step}, which its name contradicts; rename the folder"
+            )
         begun = step - last_epoch if type(last_epoch) is int and 0 <= last_epoch <= step else 0
         return {"step": step, "tokens": self.tokens or 0, "schedule_start": begun}
 

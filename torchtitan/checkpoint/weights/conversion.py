@@ -24,7 +24,7 @@ from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
 from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
-from torchtitan.checkpoint.weights.network import Network, unsaid
+from torchtitan.checkpoint.weights.network import Network, not_expressed
 from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
@@ -87,7 +87,7 @@ def convert(
         else:
             origin = {**about, "converted_from": str(source.resolve())}
             write_ours(folder, tensors, network, extras, state, dtype, most, origin)
-    for line in unsaid(network, target) if target in ("hf", "meta") else ():
+    for line in not_expressed(network, target) if target in ("hf", "meta") else ():
         logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
@@ -103,22 +103,27 @@ def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
             "and back"
         )
     if options.with_optimizer and options.dtype:
-        return "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+        return (
+            "--with-optimizer: not supported with --dtype, as another dtype would change the "
+            "run; leave one out"
+        )
     if options.recipe is not None and kind != "dcp":
-        return f"--recipe: not supported from {kind}, where the sizes are said"
+        return f"--recipe: not supported from {kind}, which records its sizes; leave it out"
     if options.recipe is not None and (options.model or options.flavor):
-        return "--recipe: it says the model; leave out --model and --flavor"
+        return "--recipe: it already selects the model; leave out --model and --flavor"
     return None
 
 
 def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
     """Return the state of a run besides its tensors, after checking the name `destination`."""
     if opened.state is None:
-        raise ConfigError(f"--with-optimizer: {source} holds only weights")
+        raise ConfigError(f"--with-optimizer: {source} has only weights; leave it out")
     state = opened.state()
     named, step = re.fullmatch(r"step-(\d+)", destination.name), state["train_state"]["step"]
     if named and int(named[1]) != step:
-        raise ConfigError(f"{destination}: the run has taken {step} steps; call it step-{step}")
+        raise ConfigError(
+            f"{destination}: wanted the name step-{step}, as the run has taken {step} steps"
+        )
     return state
 
 
@@ -160,7 +165,7 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
     if isinstance(destination, RemotePath):
         with TemporaryDirectory() as spool:
             logger.info(
-                "%s: written to %s first, which needs room for all of it; TMPDIR chooses the place",
+                "%s: first written to %s, which needs room for all of it; TMPDIR sets the place",
                 *(destination, spool),
             )
             yield Path(spool)

@@ -54,7 +54,7 @@ class Extras(NamedTuple):
         return cls(seq_len, tokenizer.bos, tokenizer.eos, local_path(recipe[key]))
 
     @classmethod
-    def beside(cls, folder: Path, **known: Any) -> "Extras":
+    def in_folder(cls, folder: Path, **known: Any) -> "Extras":
         """Return the `known` extras, with the tokenizer in a folder of weights, if there is one."""
         # Tokenizers are loaded from a disk.
         is_there = not isinstance(folder, RemotePath) and any(

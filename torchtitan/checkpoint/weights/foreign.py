@@ -54,7 +54,7 @@ class ForeignWeights(ABC):
                 raise ConfigError(f"{folder}: {theirs} must equal {original} in {network}")
         for theirs, constant in constants.items():
             if theirs in found and not self._holds(theirs, found[theirs], constant):
-                raise ConfigError(f"{folder}: {theirs} is not that of {network}, which is fixed")
+                raise ConfigError(f"{folder}: {theirs} differs from the fixed values of {network}")
 
     def _holds(self, theirs: str, kind: Kind | str, constant: Tensor) -> bool:
         """Whether a foreign tensor equals `constant`, within its dtype's precision."""

@@ -60,7 +60,7 @@ class HuggingFaceWeights(ForeignWeights):
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
         has_generation = (self.folder / GENERATION).is_file()
-        return Extras.beside(
+        return Extras.in_folder(
             self.folder,
             seq_len=self.config.get("max_position_embeddings"),
             bos=self.config.get("bos_token_id"),
@@ -100,10 +100,12 @@ def _file_names(folder: Path) -> list[str]:
         return [single]
     weight_map = read_config(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_beside, weight_map.values())):
-        raise ConfigError(f"{folder / INDEX}: it has no weight_map from tensors to files beside it")
+        raise ConfigError(
+            f"{folder / INDEX}: it has no weight_map from tensors to files in its folder"
+        )
     names, there = sorted(set(weight_map.values())), {path.name for path in folder.iterdir()}
     for path in (folder / name for name in names if name not in there):
-        raise ConfigError(f"{path}: no such file, but the index names it")
+        raise ConfigError(f"{path}: there is no such file, but the index names it")
     return names
 
 

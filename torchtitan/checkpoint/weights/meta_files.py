@@ -38,7 +38,9 @@ class MetaWeights(ForeignWeights):
             ConfigError: with everything that does not match.
         """
         if isinstance(folder, RemotePath):
-            raise ConfigError(f"{folder}: Meta's files are read from a disk only; copy them to one")
+            raise ConfigError(
+                f"{folder}: Meta's files can only be read from a disk; copy them to one"
+            )
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
         files = [_load(path) for path in _paths(folder)]
@@ -61,7 +63,7 @@ class MetaWeights(ForeignWeights):
 
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
-        return Extras.beside(self.folder)
+        return Extras.in_folder(self.folder)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         dim, blocks = self._dims[theirs], self._blocks[theirs]

@@ -172,7 +172,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def unsaid(network: Network, kind: str) -> list[str]:
+def not_expressed(network: Network, kind: str) -> list[str]:
     """Return the facts about a network that a format's config file omits or changes."""
     return unlike(network.args, as_written(network.spec, kind, network.args))
 
@@ -182,10 +182,9 @@ def without_flavor(network: Network) -> ConfigError:
     nearest = most_alike(network)
     difference = "; ".join(unlike(network.args, network.spec.flavors[nearest]))
     return ConfigError(
-        f"no flavor of {network.spec.name} matches these weights, so no recipe can name them. The "
-        f"closest is {nearest}, but {difference}. Add a flavor to "
-        f"MODELS[{network.spec.name!r}].flavors; "
-        "--imports imports a module of yours that does"
+        f"no flavor of {network.spec.name} matches these weights, so no recipe can select them. "
+        f"The closest is {nearest}, but {difference}. Add a flavor to "
+        f"MODELS[{network.spec.name!r}].flavors in a module of yours, and pass it with --imports"
     )
 
 
@@ -221,8 +220,8 @@ def _families(
     said = listed[0] if isinstance(listed, list) and listed else listed
     if not isinstance(said, str) or said not in known:
         raise ConfigError(
-            f"{path}: architectures: got {show(said)}; allowed: {', '.join(map(str, known))}; the "
-            "weights of another network need a model of their own, see docs/extending.md"
+            f"{path}: architectures: got {show(said)}; allowed: {', '.join(map(str, known))}; "
+            "add a model for the weights of another network, see docs/extending.md"
         )
     return [spec for spec in able if spec.formats[kind].architecture == said]
 

@@ -76,7 +76,7 @@ def newest(folder: Path) -> Path:
         is_ended = (step / ".metadata").exists() or not is_dcp(step)
         if is_ended and any(step.iterdir()):
             return step
-        logger.warning("%s: skipped, as its save has not ended: it has no .metadata", step)
+        logger.warning("%s: skipped, as its save is unfinished: it has no .metadata", step)
     return steps[max(steps)] if steps else folder
 
 
@@ -90,7 +90,7 @@ def find_format(folder: Path) -> str:
     if len(found) > 1 and "ours" in found:
         return "ours"  # whose files are also safetensors
     if len(found) > 1:
-        raise ConfigError(f"{folder}: it holds {' and '.join(found)}; choose one with --from")
+        raise ConfigError(f"{folder}: it contains {' and '.join(found)}; choose one with --from")
     if not found:
         signs = ", ".join(sign for signs in SIGNS.values() for sign in signs)
         raise ConfigError(f"{folder}: found no weights; looked for {signs}")
@@ -139,8 +139,8 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
         raise RecipeError([*error.lines, hint]) from None
     if flavor is None:
         logger.warning(
-            "%s: its shapes are those of %s; what no shape shows, such as heads and RoPE, is taken "
-            "from there too. If its recipe sets other values: %s",
+            "%s: its shapes match %s, from which settings that do not affect shapes, such as "
+            "heads and RoPE, are taken too. If its recipe sets other values: %s",
             *(path, opened.network, command),
         )
     return opened
@@ -194,5 +194,5 @@ class Verified:
         """Read and verify a tensor, or read a block of it, for which there is no digest."""
         tensor = self.saved.read(name, offsets, sizes)
         if offsets is None and not self.saved.is_intact(name, tensor):
-            raise Damaged(f"{self.checkpoint}: {name} is not what was saved")
+            raise Damaged(f"{self.checkpoint}: damaged: {name} differs from what was saved")
         return tensor

@@ -43,39 +43,45 @@ class FSDP2(ShardingConfig):
     packs_weights: ClassVar[bool] = True
     follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
-    name: Literal["fsdp2"] = Field("fsdp2", description="Which way to shard.")
+    name: Literal["fsdp2"] = Field("fsdp2", description="Method of sharding.")
     regather_size: int = Field(
         0,
         ge=0,
-        description="What is freed after a forward stays split over so many neighboring ranks, "
-        "from which the backward gathers it; 0: over all that share it.",
+        description="Number of neighboring ranks over which parameters stay sharded after the "
+        "forward, and from which the backward gathers them; 0: all ranks that share "
+        "them.",
     )
     accumulate_whole: bool = Field(
         False,
-        description="Add up whole gradients of accumulated microbatches on each rank, and send "
-        "them with the last, instead of a part for each microbatch: less is sent, and memory holds "
-        "all gradients.",
+        description="Accumulate unsharded gradients on each rank and reduce them after the last "
+        "microbatch, instead of after each: this sends less, but each rank keeps all "
+        "gradients in memory.",
     )
     forward_prefetch: int = Field(
         0,
         ge=0,
-        description="On CUDA: how many blocks ahead a forward asks for; 0: when they are reached.",
+        description=(
+            "On CUDA: number of blocks that the forward gathers ahead; 0: each when it is reached."
+        ),
     )
     backward_prefetch: int = Field(
-        1, ge=1, description="On CUDA: how many blocks ahead a backward gathers."
+        1, ge=1, description="On CUDA: number of blocks that the backward gathers ahead."
     )
     reduce_scatters_in_flight: int = Field(
         1,
         ge=1,
-        description="On CUDA: how many units' gradients may wait to be reduced before the backward "
-        "waits for them.",
+        description="On CUDA: number of units whose gradients may be in reduction before the "
+        "backward waits for them.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if context.world.is_here and context.world.device_type == "cpu":
             for key, default in ON_CUDA.items():
                 if getattr(self, key) != default:
-                    message = "a CPU waits for what is sent, so this does nothing here"
+                    message = (
+                        "on a CPU communication does not overlap, so this has no effect; leave "
+                        "it out"
+                    )
                     yield Problem(key, message, (), "note")
 
     def open(self, target: ShardingTarget) -> "FullyShard":

@@ -80,7 +80,9 @@ class ShardingConfig(Config):
     follows: ClassVar[frozenset[str]] = frozenset()
     """Choices of `[communication]` that the sharding follows: weights, gradients."""
 
-    name: str = Field(description="Which way: a key of torchtitan.parallel.sharding.SHARDING.")
+    name: str = Field(
+        description=("Method of sharding: a key of torchtitan.parallel.sharding.SHARDING.")
+    )
 
     def verified_as(self) -> Mapping[str, tuple[Any, str]]:
         """Return the settings to change when a layout is compared with one rank, without
@@ -117,11 +119,11 @@ class ShardingConfig(Config):
 
     def messages(self, part: Part) -> Iterator[Traffic]:
         """Yield the traffic of the parameters of a part of the model in a step."""
-        raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
 
     def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
         """Return the placement of a matrix in `part` on the ranks that share parameters."""
-        raise NotImplementedError(f"there are no formulas of how {self.name} splits matrices")
+        raise NotImplementedError(f"there are no formulas for how {self.name} splits matrices")
 
     def reductions(self, passes: int, microbatches: int) -> int:
         """Return the number of reductions of each gradient in a step.

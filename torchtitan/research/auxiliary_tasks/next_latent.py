@@ -79,7 +79,7 @@ class NextLatentLoss(ModelLossConfig):
 
     name: Literal["next_latent"] = Field("next_latent", description="Which loss.")
     weight: float = Field(
-        0.1, ge=0, description="What it is multiplied with; 0: it is left out of the model."
+        0.1, ge=0, description="Weight of this loss in the total; 0 removes it from the model."
     )
 
     def wanted(self, has: tuple[AuxiliaryHead, ...]) -> tuple[AuxiliaryHead, ...]:

@@ -183,7 +183,7 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Envelope:
+class WireFormat:
     """Format in which a unit is sent: matrices in few bits, and the rest unchanged.
 
     The rest are parameters with one dim, such as norms' weights, and those smaller than a bucket.
@@ -222,11 +222,11 @@ class Envelope:
         both = [iter(torch.split(t, s, 1)) for t, s in zip((coarse, exact), sizes, strict=True)]
         return torch.cat([next(both[not is_coarse]) for is_coarse, _ in self.parts], 1)
 
-    def seal(self, codes: Tensor, exact: Tensor) -> Tensor:
+    def pack(self, codes: Tensor, exact: Tensor) -> Tensor:
         """Concatenate codes and unchanged numbers as bytes, row by row."""
         return torch.cat([codes, _bytes(exact)], 1)
 
-    def open(self, sealed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Invert `seal`."""
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Invert `pack`."""
         codes = self.codec.bytes_of(self.coarse)
-        return sealed[:, :codes], _as(sealed[:, codes:], dtype)
+        return packed[:, :codes], _as(packed[:, codes:], dtype)

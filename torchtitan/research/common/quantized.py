@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm.gradients import GradientsConfig, Reduce
 from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
-from torchtitan.research.common.codec import GROUP, Codec, Envelope, Form
+from torchtitan.research.common.codec import GROUP, Codec, Form, WireFormat
 from torchtitan.seeds import seed_of
 
 
@@ -27,15 +27,17 @@ Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
 class Quantized(Config):
     """Settings of messages in few bits."""
 
-    bits: int = Field(8, ge=2, le=8, description="Of each number that is sent.")
-    bucket: Bucket = Field(1024, description="Numbers that share a scale; a multiple of 8.")
+    bits: int = Field(8, ge=2, le=8, description="Bits of each number that is sent.")
+    bucket: Bucket = Field(
+        1024, description=("Count of numbers that share a scale; a multiple of 8.")
+    )
     scales: Literal["float32", "bfloat16"] = Field(
         "float32", description="Dtype of the scales that are sent with them."
     )
 
-    def envelope(self, unit: Unit, form: Form) -> Envelope:
+    def wire_format(self, unit: Unit, form: Form) -> WireFormat:
         """Return the format in which `unit` is sent."""
-        return Envelope(unit, Codec(self.bits, self.bucket, form, getattr(torch, self.scales)))
+        return WireFormat(unit, Codec(self.bits, self.bucket, form, getattr(torch, self.scales)))
 
 
 class Clock(Communicator):
@@ -64,9 +66,9 @@ class Clock(Communicator):
 class QuantizedReduce(Clock, Reduce):
     """Reduction that sends rows in few bits to their owners, which sum them in float32."""
 
-    def __init__(self, envelope: Envelope, group: ProcessGroup) -> None:
-        super().__init__(envelope.unit, group)
-        self.envelope, self.codec = envelope, envelope.codec
+    def __init__(self, wire_format: WireFormat, group: ProcessGroup) -> None:
+        super().__init__(wire_format.unit, group)
+        self.wire_format, self.codec = wire_format, wire_format.codec
         self.levels: Tensor | None = None
         """Levels that all ranks use, if not at equal distances."""
 
@@ -75,14 +77,14 @@ class QuantizedReduce(Clock, Reduce):
         raise NotImplementedError
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
-        coarse, exact = self.envelope.split(whole.view(self.group.size(), -1))
-        sent = self.envelope.seal(self.encode(coarse), exact)
+        coarse, exact = self.wire_format.split(whole.view(self.group.size(), -1))
+        sent = self.wire_format.pack(self.encode(coarse), exact)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        codes, rest = self.envelope.open(received, whole.dtype)
-        numbers = self.codec.decode(codes, self.envelope.coarse, levels=self.levels)
+        codes, rest = self.wire_format.unpack(received, whole.dtype)
+        numbers = self.codec.decode(codes, self.wire_format.coarse, levels=self.levels)
         sums = numbers.sum(0, keepdim=True)
-        part.copy_(self.envelope.join(sums, rest.float().sum(0, keepdim=True))[0])
+        part.copy_(self.wire_format.join(sums, rest.float().sum(0, keepdim=True))[0])
         self.calls += 1
 
 
@@ -96,4 +98,4 @@ class QuantizedGradients(Quantized, GradientsConfig):
         return "symmetric"
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * self.envelope(unit, self.form).bytes(dtype)
+        return ranks * self.wire_format(unit, self.form).bytes(dtype)

@@ -37,19 +37,14 @@ from torchtitan.torch_private.collectives import all_gather
 class DecoupledConfig(AgreementConfig):
     """Settings that all choices of the part to send have in common."""
 
-    decay: float = Field(
-        0.999, ge=0, lt=1, description="How much of the momentum stays from step to step."
-    )
+    decay: float = Field(0.999, ge=0, lt=1, description="Decay of the momentum from step to step.")
     sign: bool = Field(
-        True, description="Update by the sign of what replicas agree on; false: by its value."
+        True, description="Update by the sign of the replicas' sum; false: by its value."
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.sign and self.every > 1:
-            message = (
-                "the sign of how far weights have moved says nothing of how far; use false, or "
-                "every = 1"
-            )
+            message = "the sign of a change of weights loses its size; use false, or every = 1"
             yield Problem("sign", message, ("every",))
         yield from between(self._conflicts(context))
 
@@ -57,7 +52,7 @@ class DecoupledConfig(AgreementConfig):
         """Yield conflicts with other sections: only the combined gradient can be clipped."""
         if self.sign and context.recipe.training.max_norm:
             message = (
-                "the norm of signs is that of their number, and clipping it would change the "
+                "the norm of signs depends only on their count, so clipping would change the "
                 "learning rate; use training.max_norm = 0, or false here"
             )
             yield Problem(f"{context.key}.sign", message, ("training.max_norm",))
@@ -96,15 +91,15 @@ class Decoupled(ReplicaReducer):
 class Demo(DecoupledConfig):
     """DeMo with the largest coefficients of a cosine transform."""
 
-    name: Literal["demo"] = Field("demo", description="Which way to agree.")
+    name: Literal["demo"] = Field("demo", description="Method of synchronizing replicas.")
     chunk: int = Field(
         64,
         ge=2,
         le=128,
-        description="Side of the tiles that are transformed, at most: the largest divisor of each "
-        "dim up to it.",
+        description="Maximum side of the tiles that are transformed: the side is the largest "
+        "divisor of each dim up to it.",
     )
-    top_k: int = Field(32, ge=1, description="Coefficients of a tile that are sent.")
+    top_k: int = Field(32, ge=1, description="Number of coefficients sent per tile.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "DemoAgree":
         return DemoAgree(self, unit, group)
@@ -190,7 +185,9 @@ class DemoAgree(Decoupled):
 class Chosen(DecoupledConfig):
     """Settings of a choice that follows from the step alone, so that no indices are sent."""
 
-    rate: float = Field(0.1, gt=0, le=1, description="Part of the numbers that is sent in a step.")
+    rate: float = Field(
+        0.1, gt=0, le=1, description=("Fraction of the numbers that is sent per step.")
+    )
 
     def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
         return ChosenAgree(self, unit, group)
@@ -215,7 +212,7 @@ class Random(Chosen):
     draws are the same on every device.
     """
 
-    name: Literal["random"] = Field("random", description="Which way to agree.")
+    name: Literal["random"] = Field("random", description="Method of synchronizing replicas.")
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
@@ -227,7 +224,7 @@ class Random(Chosen):
 class Striding(Chosen):
     """DeMo with numbers at equal distances, starting one further in each step."""
 
-    name: Literal["striding"] = Field("striding", description="Which way to agree.")
+    name: Literal["striding"] = Field("striding", description="Method of synchronizing replicas.")
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
@@ -238,7 +235,7 @@ class Striding(Chosen):
 class Slicing(Chosen):
     """DeMo with a contiguous slice, in each step the next one."""
 
-    name: Literal["slicing"] = Field("slicing", description="Which way to agree.")
+    name: Literal["slicing"] = Field("slicing", description="Method of synchronizing replicas.")
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)

@@ -28,9 +28,13 @@ from torchtitan.torch_private.compiler import any_number_of_shapes
 class GaLoreGroup(AdamGroup):
     """Settings of GaLore and its AdamW that differ for some parameters; the first match applies."""
 
-    rank: int | None = Field(None, ge=1, description="Of the projection; absent: the optimizer's.")
+    rank: int | None = Field(
+        None, ge=1, description=("Rank of the projection; absent: the optimizer's.")
+    )
     scale: float | None = Field(
-        None, gt=0, description="Multiplies updates of projected matrices; absent: the optimizer's."
+        None,
+        gt=0,
+        description=("Factor of the updates of projected matrices; absent: the optimizer's."),
     )
 
 
@@ -42,35 +46,40 @@ class GaLore(AdamWRule, OptimizerConfig):
 
     name: Literal["GaLore"] = Field("GaLore", description="Which optimizer.")
     lr: float = Field(5e-3, gt=0, description="Peak learning rate.")
-    eps: float = Field(1e-6, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-6, gt=0, description="Term added to the root of the second moment.")
     rank: int | None = Field(
         None,
         ge=1,
-        description="Of the projection, at most the smaller side of a matrix; absent: a quarter of "
-        "that.",
+        description="Rank of the projection, at most the smaller side of a matrix; absent: a "
+        "quarter of it.",
     )
     refresh_period: int = Field(
-        200, ge=1, description="Steps after which matrices take new bases from their gradients."
+        200, ge=1, description="Steps between refreshes of the bases from the gradients."
     )
-    scale: float = Field(0.25, gt=0, description="Multiplies updates of projected matrices.")
+    scale: float = Field(0.25, gt=0, description="Factor of the updates of projected matrices.")
     project: Literal["shorter", "longer", "rows", "columns"] = Field(
         "shorter",
-        description="Which side of a matrix is projected to the rank: the shorter (the columns, if "
-        "both are equal), the longer, its rows or its columns. Moments have the other side.",
+        description="Side of a matrix that is projected to the rank: the shorter (the columns, "
+        "if both are equal), the longer, its rows or its columns. The moments keep "
+        "the other side.",
     )
     svd: Literal["randomized", "exact"] = Field(
-        "randomized", description="How the singular vectors of a gradient are found."
+        "randomized", description="Method of computing the singular vectors of a gradient."
     )
     power_iterations: int = Field(
-        2, ge=0, description="With svd = randomized: passes that separate close singular values."
+        2,
+        ge=0,
+        description=(
+            "With svd = randomized: power iterations, which separate close singular values."
+        ),
     )
     oversampling: int = Field(
-        8, ge=0, description="With svd = randomized: columns more than the rank."
+        8, ge=0, description="With svd = randomized: columns in addition to the rank."
     )
     moments: Literal["keep", "rotate"] = Field(
         "keep",
-        description="What becomes of the moments at a refresh: they stay as they are, as "
-        "published, or are turned from the old basis into the new.",
+        description="Treatment of the moments at a refresh: kept unchanged, as published, or "
+        "rotated from the old basis to the new one.",
     )
     groups: tuple[GaLoreGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
@@ -120,12 +129,16 @@ class GaLore(AdamWRule, OptimizerConfig):
         yield from super().problems(context)
         for key in ("power_iterations", "oversampling"):
             if self.svd == "exact" and key in self.model_fields_set:
-                yield Problem(key, 'with self.svd = "exact" there is nothing random', ("svd",))
+                yield Problem(
+                    key, 'it only has an effect with self.svd = "randomized"; remove it', ("svd",)
+                )
         if self.moments == "rotate" and not (self.beta1 or self.beta2):
-            message = 'with self.beta1 and self.beta2 0 there is nothing to turn; use "keep"'
+            message = (
+                'with self.beta1 = 0 and self.beta2 = 0 there are no moments to rotate; use "keep"'
+            )
             yield Problem("moments", message, ("beta1", "beta2"))
         if self.offload_states:
-            message = "ranks compute updates together, on their devices; use false"
+            message = "ranks compute updates together on their devices; use false"
             yield Problem("offload_states", message, ("name",))
 
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:

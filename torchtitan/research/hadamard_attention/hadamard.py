@@ -31,7 +31,7 @@ def hadamard(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     if not is_power_of_two(size):
-        raise ValueError(f"the last dim is {size}; a Hadamard transform wants a power of two")
+        raise ValueError(f"the last dim is {size}; a Hadamard transform needs a power of two")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if size == 1:
         return wide

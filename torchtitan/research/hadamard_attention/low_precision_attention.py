@@ -65,24 +65,25 @@ class LowPrecisionAttention(ConverterConfig):
         (), description="Attention whose name contains one of these is not converted."
     )
     dtype: Format = Field(
-        "float8", description="To what queries, keys and values are rounded: e4m3, or int8."
+        "float8",
+        description=("Format to which queries, keys and values are rounded: e4m3 or int8."),
     )
     scale: Scales = Field(
         "token",
-        description="What has one scale: each token of a head, each head of a sequence, or the "
-        "whole tensor of a sequence.",
+        description="Granularity of the scales: one for each token of a head, each head of a "
+        "sequence, or the whole tensor of a sequence.",
     )
     rotation: Rotation = Field(
         "none",
-        description="What a Hadamard transform rotates before it is rounded: queries and keys, "
-        "values, or all; the head dim is a power of two then.",
+        description="Tensors that a Hadamard transform rotates before rounding: queries and "
+        "keys, values, or all; the head dim must then be a power of two.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.scale != "token":
             message = (
-                "a scale follows from all tokens of a sequence, so a token is rounded otherwise "
-                'for what comes after it; "token" does not look ahead'
+                "a scale depends on all tokens of a sequence, so the rounding of a token depends "
+                'on later tokens; use "token" to avoid that'
             )
             yield Problem("scale", message, (), "note")
         yield from between(self._conflicts(context))
@@ -97,24 +98,31 @@ class LowPrecisionAttention(ConverterConfig):
         names = [name for name, module in modules if isinstance(module, SelfAttention)]
         wanted = [name for name in names if self._wants(name)]
         if not names:
-            message = f"{recipe.model.name} does not attend by SelfAttention, which is converted"
+            message = (
+                f"{recipe.model.name} does not use SelfAttention, the module that is converted; "
+                "leave the converter out"
+            )
             yield Problem(f"{key}.name", message, ("model",))
         elif not wanted:
-            message = "it leaves no attention to convert; name fewer, or leave the converter out"
+            message = (
+                "it excludes all attention from conversion; list fewer names, or leave the "
+                "converter out"
+            )
             yield Problem(f"{key}.filter_fqns", message, ("model",))
         for number, other in enumerate(recipe.convert[: int(key.rpartition(".")[2])]):
             if isinstance(other, LowPrecisionAttention) and any(map(other._wants, wanted)):
                 earlier = f"convert.{number}"
                 message = (
-                    f"{earlier} converts attention that this one would; filter it in one of the "
-                    f"two ({earlier}.filter_fqns or {key}.filter_fqns)"
+                    f"{earlier} converts the same attention; exclude it in one of the two "
+                    f"({earlier}.filter_fqns or {key}.filter_fqns)"
                 )
                 yield Problem(f"{key}.name", message, ("convert", "model"))
                 break
         if self.scale == "tensor" and recipe.sharding.never_whole:
             message = (
-                f'with sharding.name = "{recipe.sharding.name}" a rank attends with the heads of '
-                'one part after the other, so none has the whole tensor; use "head" or "token"'
+                f'with sharding.name = "{recipe.sharding.name}" a rank computes attention with '
+                'one shard of the heads after another, so none has the whole tensor; use "head" '
+                'or "token"'
             )
             yield Problem(f"{key}.scale", message, ("sharding",))
         size = model.args.dim // model.args.n_heads if names else 1

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
 from torchtitan.comm.unit import Operation, Unit
-from torchtitan.research.common.codec import Codec, Envelope
+from torchtitan.research.common.codec import Codec, WireFormat
 from torchtitan.research.common.quantized import (
     Bucket,
     Quantized,
@@ -39,21 +39,26 @@ from torchtitan.torch_private.collectives import all_gather
 class Compensated(Quantized):
     """Settings of messages whose rounding errors are sent later."""
 
-    bits: int = Field(4, ge=2, le=8, description="Of each number that is sent.")
-    bucket: Bucket = Field(256, description="Numbers that share a scale; a multiple of 8.")
+    bits: int = Field(4, ge=2, le=8, description="Bits of each number that is sent.")
+    bucket: Bucket = Field(
+        256, description=("Count of numbers that share a scale; a multiple of 8.")
+    )
     compensate: bool = Field(
-        True, description="Send later what rounding takes away; false: it is lost."
+        True,
+        description=(
+            "Add rounding errors to later messages (error feedback); false: they are lost."
+        ),
     )
     beta: float = Field(
         0.8,
         ge=0,
         lt=1,
-        description="How much of the errors before stays in their average; 0: the last alone.",
+        description="Decay of the moving average of errors; 0: only the last error.",
     )
     reset_steps: int = Field(
-        1024, ge=0, description="Steps after which the errors are forgotten; 0: never."
+        1024, ge=0, description="Steps between resets of the errors; 0: never."
     )
-    error_bits: Literal[8, 32] = Field(8, description="Of each error that is kept.")
+    error_bits: Literal[8, 32] = Field(8, description="Bits of each stored error.")
 
 
 class Compensation:
@@ -96,10 +101,10 @@ class LoCo(Compensated, QuantizedGradients):
 
     remembers: ClassVar[bool] = True
 
-    name: Literal["loco"] = Field("loco", description="Which way to reduce.")
+    name: Literal["loco"] = Field("loco", description="Method of reduction.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
-        return LoCoReduce(self, self.envelope(unit, self.form), group)
+        return LoCoReduce(self, self.wire_format(unit, self.form), group)
 
 
 class LoCoReduce(QuantizedReduce):
@@ -108,10 +113,10 @@ class LoCoReduce(QuantizedReduce):
     There are as many errors as elements in the whole unit: a byte each, for any number of ranks.
     """
 
-    def __init__(self, config: LoCo, envelope: Envelope, group: ProcessGroup) -> None:
-        super().__init__(envelope, group)
-        rows, device = group.size(), envelope.unit.device
-        self.sending = Compensation(config, self.codec, rows, envelope.coarse, device)
+    def __init__(self, config: LoCo, wire_format: WireFormat, group: ProcessGroup) -> None:
+        super().__init__(wire_format, group)
+        rows, device = group.size(), wire_format.unit.device
+        self.sending = Compensation(config, self.codec, rows, wire_format.coarse, device)
 
     def encode(self, rows: Tensor) -> Tensor:
         return self.sending.encode(rows)
@@ -128,15 +133,15 @@ class LoCoReduce(QuantizedReduce):
 class LoCoReplicas(Compensated, AgreementConfig):
     """Sum of replicas' gradients in few bits, whose rounding errors are sent later."""
 
-    name: Literal["loco"] = Field("loco", description="Which way to agree.")
+    name: Literal["loco"] = Field("loco", description="Method of synchronizing replicas.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReducer":
-        return LoCoReducer(self, self.envelope(unit, "symmetric"), group)
+        return LoCoReducer(self, self.wire_format(unit, "symmetric"), group)
 
     def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        envelope = self.envelope(unit, "symmetric")
-        row = ranks * envelope.codec.bytes_of(-(-envelope.coarse // ranks))
-        exact = unit.elements - envelope.coarse
+        wire_format = self.wire_format(unit, "symmetric")
+        row = ranks * wire_format.codec.bytes_of(-(-wire_format.coarse // ranks))
+        exact = unit.elements - wire_format.coarse
         size = 4 if self.runs_apart else dtype.itemsize
         return [("all_to_all", row), ("all_gather", row), ("all_reduce", exact * size)]
 
@@ -147,12 +152,12 @@ class LoCoReducer(ReplicaReducer):
     Both hops are compensated, each by its own errors; all replicas decode the same sums.
     """
 
-    def __init__(self, config: LoCoReplicas, envelope: Envelope, group: ProcessGroup) -> None:
-        self.group, self.codec = group, envelope.codec
-        names = zip(envelope.unit.shapes, envelope.parts, strict=True)
+    def __init__(self, config: LoCoReplicas, wire_format: WireFormat, group: ProcessGroup) -> None:
+        self.group, self.codec = group, wire_format.codec
+        names = zip(wire_format.unit.shapes, wire_format.parts, strict=True)
         self.coarse = {name for name, (is_coarse, _) in names if is_coarse}
-        ranks, device = group.size(), envelope.unit.device
-        self.length = -(-envelope.coarse // ranks)
+        ranks, device = group.size(), wire_format.unit.device
+        self.length = -(-wire_format.coarse // ranks)
         self.parts = Compensation(config, self.codec, ranks, self.length, device)
         self.sums = Compensation(config, self.codec, 1, self.length, device)
         self.step = torch.zeros((), dtype=torch.int64)

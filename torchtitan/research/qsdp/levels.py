@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.research.common.codec import Envelope
+from torchtitan.research.common.codec import WireFormat
 
 SAMPLES, BATCH, PASSES = 2**14, 2**10, 8
 """Maximum samples of a parameter from which levels are learned, batch size, and passes."""
@@ -23,12 +23,14 @@ class Levels:
     A bucket has the levels of the parameter in which it starts.
     """
 
-    def __init__(self, envelope: Envelope, group: ProcessGroup, every: int, rate: float) -> None:
+    def __init__(
+        self, wire_format: WireFormat, group: ProcessGroup, every: int, rate: float
+    ) -> None:
         """Learn levels again after `every` steps, by a step of size `rate` for each number."""
-        self.codec, self.group, self.every, self.rate = envelope.codec, group, every, rate
-        device = envelope.unit.device
-        sizes = torch.tensor([size for is_coarse, size in envelope.parts if is_coarse])
-        begins = torch.arange(0, envelope.coarse, self.codec.bucket)
+        self.codec, self.group, self.every, self.rate = wire_format.codec, group, every, rate
+        device = wire_format.unit.device
+        sizes = torch.tensor([size for is_coarse, size in wire_format.parts if is_coarse])
+        begins = torch.arange(0, wire_format.coarse, self.codec.bucket)
         self.of_bucket = torch.searchsorted(sizes.cumsum(0), begins, right=True).to(device)
         self.even = torch.linspace(0, 1, 2**self.codec.bits, device=device)
         self.moved = torch.zeros(len(sizes), len(self.even), device=device)

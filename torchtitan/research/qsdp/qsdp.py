@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm.unit import Unit
 from torchtitan.comm.weight_gathers import Gather, WeightsConfig
 from torchtitan.config import Context, Problem
-from torchtitan.research.common.codec import Envelope, Form
+from torchtitan.research.common.codec import Form, WireFormat
 from torchtitan.research.common.quantized import (
     Clock,
     Quantized,
@@ -38,27 +38,34 @@ class WithLevels(Quantized):
 
     levels: Literal["uniform", "learned"] = Field(
         "uniform",
-        description="The levels that numbers are rounded to: at equal distances, or where most "
-        "numbers are; for fewer than 6 bits.",
+        description="Quantization levels: equally spaced, or learned from the distribution of "
+        "the numbers; for fewer than 6 bits.",
     )
     learn_steps: int = Field(
-        1000, ge=1, description="Steps after which levels are learned anew; first in the first."
+        1000,
+        ge=1,
+        description=(
+            "Steps between updates of the learned levels; the first is in the first step."
+        ),
     )
     learn_rate: float = Field(
-        0.01, gt=0, lt=1, description="How far a number moves the level closest to it."
+        0.01,
+        gt=0,
+        lt=1,
+        description=("Learning rate of the levels: how far a number moves its nearest level."),
     )
 
-    def open_levels(self, envelope: Envelope, group: ProcessGroup) -> Levels | None:
+    def open_levels(self, wire_format: WireFormat, group: ProcessGroup) -> Levels | None:
         """Return the learned levels; None if levels are at equal distances."""
-        if self.levels == "uniform" or not envelope.coarse:
+        if self.levels == "uniform" or not wire_format.coarse:
             return None
-        return Levels(envelope, group, self.learn_steps, self.learn_rate)
+        return Levels(wire_format, group, self.learn_steps, self.learn_rate)
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.levels == "learned" and self.bits > MOST_BITS:
             message = (
-                f"2^{self.bits} levels have nothing to learn from the numbers of a bucket; use "
-                f'"uniform", or bits = {MOST_BITS} at most'
+                f"2^{self.bits} levels are too many to be learned from the numbers of a bucket; "
+                f'use "uniform", or at most bits = {MOST_BITS}'
             )
             yield Problem("levels", message, ("bits",))
 
@@ -68,24 +75,24 @@ class QSDPWeights(WithLevels, WeightsConfig):
 
     reads_numbers: ClassVar[bool] = True
 
-    name: Literal["qsdp"] = Field("qsdp", description="Which way to gather.")
+    name: Literal["qsdp"] = Field("qsdp", description="Method of gathering.")
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
-        envelope = self.envelope(unit, "minmax")
-        return QSDPGather(envelope, group, self.open_levels(envelope, group))
+        wire_format = self.wire_format(unit, "minmax")
+        return QSDPGather(wire_format, group, self.open_levels(wire_format, group))
 
     def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * self.envelope(unit, "minmax").bytes(dtype)
+        return ranks * self.wire_format(unit, "minmax").bytes(dtype)
 
 
 class QSDPGather(Clock, Gather):
     """Gather with one shift per step, so that the backward has the weights of the forward."""
 
     def __init__(
-        self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None
+        self, wire_format: WireFormat, group: ProcessGroup, levels: Levels | None = None
     ) -> None:
-        super().__init__(envelope.unit, group)
-        self.envelope, self.codec, self.levels = envelope, envelope.codec, levels
+        super().__init__(wire_format.unit, group)
+        self.wire_format, self.codec, self.levels = wire_format, wire_format.codec, levels
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | (self.levels.state() if self.levels else {})
@@ -97,38 +104,38 @@ class QSDPGather(Clock, Gather):
         return float(torch.rand((), generator=generator)) - 0.5
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
-        coarse, exact = self.envelope.split(part[None])
+        coarse, exact = self.wire_format.split(part[None])
         shift = self.shift
         levels = self.levels(coarse, int(self.step)) if self.levels else None
-        sent = self.envelope.seal(self.codec.encode(coarse, shift, levels=levels), exact)
+        sent = self.wire_format.pack(self.codec.encode(coarse, shift, levels=levels), exact)
         received = sent.new_empty(self.group.size(), sent.shape[1])
         all_gather_into(received.flatten(), sent.flatten(), self.group)
-        codes, rest = self.envelope.open(received, part.dtype)
-        found = self.codec.decode(codes, self.envelope.coarse, shift, levels)
-        whole.copy_(self.envelope.join(found.to(whole.dtype), rest).flatten())
+        codes, rest = self.wire_format.unpack(received, part.dtype)
+        found = self.codec.decode(codes, self.wire_format.coarse, shift, levels)
+        whole.copy_(self.wire_format.join(found.to(whole.dtype), rest).flatten())
 
 
 class QSDPGradients(WithLevels, QuantizedGradients):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
-    name: Literal["qsdp"] = Field("qsdp", description="Which way to reduce.")
+    name: Literal["qsdp"] = Field("qsdp", description="Method of reduction.")
 
     @property
     def form(self) -> Form:
         return "minmax"
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPReduce":
-        envelope = self.envelope(unit, self.form)
-        return QSDPReduce(envelope, group, self.open_levels(envelope, group))
+        wire_format = self.wire_format(unit, self.form)
+        return QSDPReduce(wire_format, group, self.open_levels(wire_format, group))
 
 
 class QSDPReduce(QuantizedReduce):
     """Reduction whose random draws differ by rank, call and step."""
 
     def __init__(
-        self, envelope: Envelope, group: ProcessGroup, levels: Levels | None = None
+        self, wire_format: WireFormat, group: ProcessGroup, levels: Levels | None = None
     ) -> None:
-        super().__init__(envelope, group)
+        super().__init__(wire_format, group)
         self.learned = levels
 
     def encode(self, rows: Tensor) -> Tensor:

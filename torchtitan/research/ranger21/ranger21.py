@@ -49,24 +49,28 @@ class Ranger21(OptimizerConfig):
     weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Term added to the root of the second moment.")
     adaptive_clip: float = Field(
         0.01,
         ge=0,
-        description="Limit of the gradient norm of each unit (a row of a matrix, a whole vector), "
-        "in parts of the norm of its weights; 0: no limit.",
+        description="Limit of the gradient norm of each unit (a row of a matrix, a whole "
+        "vector), relative to the norm of its weights; 0: no limit.",
     )
     adaptive_clip_norm: float = Field(
-        1e-3, gt=0, description="For adaptive_clip, weights count as having at least this norm."
+        1e-3, gt=0, description="Minimum norm of the weights in adaptive_clip."
     )
     centralize_gradients: bool = Field(
-        True, description="Subtract from the gradient of each unit its mean; not of vectors."
+        True, description="Subtract its mean from the gradient of each unit, except vectors."
     )
     normalize_gradients: bool = Field(
         True, description="Divide the gradient of each tensor by its standard deviation."
     )
     positive_negative_momentum: bool = Field(
-        True, description="Keep the momenta of odd and even steps, and step along a difference."
+        True,
+        description=(
+            "Keep separate momenta for odd and even steps, and update along their weighted "
+            "difference."
+        ),
     )
     beta0: float = Field(
         0.9, ge=0, description="Weight of the other momentum in positive_negative_momentum."
@@ -75,7 +79,7 @@ class Ranger21(OptimizerConfig):
         True, description="Divide weight decay by the root mean square of all gradients."
     )
     norm_loss: float = Field(
-        1e-4, ge=0, description="How much the norm of each unit is drawn to 1; 0: not at all."
+        1e-4, ge=0, description="Strength of the pull of the norm of each unit to 1; 0: none."
     )
     softplus: float = Field(
         50.0,
@@ -85,7 +89,11 @@ class Ranger21(OptimizerConfig):
     )
     amsgrad: bool = Field(True, description="Use the largest second moment so far.")
     lookahead_steps: int = Field(
-        5, ge=0, description="Steps between two averages of weights with slow ones; 0: none."
+        5,
+        ge=0,
+        description=(
+            "Steps between averages of the weights with slow weights (Lookahead); 0: none."
+        ),
     )
     lookahead_alpha: float = Field(
         0.5, gt=0, le=1, description="Weight of the new weights in that average."
@@ -157,17 +165,17 @@ class Ranger21(OptimizerConfig):
         yield from super().problems(context)
         kept = len(self.state_names()) - 1
         message = (
-            f"it keeps {kept} values for each parameter, {kept / 2:g} times Adam's 2; AdamW with "
+            f"it stores {kept} values per parameter, {kept / 2:g} times Adam's 2; AdamW with "
             f"{', '.join(self.switched_on()) or 'nothing else'}"
         )
         yield Problem("name", message, (), "note")
         if self.early_step_in_backward:
-            message = "Ranger21 sums over all gradients before it updates the first weight; use "
+            message = "Ranger21 computes sums over all gradients before it updates any weight; use "
             yield Problem("early_step_in_backward", f"{message}false", ("name",))
         if self.offload_states:
             message = (
-                "Ranger21's updates depend on each other, and are not computed one by one while "
-                "others are copied; use false"
+                "Ranger21's updates depend on each other, so states cannot be copied while "
+                "others are updated; use false"
             )
             yield Problem("offload_states", message, ("name",))
 

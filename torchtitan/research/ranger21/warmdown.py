@@ -14,18 +14,18 @@ class Ranger21Schedule(ScheduleConfig):
     warmup_steps: int = Field(
         2000,
         ge=0,
-        description="Steps of linear warm-up, 2 / (1 - beta2) by default; where they would be more "
-        "than 45 % of the schedule, it has 22 %.",
+        description="Steps of linear warm-up, 2 / (1 - beta2) by default; if that is more than "
+        "45 % of the schedule, 22 % of it.",
     )
     decay_ratio: float | None = Field(
         0.28,
         ge=0,
         le=1,
-        description="Share of the steps that decay, at most what the warm-up leaves; none: all of "
-        "that.",
+        description="Fraction of the steps that decay, at most what the warm-up leaves; absent: "
+        "all of it.",
     )
     min_lr_factor: float = Field(
-        0.03, ge=0, le=1, description="The decay ends at this fraction of the peak rate."
+        0.03, ge=0, le=1, description="Fraction of the peak rate at which the decay ends."
     )
 
     def shares(self, steps: int) -> tuple[int, int]:

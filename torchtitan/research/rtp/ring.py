@@ -1,7 +1,7 @@
-"""Parts of weights that travel around a ring of ranks: each rank computes with one after the other.
+"""Ring of ranks around which parts of weights rotate; each rank computes with one after another.
 
 Rank r starts with its own part and sends it to r + 1, so that after k hops it has that of r - k. In
-the backward the parts travel in the other direction, together with their gradients:
+the backward the parts rotate in the other direction, together with their gradients:
 
     forward, hop k          computes with the part of r - k, then passes it on to r + 1
     backward, k = W-1 ... 0 has the part of r - k again, adds its own share to the part's gradient,
@@ -72,29 +72,29 @@ class Neighbours:
                 piece.copy_(self.pass_on([piece], step).wait()[0])
 
 
-class Convoy:
-    """Parts that travel together, for one forward and its backward."""
+class RotatingParts:
+    """Parts that rotate together, for one forward and its backward."""
 
     def __init__(self, own: Sequence[Tensor], shapes: Sequence[torch.Size], *ring: Any) -> None:
         """
         Args:
             own: this rank's parts.
             shapes: their padded shapes, equal on all ranks.
-            ring: Neighbours, and the Precision in which they travel.
+            ring: Neighbours, and the Precision in which they are sent.
         """
         self.own, self.shapes = own, shapes
         self.ring: Neighbours = ring[0]
         self.precision: Precision = ring[1]
         self.hop = 0
-        self.here: list[Tensor] = []
+        self.current: list[Tensor] = []
         """Parts currently on this rank."""
-        self.on_way: Transfer | None = None
+        self.pending: Transfer | None = None
         self.gradients: list[Tensor] = []
         """Gradients of the current parts, summed over the previous ranks and this one."""
-        self.gradients_on_way: Transfer | None = None
+        self.pending_gradients: Transfer | None = None
 
     @property
-    def visitor(self) -> int:
+    def owner(self) -> int:
         """Owner of the current parts."""
         return (self.ring.rank - self.hop) % self.ring.size
 
@@ -102,32 +102,32 @@ class Convoy:
     def is_last(self) -> bool:
         return self.hop == self.ring.size - 1
 
-    def set_out(self) -> None:
+    def start_forward(self) -> None:
         """Start the forward."""
-        self.here = self._own(moves=self.ring.size > 1)
+        self.current = self._own(moves=self.ring.size > 1)
         self._overlap(1, not self.is_last)
 
-    def advance(self) -> None:
+    def end_forward_hop(self) -> None:
         """Complete a hop of the forward."""
         if self.is_last:
-            self.here = []
+            self.current = []
             return
-        self.here = self._moved(1)
+        self.current = self._moved(1)
         self.hop += 1
         self._overlap(1, not self.is_last)
 
     def fetch(self) -> list[Tensor]:
         """Return the current parts in the backward, in which they are received only on demand."""
-        if not self.here:
+        if not self.current:
             assert self.is_last, "parts are asked for at every hop or at none"
-            self.here = self._own(moves=self.hop > 0)
+            self.current = self._own(moves=self.hop > 0)
             if self.hop:
                 # The way back begins where the forward ended, one rank away.
                 if not self.ring.in_place:
-                    self.on_way = self.ring.pass_on(self.here, -1)
-                self.here = self._moved(-1)
+                    self.pending = self.ring.pass_on(self.current, -1)
+                self.current = self._moved(-1)
             self._overlap(-1, self.hop > 1)
-        return self.here
+        return self.current
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add this rank's share of the gradient of a current part."""
@@ -138,26 +138,26 @@ class Convoy:
             ]
         self.gradients[index] += gradient
 
-    def retreat(self) -> None:
+    def end_backward_hop(self) -> None:
         """Complete a hop of the backward: gradients include this rank's share."""
         if self.ring.in_place:
             self.ring.replace(self.gradients, -1)
         else:
             self._merge()
-            self.gradients_on_way = self.ring.pass_on(self.gradients, -1)
+            self.pending_gradients = self.ring.pass_on(self.gradients, -1)
             self.gradients = []
         self.hop -= 1
-        if self.here and self.hop:
-            self.here = self._moved(-1)
+        if self.current and self.hop:
+            self.current = self._moved(-1)
             self._overlap(-1, self.hop > 1)
-        elif self.here:
-            self.here.clear()
-            self.here = self._own(moves=False)
+        elif self.current:
+            self.current.clear()
+            self.current = self._own(moves=False)
 
-    def home(self) -> list[Tensor]:
+    def own_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's own parts, summed over all ranks."""
         self._merge()
-        self.here = []
+        self.current = []
         return [
             gradient[tuple(slice(size) for size in own.shape)].to(own.dtype)
             for gradient, own in zip(self.gradients, self.own, strict=True)
@@ -165,10 +165,10 @@ class Convoy:
 
     def _merge(self) -> None:
         """Add the gradients received from previous ranks."""
-        if self.gradients_on_way:
-            for mine, theirs in zip(self.gradients, self.gradients_on_way.wait(), strict=True):
+        if self.pending_gradients:
+            for mine, theirs in zip(self.gradients, self.pending_gradients.wait(), strict=True):
                 mine += theirs
-            self.gradients_on_way = None
+            self.pending_gradients = None
 
     def _own(self, moves: bool) -> list[Tensor]:
         """Return this rank's parts to compute with and, if `moves`, to send.
@@ -190,29 +190,29 @@ class Convoy:
     def _overlap(self, step: int, is_needed: bool) -> None:
         """Send the current parts during the computation, if another hop needs them."""
         if is_needed and not self.ring.in_place:
-            self.on_way = self.ring.pass_on(self.here, step)
+            self.pending = self.ring.pass_on(self.current, step)
 
     def _moved(self, step: int) -> list[Tensor]:
         """Return the parts after a hop."""
         if self.ring.in_place:
-            self.ring.replace(self.here, step)
-            return self.here
-        assert self.on_way is not None
-        arrived, self.on_way = self.on_way.wait(), None
+            self.ring.replace(self.current, step)
+            return self.current
+        assert self.pending is not None
+        arrived, self.pending = self.pending.wait(), None
         return arrived
 
 
-class Visit(NamedTuple):
+class RingHop(NamedTuple):
     """One hop: operations with the current parts."""
 
-    convoy: Convoy
+    rotating: RotatingParts
     ticket: Tensor
-    """Tensor (0-d) that makes autograd compute the parts' gradients, kept by `Convoy.add`."""
+    """Tensor (0-d) that makes autograd compute the gradients that `RotatingParts.add` sums."""
 
     @property
-    def visitor(self) -> int:
+    def owner(self) -> int:
         """Owner of the current parts."""
-        return self.convoy.visitor
+        return self.rotating.owner
 
     def linear(self, x: Tensor, index: int = 0) -> Tensor:
         """Compute `F.linear(x, part)`: (..., inputs of the part) to (..., its outputs)."""
@@ -221,14 +221,14 @@ class Visit(NamedTuple):
 
     def inputs(self, x: Tensor, index: int = 0) -> Tensor:
         """Return the slice of all inputs (..., inputs) for a part that is split by inputs."""
-        size = self.convoy.shapes[index][-1]
-        here = x[..., self.visitor * size : (self.visitor + 1) * size]
+        size = self.rotating.shapes[index][-1]
+        here = x[..., self.owner * size : (self.owner + 1) * size]
         return F.pad(here, (0, missing)) if (missing := size - here.shape[-1]) else here
 
     def embedding(self, tokens: Tensor, index: int = 0) -> Tensor:
         """Look up tokens (...) whose rows are in the current part, zeros for others: (..., D)."""
-        rows = self.convoy.shapes[index][0]
-        local = tokens - self.visitor * rows
+        rows = self.rotating.shapes[index][0]
+        local = tokens - self.owner * rows
         out: Tensor = _Embedding.apply(local, *self, index)  # type: ignore[no-untyped-call]
         return out
 
@@ -237,8 +237,8 @@ class Visit(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Compute `chunked_statistics` (N,) of the first part's logits; all parts have `rows`
         together."""
-        most = self.convoy.shapes[0][0]
-        first = self.visitor * most
+        most = self.rotating.shapes[0][0]
+        first = self.owner * most
         here = min(max(rows - first, 0), most)
         lse, of_target = _Statistics.apply(  # type: ignore[no-untyped-call]
             hidden, targets - first, *self, here, chunk, backend
@@ -246,12 +246,12 @@ class Visit(NamedTuple):
         return lse, of_target
 
 
-def travel(
+def rotate(
     own: Sequence[Tensor],
     shapes: Sequence[torch.Size],
     ring: Neighbours,
     precision: Precision,
-    compute: Callable[[Visit], tuple[Tensor, ...]],
+    compute: Callable[[RingHop], tuple[Tensor, ...]],
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield the owner and the results of `compute` for the parts of each rank in turn.
 
@@ -259,29 +259,29 @@ def travel(
         own: this rank's parts.
         shapes: their padded shapes, equal on all ranks.
     """
-    convoy = Convoy([part.detach() for part in own], shapes, ring, precision)
-    ticket = _Depart.apply(convoy, *own)  # type: ignore[no-untyped-call]
-    convoy.set_out()
+    rotating = RotatingParts([part.detach() for part in own], shapes, ring, precision)
+    ticket = _Start.apply(rotating, *own)  # type: ignore[no-untyped-call]
+    rotating.start_forward()
     for hop in range(ring.size):
-        visitor, out = convoy.visitor, compute(Visit(convoy, ticket))
-        convoy.advance()
+        owner, out = rotating.owner, compute(RingHop(rotating, ticket))
+        rotating.end_forward_hop()
         if hop < ring.size - 1:
-            ticket, *passed = _Hop.apply(convoy, ticket, *out)  # type: ignore[no-untyped-call]
+            ticket, *passed = _Hop.apply(rotating, ticket, *out)  # type: ignore[no-untyped-call]
             out = tuple(passed)
-        yield visitor, out
+        yield owner, out
 
 
-class _Depart(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     """Start of the ring; its backward returns the accumulated gradients."""
 
     @staticmethod
-    def forward(ctx: Any, convoy: Convoy, *own: Tensor) -> Tensor:
-        ctx.convoy = convoy
+    def forward(ctx: Any, rotating: RotatingParts, *own: Tensor) -> Tensor:
+        ctx.rotating = rotating
         return own[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.convoy.home()
+        return None, *ctx.rotating.own_gradients()
 
 
 class _Hop(torch.autograd.Function):
@@ -289,30 +289,30 @@ class _Hop(torch.autograd.Function):
     results pass through here together with the inputs of the next one."""
 
     @staticmethod
-    def forward(ctx: Any, convoy: Convoy, *passed: Tensor) -> tuple[Tensor, ...]:
-        ctx.convoy = convoy
+    def forward(ctx: Any, rotating: RotatingParts, *passed: Tensor) -> tuple[Tensor, ...]:
+        ctx.rotating = rotating
         return tuple(tensor.view_as(tensor) for tensor in passed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.convoy.retreat()
+        ctx.rotating.end_backward_hop()
         return None, *gradients
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, convoy: Convoy, ticket: Tensor, index: int) -> Tensor:
-        ctx.convoy, ctx.index = convoy, index
+    def forward(ctx: Any, x: Tensor, rotating: RotatingParts, ticket: Tensor, index: int) -> Tensor:
+        ctx.rotating, ctx.index = rotating, index
         ctx.save_for_backward(x)
-        return F.linear(x, convoy.here[index])
+        return F.linear(x, rotating.current[index])
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
-        # Before fetching: this may recompute, with a convoy of its own.
+        # Before fetching: this may recompute, with a rotating of its own.
         (x,) = ctx.saved_tensors
-        convoy, of_x = ctx.convoy, None
-        part = convoy.fetch()[ctx.index]
-        convoy.add(ctx.index, of_out.flatten(0, -2).T @ x.flatten(0, -2))
+        rotating, of_x = ctx.rotating, None
+        part = rotating.fetch()[ctx.index]
+        rotating.add(ctx.index, of_out.flatten(0, -2).T @ x.flatten(0, -2))
         if ctx.needs_input_grad[0]:
             of_x = of_out @ part
         return of_x, None, None, None
@@ -320,41 +320,48 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, convoy: Convoy, ticket: Tensor, index: int) -> Tensor:
-        part = convoy.here[index]
+    def forward(
+        ctx: Any, local: Tensor, rotating: RotatingParts, ticket: Tensor, index: int
+    ) -> Tensor:
+        part = rotating.current[index]
         is_here = (local >= 0) & (local < len(part))
         place = torch.where(is_here, local, 0)
-        ctx.convoy, ctx.index = convoy, index
+        ctx.rotating, ctx.index = rotating, index
         ctx.save_for_backward(place, is_here)
         return F.embedding(place, part) * is_here[..., None]
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[None, ...]:
         place, is_here = ctx.saved_tensors
-        convoy, index = ctx.convoy, ctx.index
-        rows = (of_out * is_here[..., None]).flatten(0, -2).to(convoy.precision.reduce)
-        gradient = torch.zeros(convoy.shapes[index], dtype=rows.dtype, device=rows.device)
-        convoy.add(index, gradient.index_add_(0, place.flatten(), rows))
+        rotating, index = ctx.rotating, ctx.index
+        rows = (of_out * is_here[..., None]).flatten(0, -2).to(rotating.precision.reduce)
+        gradient = torch.zeros(rotating.shapes[index], dtype=rows.dtype, device=rows.device)
+        rotating.add(index, gradient.index_add_(0, place.flatten(), rows))
         return None, None, None, None
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, convoy: Convoy, ticket: Tensor, *rest: Any
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        rotating: RotatingParts,
+        ticket: Tensor,
+        *rest: Any,
     ) -> tuple[Tensor, Tensor]:
         rows, *ctx.how = rest
-        lse, of_target = chunked_statistics(hidden, convoy.here[0][:rows], targets, *ctx.how)
-        ctx.convoy, ctx.rows = convoy, rows
+        lse, of_target = chunked_statistics(hidden, rotating.current[0][:rows], targets, *ctx.how)
+        ctx.rotating, ctx.rows = rotating, rows
         ctx.save_for_backward(hidden, targets, lse)
         return lse, of_target
 
     @staticmethod
     def backward(ctx: Any, of_lse: Tensor, of_target: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, lse = ctx.saved_tensors
-        part = ctx.convoy.fetch()[0]
+        part = ctx.rotating.fetch()[0]
         of_hidden, of_part = chunked_gradients(
             of_lse, of_target, hidden, part[: ctx.rows], targets, lse, *ctx.how
         )
-        ctx.convoy.add(0, F.pad(of_part, (0, 0, 0, len(part) - ctx.rows)))
+        ctx.rotating.add(0, F.pad(of_part, (0, 0, 0, len(part) - ctx.rows)))
         return of_hidden, None, None, None, None, None, None

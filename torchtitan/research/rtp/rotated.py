@@ -33,7 +33,7 @@ from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
 from torchtitan.research.common import gathered
-from torchtitan.research.rtp.ring import Neighbours, Visit, travel
+from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -47,11 +47,12 @@ class Rotated(ShardingConfig):
 
     never_whole: ClassVar[bool] = True
 
-    name: Literal["rotated"] = Field("rotated", description="Which way to shard.")
+    name: Literal["rotated"] = Field("rotated", description="Method of sharding.")
     in_place: bool = Field(
         False,
-        description="Parts that arrive replace those that were sent, a megabyte at a time: less "
-        "memory, and nothing is sent during computation.",
+        description="Replace the shards that were sent with those that arrive, a megabyte at a "
+        "time: this saves memory, but does not overlap communication with "
+        "computation.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
@@ -63,31 +64,31 @@ class Rotated(ShardingConfig):
         others = {
             "parallelism.tensor_parallel_degree": (
                 p.tensor_parallel_degree > 1,
-                "has ranks share matrices whose parts travel already",
+                "splits matrices whose shards are already rotated",
             ),
             "parallelism.pipeline_parallel_degree": (
                 p.pipeline_parallel_degree > 1,
-                "has stages that each compute when the others do not, and a ring waits for all",
+                "has stages that compute at different times, but a ring needs all ranks at once",
             ),
             "compile.enable": (
                 context.recipe.compile.compiles("model"),
-                "would compile blocks whose parts arrive from outside of a graph",
+                "would compile blocks whose shards arrive from outside the graph",
             ),
             "convert": (bool(context.recipe.convert), "needs whole matrices"),
             "training.enable_cpu_offload": (
                 context.recipe.training.enable_cpu_offload,
-                "has parameters elsewhere than where they are computed with",
+                "keeps parameters away from the device that computes",
             ),
         }
         for other, (is_on, why) in others.items():
             if is_on:
-                message = f'{other} {why}; use "fsdp2", or leave that out'
+                message = f'{other} {why}; use "fsdp2", or leave {other} out'
                 yield Problem(f"{context.key}.name", message, (other,))
         model = model_of(context.recipe)
         if model and model.spec.tied(model.args) and not context.recipe.loss.vocabulary_chunk:
             message = (
-                f"with {name} no rank has the whole table of a tied model, so its loss is made of "
-                "parts of it; use a number above 0, as 8192"
+                f"with {name} no rank has the whole embedding of a tied model, so the loss must "
+                "be computed in chunks; use a number above 0, such as 8192"
             )
             yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
 
@@ -109,7 +110,7 @@ class Rotated(ShardingConfig):
         for name, parameter in part.module.named_parameters():
             owner, _, kind = name.rpartition(".")
             module, again = part.module.get_submodule(owner), part.recomputations(name)
-            if not (_travels(module) and kind == "weight"):
+            if not (_is_rotated(module) and kind == "weight"):
                 shapes = {name: part.shape(name, parameter.shape)}
                 yield from part.of_unit(shapes, gathers=times + again, scatters=times, sums=times)
                 continue
@@ -172,7 +173,7 @@ class Ring(Sharding):
         target = self.target
         roles = tensor_roles(part, target.tensor_plan)
         for name, module in part.named_modules():
-            if _travels(module):
+            if _is_rotated(module):
                 dim = _dim(roles.get(name))
                 whole = cast(nn.Parameter, module.weight)
                 module.register_parameter("weight", gathered.laid_out(whole, target.mesh, dim))
@@ -180,14 +181,14 @@ class Ring(Sharding):
         inside = set()
         for name, module in part.named_modules():
             if roles.get(name) == "input_gather" and self._can_share(module):
-                inside |= self._travel_together(module)
+                inside |= self._rotate_together(module)
             elif isinstance(module, LinearLoss) and target.vocabulary_chunk:
                 module.core = self._loss
         kinds: dict[type[nn.Module], Callable[..., Tensor]]
         kinds = {nn.Linear: _product, nn.Embedding: _embedded}
         for module in self.matrices.keys() - inside:
             compute = kinds[type(module)]
-            module.forward = partial(compute, module, self.matrices[module], self._travel)
+            module.forward = partial(compute, module, self.matrices[module], self._rotate)
         weights = {matrix.weight for matrix in self.matrices.values()}
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
@@ -198,12 +199,12 @@ class Ring(Sharding):
                 if weight.grad is not None:
                     dist.all_reduce(cast("DTensor", weight.grad).to_local(), group=group)
 
-    def _travel(
+    def _rotate(
         self, matrices: Sequence[RotatedMatrix], compute: "Compute"
     ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         own = [matrix.own for matrix in matrices]
         shapes = [matrix.shape(self.ring.size) for matrix in matrices]
-        return travel(own, shapes, self.ring, self.target.precision, compute)
+        return rotate(own, shapes, self.ring, self.target.precision, compute)
 
     def _can_share(self, module: nn.Module) -> bool:
         """Whether the module's heads or features can be divided among the ranks."""
@@ -211,24 +212,24 @@ class Ring(Sharding):
         are_whole = not attends(module) or self.target.heads % self.ring.size == 0
         return are_whole and all(getattr(each, "bias", None) is None for each in linears)
 
-    def _travel_together(self, module: nn.Module) -> set[nn.Module]:
+    def _rotate_together(self, module: nn.Module) -> set[nn.Module]:
         """Make a module compute with the parts of all its linears at once."""
         forward, linears = module.forward, [m for m in module.modules() if m in self.matrices]
-        visits: list[Visit] = []
+        hops: list[RingHop] = []
         for index, linear in enumerate(linears):
-            linear.forward = partial(lambda index, x: visits[-1].linear(x, index), index)
+            linear.forward = partial(lambda index, x: hops[-1].linear(x, index), index)
 
         matrices = [self.matrices[linear] for linear in linears]
 
         def rotating(*inputs: Any, **named: Any) -> Tensor:
-            def compute(visit: Visit) -> tuple[Tensor, ...]:
-                visits[:] = [visit]
+            def compute(hop: RingHop) -> tuple[Tensor, ...]:
+                hops[:] = [hop]
                 return (forward(*inputs, **named),)
 
             try:
-                return _added(self._travel(matrices, compute))
+                return _added(self._rotate(matrices, compute))
             finally:  # recomputation stops with an exception
-                visits.clear()
+                hops.clear()
 
         module.forward = rotating
         return set(linears)
@@ -239,35 +240,35 @@ class Ring(Sharding):
         backend = compiler.backend if compiler.compiles("loss") else ""
         matrix = next(m for m in self.matrices.values() if m.weight is weight)
 
-        def compute(visit: Visit) -> tuple[Tensor, ...]:
+        def compute(hop: RingHop) -> tuple[Tensor, ...]:
             hidden, rows = x.flatten(0, -2), len(weight)
             chunk = self.target.vocabulary_chunk
-            return visit.statistics(hidden, targets.flatten(), chunk, backend, rows)
+            return hop.statistics(hidden, targets.flatten(), chunk, backend, rows)
 
-        parts = [out for _, out in self._travel([matrix], compute)]
+        parts = [out for _, out in self._rotate([matrix], compute)]
         lse, of_target = (torch.stack(part) for part in zip(*parts, strict=True))
         return summed(lse.logsumexp(0), of_target.sum(0), targets.flatten())
 
 
-Compute = Callable[[Visit], tuple[Tensor, ...]]
-Travel = Callable[[Sequence[RotatedMatrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
+Compute = Callable[[RingHop], tuple[Tensor, ...]]
+Rotate = Callable[[Sequence[RotatedMatrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
 
 
-def _product(module: nn.Linear, matrix: RotatedMatrix, travel: Travel, x: Tensor) -> Tensor:
+def _product(module: nn.Linear, matrix: RotatedMatrix, rotate: Rotate, x: Tensor) -> Tensor:
     """Compute a single linear layer."""
     if matrix.dim == 0:
-        by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
+        by_rank = dict(rotate([matrix], lambda hop: (hop.linear(x),)))
         out = torch.cat([out for _, (out,) in sorted(by_rank.items())], -1)
         out = out[..., : module.out_features]
     else:
-        out = _added(travel([matrix], lambda visit: (visit.linear(visit.inputs(x)),)))
+        out = _added(rotate([matrix], lambda hop: (hop.linear(hop.inputs(x)),)))
     return out if module.bias is None else out + module.bias
 
 
 def _embedded(
-    module: nn.Embedding, matrix: RotatedMatrix, travel: Travel, tokens: Tensor
+    module: nn.Embedding, matrix: RotatedMatrix, rotate: Rotate, tokens: Tensor
 ) -> Tensor:
-    return _added(travel([matrix], lambda visit: (visit.embedding(tokens),)))
+    return _added(rotate([matrix], lambda hop: (hop.embedding(tokens),)))
 
 
 def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
@@ -277,7 +278,7 @@ def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
     return total
 
 
-def _travels(module: nn.Module) -> bool:
+def _is_rotated(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding)
 
 

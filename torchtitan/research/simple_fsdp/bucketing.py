@@ -160,9 +160,9 @@ def confirm(bucketing: Bucketing) -> None:
         f"{kind} {tally.before} -> {tally.after} ({tally.bytes / 1e6:.1f} MB)"
         for kind, tally in found.items()
     )
-    logger.info("simple_fsdp: %s", said or "one rank, so no collectives")
+    logger.info("simple_fsdp: %s", said or "one rank, no collectives")
     if found and bucketing != "none" and all(t.after >= t.before for t in found.values()):
         raise RuntimeError(
-            f'{KEY} = "{bucketing}" did not take effect: {said}. With "size" a bucket has to hold '
-            'two parameters (sharding.bucket_mb); use "none" or "block"'
+            f'{KEY} = "{bucketing}" did not take effect: {said}. With "size" a bucket must hold '
+            'at least two parameters (sharding.bucket_mb); use "none" or "block"'
         )

@@ -34,14 +34,14 @@ class SimpleFSDP(ShardingConfig):
 
     in_graph: ClassVar[bool] = True
 
-    name: Literal["simple_fsdp"] = Field("simple_fsdp", description="Which way to shard.")
+    name: Literal["simple_fsdp"] = Field("simple_fsdp", description="Method of sharding.")
     bucketing: Bucketing = Field(
         "none",
-        description="Which collectives are merged into one: none; those of a block; as many as "
-        "fit bucket_mb (size); or as torch's scheduler sees fit (auto, CUDA).",
+        description="Collectives that are merged into one: none; those of a block; as many as "
+        "fit in bucket_mb (size); or as torch's scheduler decides (auto, CUDA).",
     )
     bucket_mb: float = Field(
-        100, gt=0, description="With bucketing = size: megabytes of a bucket, at most."
+        100, gt=0, description="With bucketing = size: maximum megabytes of a bucket."
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
@@ -51,7 +51,7 @@ class SimpleFSDP(ShardingConfig):
             and context.world.device_type != "cuda"
         ):
             message = (
-                f"torch's scheduler estimates times on a CUDA device; there is none here, but "
+                "torch's scheduler estimates times on a CUDA device, but this machine has only "
                 f'{context.world.device_type}; use "block" or "size"'
             )
             yield Problem("bucketing", message)
@@ -69,12 +69,12 @@ class SimpleFSDP(ShardingConfig):
             first = {len(weight): each for each, weight in model.empty().named_parameters()}
             if min(first) < degrees.fsdp:
                 message = (
-                    f"{name} cannot share {first[min(first)]} of {model.title}, which has "
-                    f'{min(first)} in its first dim, among {degrees.fsdp} ranks; use "fsdp2" there'
+                    f"{name} cannot shard {first[min(first)]} of {model.title}, whose first dim "
+                    f'is {min(first)}, over {degrees.fsdp} ranks; use "fsdp2" there'
                 )
                 yield Problem("parallelism.tensor_parallel_degree", message, SECTIONS)
         if context.recipe.training.enable_cpu_offload:
-            message = f'{name} gathers where parameters are; use "fsdp2" there'
+            message = f'{name} gathers on the device of the parameters; use "fsdp2" there'
             yield Problem("training.enable_cpu_offload", message, SECTIONS)
         if p.enable_async_tensor_parallel:
             message = f'{name} changes the same graphs; use "fsdp2" there'
@@ -84,12 +84,12 @@ class SimpleFSDP(ShardingConfig):
             return
         if c.granularity != "model":
             message = (
-                f"with {name} blocks that share a graph could not be freed or merged each by "
-                'itself, nor what is in none; use "model"'
+                f"with {name}, blocks that share a graph cannot be freed or merged separately, "
+                'nor can parameters outside of blocks; use "model"'
             )
             yield Problem("compile.granularity", message, SECTIONS)
         if c.backend != "inductor":
-            message = f"with {name} it is inductor that frees and merges; use it"
+            message = f'with {name}, inductor frees and merges; use "inductor"'
             yield Problem("compile.backend", message, SECTIONS)
 
     def _without_compiler(self, reshard: ReshardPolicy, name: str) -> Iterator[Problem]:
@@ -105,9 +105,9 @@ class SimpleFSDP(ShardingConfig):
             yield Problem("sharding.bucketing", message, SECTIONS)
         if reshard == "default":
             message = (
-                "without compile.enable it keeps what it gathers in the forward until the "
-                "backward: the whole model, but for blocks that are recomputed; and gathers each "
-                "parameter by itself"
+                "without compile.enable, it keeps gathered parameters from the forward until the "
+                "backward (the whole model, except recomputed blocks), and gathers each "
+                "parameter separately"
             )
             yield Problem("sharding.name", message, SECTIONS, "note")
 

@@ -100,7 +100,7 @@ def run_probe(
     opened = OPEN[kind](place.path, place.model, place.flavor)
     network = opened.network
     if network.spec.build is not ViTMAE:
-        raise ConfigError(f"--tasks: got {PROBE}; {network} is no model of images")
+        raise ConfigError(f"--tasks: got {PROBE}; {network} is not a model of images")
     weights_of(opened.source, network)
     recipe = _recipe(place) if kind == "ours" else {}
     args = network.args
@@ -125,8 +125,8 @@ def run_probe(
     kinds = int((counts > 0).sum())
     if kinds < 2 or not len(held_out):
         raise ConfigError(
-            "a probe needs images of two classes to train on, and some held out; got "
-            f"{len(train)} of {kinds} classes, and {len(held_out)}"
+            "a probe needs training images of at least two classes, and held-out images; got "
+            f"{len(train)} of {kinds} classes, and {len(held_out)} held out"
         )
     count = int(made.labels.max()) + 1
     of_trained, of_new = (accuracy(each, made, count) for each in made.found)
@@ -151,7 +151,9 @@ def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> Image
     elif path is not None:
         said["dataset_path"] = path
     if "dataset" not in said:
-        raise ConfigError("--dataset names the images of a probe; these weights do not say them")
+        raise ConfigError(
+            "name the images of the probe with --dataset; these weights do not record a data set"
+        )
     said["images"] = said.get("images", {}) | {"augment": False}
     return ImageData.model_validate(said)
 
@@ -164,8 +166,8 @@ def check_classes(view: ImageView) -> None:
     """
     if not view.images.has_classes:
         raise ConfigError(
-            f"{view.images.name(0)} and the other images have no classes, which a probe needs: "
-            "subfolders of an image_folder or of rasters, or .cls files in image_shards"
+            f"{view.images.name(0)} and the other images have no classes, which a probe needs; "
+            "use subfolders of an image_folder or of rasters, or .cls files in image_shards"
         )
 
 
@@ -194,7 +196,7 @@ def _sample(view: ImageView, number: int) -> ImageSample | None:
     except CorruptImage as error:
         if view.config.corrupt == "stop":
             raise
-        logger.warning("left out: %s", error)
+        logger.warning("skipped: %s", error)
         return None
 
 

@@ -20,18 +20,20 @@ class ViTMAEConfig(ModelConfig):
     image_size: int | None = size("Height and width of an image, in pixels", gt=0, le=MAX_SIDE)
     patch_size: int | None = size("Height and width of a patch; it divides image_size", gt=0)
     channels: int | None = size(
-        "Numbers of a pixel: 3 of a photograph, more of a raster", gt=0, le=MAX_BANDS
+        "Channels of an image: 3 for a photograph, more for a raster", gt=0, le=MAX_BANDS
     )
-    mask_ratio: float | None = size("Part of the patches that is hidden", gt=0, lt=1)
+    mask_ratio: float | None = size("Fraction of the patches that is masked", gt=0, lt=1)
     decoder_dim: int | None = size("Width of the decoder; a multiple of 4", gt=0, le=MAX_WIDTH)
     decoder_layers: int | None = size("Blocks of the decoder", gt=0, le=MAX_LAYERS)
     decoder_heads: int | None = size("Heads of the decoder; they divide decoder_dim", gt=0)
     decoder_ffn_dim: int | None = size(
         "Width inside a feed-forward of the decoder", gt=0, le=MAX_WIDTH
     )
-    norm_eps: float | None = size("Added to the variance in a norm", gt=0)
-    pixel_mean: tuple[float, ...] | None = size("Of each channel, taken away from its numbers")
-    pixel_std: tuple[float, ...] | None = size("Of each channel, by which they are then divided")
+    norm_eps: float | None = size("Term added to the variance in a norm", gt=0)
+    pixel_mean: tuple[float, ...] | None = size("Mean of each channel, which is subtracted")
+    pixel_std: tuple[float, ...] | None = size(
+        "Standard deviation of each channel, by which it is divided"
+    )
 
     def size_problems(self, args: ViTMAEArgs) -> Iterator[Problem]:
         for prefix, heads in (("", args.n_heads), ("decoder_", args.decoder_heads)):

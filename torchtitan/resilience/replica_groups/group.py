@@ -179,10 +179,15 @@ class ReplicaGroup:
         if self.manager.errored() or not names:
             return
         if names == ["history"]:
-            message = "replica groups are at the same step but were trained apart; start one first"
+            message = (
+                "replica groups are at the same step but were trained separately; start one "
+                "group first, so that the others fetch its state"
+            )
             self._refuse(RuntimeError(message))
         else:
-            message = f"replica groups have unlike recipes, in {', '.join(names)}"
+            message = (
+                f"the recipes of the replica groups differ in {', '.join(names)}; make them equal"
+            )
             self._refuse(ConfigError(f"fault_tolerance.enable: {message}"))
 
     def _refuse(self, error: Exception) -> None:
@@ -213,22 +218,26 @@ class ReplicaGroup:
             return True
         self.data.load_peer_state(self.before)
         error, enough = self.manager.errored(), self.groups >= self.config.min_replica_size
-        why: object = "another rank of this group met an error"
+        why: object = "another rank of this group failed"
         if error is not None:
             why = error.original_exception
         elif not enough:
             why = f"fault_tolerance.min_replica_size is {self.config.min_replica_size}"
         if enough or self.dropped == 0:  # while groups are waited for, once is enough
-            message = "a step of %d replica groups is dropped and done again: %s"
+            message = "a step of %d replica groups is discarded and repeated: %s"
             logger.warning(message, self.groups, why)
         self.dropped += 1
         self.failures += enough
         step = torch.tensor(self.manager.current_step())
         highest, lowest = self.world.max(torch.stack([step, -step]))
         if highest != -lowest:
-            raise RuntimeError("not all ranks of this replica group could fetch the others' state")
+            raise RuntimeError(
+                "not all ranks of this replica group could fetch the state of another group"
+            )
         if self.failures == MOST_FAILURES and not self.has_made_a_step:
-            raise RuntimeError(f"no step was made with the other replica groups; last: {why}")
+            raise RuntimeError(
+                f"no step with the other replica groups was committed; last error: {why}"
+            )
         return False
 
 

@@ -24,7 +24,7 @@ class FaultToleranceConfig(Config):
         description="Train as one of several replica groups, coordinated by a torchft lighthouse; "
         f"its address is in the environment variable {LIGHTHOUSE}.",
     )
-    replica_id: int = Field(0, ge=0, description="Which of the groups this is, from 0.")
+    replica_id: int = Field(0, ge=0, description="Number of this group, counted from 0.")
     group_size: int = Field(
         0,
         ge=0,
@@ -33,7 +33,10 @@ class FaultToleranceConfig(Config):
     min_replica_size: int = Field(
         1,
         ge=1,
-        description="A step with fewer groups than this changes no weight, and is repeated.",
+        description=(
+            "Minimum number of groups in a step; a step with fewer changes no weight and is "
+            "repeated."
+        ),
     )
 
     @property
@@ -52,7 +55,7 @@ class FaultToleranceConfig(Config):
         elif self.enable:
             size, there = self.group_size, f"{self.group_size} groups (self.group_size)"
             if self.replica_id >= size:
-                yield Problem("replica_id", f"there are {there}, from 0 on", ("group_size",))
+                yield Problem("replica_id", f"there are {there}, counted from 0", ("group_size",))
             if self.min_replica_size > size:
                 yield Problem("min_replica_size", f"there are only {there}", ("group_size",))
         if self.enable and context.world.is_here:
@@ -60,5 +63,5 @@ class FaultToleranceConfig(Config):
                 message = 'torchft is not installed: pip install "torchft>=0.2,<0.3"'
                 yield Problem("enable", message)
             if not os.environ.get(LIGHTHOUSE):
-                wanted = f"Wanted {LIGHTHOUSE}=http://HOST:29510 in the environment"
-                yield Problem("enable", f"where is the lighthouse? {wanted}")
+                wanted = f"set {LIGHTHOUSE}=http://HOST:29510 in the environment"
+                yield Problem("enable", f"the address of the lighthouse is missing; {wanted}")

@@ -32,7 +32,9 @@ def Place(help: str) -> Any:
 
 
 Paths = Annotated[list[Path], Place(WHERE)]
-OnePath = Annotated[Path, Place("a checkpoint; of a folder of them the newest: path or URL")]
+OnePath = Annotated[
+    Path, Place("a checkpoint, or a folder of which the newest is used: path or URL")
+]
 
 app = verb(help=__doc__)
 
@@ -76,32 +78,38 @@ def diff(
 def convert(
     source: Annotated[
         Path,
-        Place("folder of weights; of a folder of checkpoints, or of a run, the newest"),
+        Place("folder of weights, or of checkpoints or a run, of which the newest is used"),
     ],
-    destination: Annotated[Path, Place("folder to make: path or URL")],
+    destination: Annotated[Path, Place("folder to create: path or URL")],
     source_format: Annotated[
-        str | None, Choice(weights.OPEN, "absent: by the files", "--from")
+        str | None,
+        Choice(weights.OPEN, "format of the source; absent: detected from the files", "--from"),
     ] = None,
     target_format: Annotated[
-        str | None, Choice(weights.FORMATS, "absent: hf of ours, else ours", "--to")
+        str | None,
+        Choice(
+            weights.FORMATS,
+            ("format to write; absent: hf if the source is ours, else ours"),
+            "--to",
+        ),
     ] = None,
     model: Model = None,
     flavor: Flavor = None,
     recipe: Annotated[
         str | None,
-        Text("RECIPE", "what weights in the format dcp were trained with; absent: a flavor"),
+        Text("RECIPE", "recipe of weights in the format dcp; absent: the matching flavor"),
     ] = None,
     dtype: Annotated[
-        str | None, Choice(weights.DTYPES, "of all weights; absent: each keeps its own")
+        str | None, Choice(weights.DTYPES, "dtype of all weights; absent: each keeps its own")
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="of a file; absent: 5GB")
+        str | None, typer.Option(metavar="SIZE", help="maximum size of a file; absent: 5GB")
     ] = None,
     with_optimizer: Annotated[
         bool,
         typer.Option(
             "--with-optimizer",
-            help="the whole run, so that it can be resumed: optimizer states and counters too; "
+            help="also convert optimizer states and counters, so that the run can be resumed; "
             "between ours and dcp",
         ),
     ] = False,

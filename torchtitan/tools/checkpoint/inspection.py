@@ -65,7 +65,7 @@ def verify(checkpoint: Path) -> tuple[bool, list[str]]:
     if saved_by_dcp(checkpoint):
         return _verify_dcp(checkpoint)
     problems = list(damage(checkpoint))
-    return not problems, problems or [f"{checkpoint}: what was saved, to the bit"]
+    return not problems, problems or [f"{checkpoint}: equal to what was saved, to the bit"]
 
 
 def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
@@ -80,8 +80,8 @@ def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
         known = f"{missing:,} of {len(found):,} items were saved without checksums"
         unknown = f"bits of these were flipped, or {unknown}"
     else:
-        known = "every item has the CRC-32 that it was saved with"
-    return True, [f"{checkpoint}: complete; {known}. Whether {unknown}, the format cannot tell"]
+        known = "every item matches its CRC-32"
+    return True, [f"{checkpoint}: complete; {known}. The format cannot tell whether {unknown}"]
 
 
 def damage(checkpoint: Path) -> Iterator[str]:
@@ -101,7 +101,7 @@ def _wrong_digests(checkpoint: Path) -> Iterator[str]:
     source = SavedTensors(checkpoint)
     for name in source.shapes():
         if not source.is_intact(name, source.read(name)):
-            yield f"{checkpoint}: {name} does not have the digest that it was saved with"
+            yield f"{checkpoint}: damaged: {name} does not match its digest"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Difference:
         for part in parts:
             yield from part[:shown]
         if more := sum(len(part) - len(part[:shown]) for part in parts):
-            yield f"and {more} tensors more; --all shows them"
+            yield f"and {more} more tensors; --all shows them"
         yield from self.counters
         yield from self.recipe
         weights = sum(_is_weight(line) for line in self.tensors)

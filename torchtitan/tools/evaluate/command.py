@@ -38,13 +38,15 @@ app = verb()
 def evaluate(
     source: Source,
     tasks: Annotated[str, Text("A,B", " or ".join(("names of tasks", *EVALUATIONS)))],
-    limit: Annotated[int | None, Count("documents; absent: all")] = None,
+    limit: Annotated[int | None, Count("maximum number of documents; absent: all")] = None,
     num_fewshot: Annotated[
-        int | None, Text("N", "examples before each; absent: as a task says")
+        int | None, Text("N", "examples before each question; absent: the task's default")
     ] = None,
-    include_path: Annotated[Path | None, Text("FOLDER", "tasks of your own")] = None,
-    length: Annotated[int | None, Count("tokens of a sequence; absent: as in training")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the results as one object")] = False,
+    include_path: Annotated[Path | None, Text("FOLDER", "folder of your own tasks")] = None,
+    length: Annotated[int | None, Count("context length in tokens; absent: as in training")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the results as a JSON object")
+    ] = False,
     format: Format = None,
     model: Model = None,
     flavor: Flavor = None,
@@ -54,16 +56,20 @@ def evaluate(
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
     dataset: Annotated[
-        str | None, Text("NAME", "where an evaluation reads one; absent: as in training")
+        str | None,
+        Text("NAME", ("data set of an evaluation that reads one; absent: as in training")),
     ] = None,
-    dataset_path: Annotated[str | None, Text("PATH", "its file or folder")] = None,
+    dataset_path: Annotated[str | None, Text("PATH", "file or folder of the data set")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
     place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))
     import_modules(place.imports, "--imports")
     for other in EVALUATIONS.keys() & names:
         if len(names) > 1:
-            raise ConfigError(f"--tasks: got {tasks}; {other} is run by itself")
+            raise ConfigError(
+                f"--tasks: got {tasks}; {other} cannot be combined with other tasks; run it "
+                "separately"
+            )
         kind = getattr(torch, dtype or "float32")
         request = EvaluationRequest(place, dataset, dataset_path, limit, batch_size, kind)
         values, lines = EVALUATIONS[other](request)
@@ -73,7 +79,7 @@ def evaluate(
     subject = open_subject(place)
     length = length or subject.seq_len
     if length is None:
-        raise ConfigError(f"{place.path}: it does not say how long sequences are; --length does")
+        raise ConfigError(f"{place.path}: its sequence length is unknown; set it with --length")
     warn_if_longer(subject, length)
     settings = {
         "tasks": list(names),

@@ -188,11 +188,11 @@ def read_request(model: InferenceModel, context: list[int], said: dict[str, Any]
         ConfigError: if it has an unknown key, or wants too many tokens.
     """
     if unknown := said.keys() - CHOICES:
-        raise ConfigError(f"a task wants {', '.join(sorted(unknown))}, which is not known here")
+        raise ConfigError(f"a task sets {', '.join(sorted(unknown))}, which is not supported")
     until, most = said.get("until") or (), said.get("max_gen_toks", MOST_NEW)
     if most >= model.length:
         raise ConfigError(
-            f"--length: got {model.length}, but a task wants {most} tokens after a text; use "
+            f"--length: got {model.length}, but a task generates {most} tokens after a text; use "
             f"{2 * most} or more"
         )
     temperature = said.get("temperature", 1.0) if said.get("do_sample") else 0.0

@@ -21,7 +21,9 @@ RANK_TIMEOUT = timedelta(minutes=30)
 def on_ranks(ranks: int, subject: Subject, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Check everything, and run `function(*args)` on the requested number of ranks."""
     if Launch.read().by_launcher:
-        raise ConfigError("it starts its ranks itself, --tensor-parallel of them; use no launcher")
+        raise ConfigError(
+            "this command starts its ranks itself (--tensor-parallel); run it without a launcher"
+        )
     check_ranks(subject, ranks)
     try:
         device = pick(ranks - 1)
@@ -37,8 +39,8 @@ def warn_if_longer(subject: Subject, length: int) -> None:
     """Warn where sequences get longer than those that the model was trained on."""
     if subject.seq_len is not None and length > subject.seq_len:
         logger.warning(
-            "the model was trained on sequences of %d tokens, and these get up to %d: positions "
-            "beyond are new to it",
+            "the model was trained on sequences of %d tokens, but these have up to %d: it has "
+            "not seen the positions beyond",
             *(subject.seq_len, length),
         )
 

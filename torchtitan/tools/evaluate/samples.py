@@ -46,7 +46,7 @@ def encoded(subject: Subject, prompt: str) -> list[int]:
     """Encode a prompt like the start of a document of the training data."""
     tokens = [*subject.begin, *subject.tokenizer.encode(prompt)]
     if not tokens:
-        raise ConfigError("--prompt: it is empty, and the tokenizer has no token to begin with")
+        raise ConfigError("--prompt: it is empty, and the tokenizer has no BOS token; give a text")
     return tokens
 
 

@@ -77,11 +77,11 @@ def _open_ours(place: ModelLocation) -> Subject:
     network = of_text(path, of_recipe(path, recipe, place.model, place.flavor))
     source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
-        raise ConfigError(f"{path}: it does not say its tokenizer; --tokenizer names it")
+        raise ConfigError(f"{path}: it does not record its tokenizer; set it with --tokenizer")
     try:
         tokenizer = _tokenizer(place) if place.tokenizer else load_tokenizer(recipe[key])
     except ConfigError as error:
-        raise ConfigError(f"{error}; --tokenizer names another place") from None
+        raise ConfigError(f"{error}; or set another with --tokenizer") from None
     computed = recipe.get("training.mixed_precision_param")
     return Subject(
         source,

@@ -13,10 +13,15 @@ from torchtitan.tools.options import Choice, Count, Text
 
 WHERE = "a run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights"
 Source = Annotated[Path, typer.Argument(parser=location, help=WHERE)]
-Format = Annotated[str | None, Choice(OPEN, "absent: by the files", "--from")]
-Tokenizer = Annotated[
-    str | None, Text("PATH", f"file, folder, or {BYTES}; absent: as the source says")
+Format = Annotated[
+    str | None, Choice(OPEN, ("format of the source; absent: detected from the files"), "--from")
 ]
-TensorParallel = Annotated[int, Count("ranks; absent: 1")]
-Dtype = Annotated[str | None, Choice(DTYPES, "absent: that of training, or of the weights")]
-BatchSize = Annotated[int, Count("texts together; absent: 8")]
+Tokenizer = Annotated[
+    str | None, Text("PATH", f"file, folder, or {BYTES}; absent: that of the source")
+]
+TensorParallel = Annotated[int, Count("number of local ranks; absent: 1")]
+Dtype = Annotated[
+    str | None,
+    Choice(DTYPES, ("dtype of computation; absent: that of training, or of the weights")),
+]
+BatchSize = Annotated[int, Count("number of texts computed together; absent: 8")]

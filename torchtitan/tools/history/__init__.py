@@ -213,15 +213,15 @@ class RunHistory:
         try:
             traces = read_traces(notes)
         except ConfigError:
-            return RunState(False, 0, 0, "unknown: its ranks left no notes of their steps")
+            return RunState(False, 0, 0, "unknown: its ranks left no record of their steps")
         step, ranks = max(trace.step for trace in traces), max(t.world_size for t in traces)
         if all(trace.state == "finished" for trace in traces):
-            return RunState(False, step, ranks, f"ended well at step {step}")
+            return RunState(False, step, ranks, f"finished at step {step}")
         if any(trace.state == "ended" or trace.failure or trace.crash for trace in traces):
             return RunState(False, step, ranks, report(traces)[0])
         gone = [str(trace.rank) for trace in traces if _is_gone(trace)]
         if gone:
-            words = f"stopped without a word at step {step}: rank {', '.join(gone)} is gone"
+            words = f"stopped without a message at step {step}: rank {', '.join(gone)} is gone"
             return RunState(False, step, ranks, words)
         ago = max(time.time() - max(trace.time for trace in traces), 0.0)
         return RunState(True, step, ranks, f"in step {step}, which began {ago:.0f} s ago")

@@ -65,8 +65,9 @@ def verify(
     replace(recipe, config=job).refuse(_problems(checked))
     if not (checked.is_exact or "modelled" in REFERENCES):
         raise ConfigError(
-            "communication: ranks send less than all, so this is not the run of one rank, and "
-            "the model of what they send is not installed; install all of torchtitan, or send all"
+            "communication: the ranks compress what they send, so this is not the run of one "
+            "rank, and the simulation to compare it with is not installed; install all of "
+            "torchtitan, or use uncompressed communication"
         )
     layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
     console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
@@ -85,7 +86,7 @@ def verify(
             console.print(f"\nanother run: {name}, {fault}", style="bold red")
             return False
         off = max(off, found.largest())
-    where = "on one rank" if checked.is_exact else "of a model of what is sent, in one process,"
+    where = "on one rank" if checked.is_exact else "simulated in one process"
     said = f"{job.training.steps} steps {where} and on {ranks}; weights are off by {off:.0e}"
     console.print(f"\nthe same run: {said} at most", style="bold green")
     return True

@@ -216,14 +216,14 @@ def train(
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
-        watch = Watch(world, look, at_step, on_microbatch, kill_after)
-        watch.run = build(job, world, watch.observer())
-        with closing(watch.run.batches):
-            Trainer(watch.run).train(start)
-    return watch.steps
+        recorder = StepRecorder(world, look, at_step, on_microbatch, kill_after)
+        recorder.run = build(job, world, recorder.observer())
+        with closing(recorder.run.batches):
+            Trainer(recorder.run).train(start)
+    return recorder.steps
 
 
-class Watch:
+class StepRecorder:
     """Looks at a run before its first step, and after each."""
 
     run: Run

@@ -15,8 +15,10 @@ app = verb()
 def verify_parallelism(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[int | None, Count("ranks; absent: as few as show the layout")] = None,
-    steps: Annotated[int | None, Count("optimizer steps; absent: 5")] = None,
+    world_size: Annotated[
+        int | None, Count("number of ranks; absent: the fewest that show the layout")
+    ] = None,
+    steps: Annotated[int | None, Count("number of optimizer steps; absent: 5")] = None,
     shrink: Shrink = False,
 ) -> int:
     path, flags = split_recipe([*([recipe] if recipe else []), *context.args])

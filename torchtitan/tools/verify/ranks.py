@@ -63,7 +63,7 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
         if needed > there:
             message = (
                 f"checking its {parameters:,} parameters on {ranks} ranks takes "
-                f"{math.ceil(needed)} GiB {what}, and there are {there:.0f}; use --shrink"
+                f"{math.ceil(needed)} GiB {what}, but only {there:.0f} are there; use --shrink"
             )
             yield Problem("model.flavor", message)
 

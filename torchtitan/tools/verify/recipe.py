@@ -51,7 +51,9 @@ class Draft:
 
     def __init__(self, recipe: Recipe[JobConfig]) -> None:
         self.tree: dict[str, Any] = recipe.config.model_dump(mode="json")
-        self.said = {".".join(path) for path, o in recipe.origins.items() if o.startswith("--")}
+        self.from_flags = {
+            ".".join(path) for path, o in recipe.origins.items() if o.startswith("--")
+        }
         self.changes: list[str] = []
 
     @property
@@ -63,7 +65,7 @@ class Draft:
         *sections, name = key.split(".")
         section = reduce(lambda tree, part: tree[part], sections, self.tree)
         was = section[name]
-        if was != value and key not in self.said:
+        if was != value and key not in self.from_flags:
             section[name] = value
             self.changes.append(f"{key} = {show(value)} (was {show(was)}): {why}")
 
@@ -83,13 +85,13 @@ def as_checked(
         why = "rounding hides errors, and layouts round differently"
         draft.set(f"optimizer.{draft.job.optimizer.rounded_by}", "parameter", why)
     draft.tree["checkpoint"] = {}
-    draft.changes.append("no file is written: no checkpoint, metrics or profile, no validation")
+    draft.changes.append("no checkpoint, metrics or profile is written, and there is no validation")
     ranks = make_ready(draft, world_size, shrink, ParallelismConfig())
     exact = is_exact(draft.job, draft.job.degrees(ranks))
     if not exact:
         draft.changes.append(
-            "all is computed in float64: in float32 sums come out differently in another order, "
-            "and numbers that are sent in few bits with them"
+            "everything is computed in float64: in float32 the result of a sum depends on its "
+            "order, and rounding to few bits amplifies that"
         )
     return Checked(draft.job, ranks, _alone(draft.job, ranks), draft.changes, exact)
 
@@ -137,31 +139,33 @@ def _make_exact(draft: Draft) -> None:
         draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
     if "ns_dtype" in draft.tree["optimizer"]:
         draft.set("optimizer.ns_dtype", "float32", "rounding in bfloat16 would hide errors")
-    draft.set("compile.enable", False, "it takes long, and its rounding is its own")
+    draft.set("compile.enable", False, "compilation takes long and rounds differently")
     for key, (value, why) in draft.job.sharding.verified_as().items():
         draft.set(f"sharding.{key}", value, why)
     if draft.job.sharding.in_graph:
-        draft.set("parallelism.fsdp_reshard_after_forward", "default", "the compiler does it")
+        draft.set(
+            "parallelism.fsdp_reshard_after_forward", "default", ("the compiler frees parameters")
+        )
     if draft.tree["convert"]:
         draft.tree["convert"] = []
-        draft.changes.append("[[convert]] is left out: rounding in Float8 would hide errors")
+        draft.changes.append("[[convert]] is removed: rounding in Float8 would hide errors")
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
-    draft.set("optimizer.early_step_in_backward", False, "gradients are looked at after a step")
+    draft.set("optimizer.early_step_in_backward", False, "gradients are compared after a step")
 
 
 def make_short(draft: Draft, steps: int | None, default: int) -> None:
     """Few steps, and nothing but steps; what is said of checkpoints is left to the caller."""
     if steps is not None:
-        draft.said.discard("training.steps")
-    draft.set("training.steps", steps or default, "--steps says how many")
-    draft.set("lr_scheduler.total_steps", None, "as many as there are steps")
+        draft.from_flags.discard("training.steps")
+    draft.set("training.steps", steps or default, "set by --steps")
+    draft.set("lr_scheduler.total_steps", None, "the number of steps")
     draft.lower("lr_scheduler.warmup_steps", 2, "so that weights move")
-    draft.said.discard("fault_tolerance.enable")
-    draft.set("fault_tolerance.enable", False, "one replica group is looked at")
-    draft.set("spikes.sigma", 0.0, "no step is skipped, as it would be on all layouts alike")
+    draft.from_flags.discard("fault_tolerance.enable")
+    draft.set("fault_tolerance.enable", False, "a single replica group is checked")
+    draft.set("spikes.sigma", 0.0, "no step may be skipped, as that would hide errors")
     draft.set("spikes.max_rollbacks", 0, "there is nothing to roll back from")
     # Adam moves every weight by about this, however small its gradient is, even one of rounding.
-    draft.lower("optimizer.lr", 1e-3, "weights are compared to a hundredth of it")
+    draft.lower("optimizer.lr", 1e-3, "the tolerance of weights is a hundredth of it")
     # Nothing but steps is done, so these have nothing to say; a row of metrics a step is read.
     metrics = {"log_freq": 1, "save_events": False}
     draft.tree |= {"validation": {}, "profiling": {}, "metrics": metrics}
@@ -173,12 +177,12 @@ def _make_layout_small(draft: Draft) -> None:
     if not draft.job.parallelism.pipeline_parallel_schedule_csv:
         axes.append("pipeline_parallel")
     for axis in axes:
-        draft.lower(f"parallelism.{axis}_degree", 2, "--shrink: two ranks show it")
+        draft.lower(f"parallelism.{axis}_degree", 2, "--shrink: two ranks suffice")
 
 
 def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
     """Set sizes of the recipe's structure that fit both layouts."""
-    draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: there are other layers")
+    draft.set("parallelism.module_fqns_per_model_part", [], "--shrink: the layers differ")
     draft.set("parallelism.pipeline_parallel_layers_per_stage", None, "--shrink: fewer layers")
     job = draft.job
     args, chosen, spec = job.model_args(), job.parallelism, MODELS[job.model.name]
@@ -198,7 +202,7 @@ def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
     draft.lower("loss.vocabulary_chunk", vocabulary // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > vocabulary:
-        draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes have not")
+        draft.set("model.tokenizer_path", None, "--shrink: it has too many tokens; bytes are used")
     sequence_ranks = math.lcm(chosen.context_parallel_degree, other.context_parallel_degree)
     parts = tensor_ranks * 2 * sequence_ranks
     draft.lower("training.seq_len", -(-SEQ_LEN // parts) * parts, "--shrink")
@@ -208,12 +212,12 @@ def _find_data(draft: Draft) -> None:
     """Replace settings that need something this machine lacks."""
     tokenizer, data = draft.job.model.tokenizer, draft.job.data
     if tokenizer is not None and not _is_there(tokenizer):
-        draft.set("model.tokenizer_path", None, "it is not there; bytes are")
+        draft.set("model.tokenizer_path", None, "it does not exist; bytes are used")
     why = ""
     if data.dataset_path is not None and not _is_there(data.dataset_path):
-        why = "the files are not there"
+        why = "the files do not exist"
     elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
-        why = "nothing is read over a network"
+        why = "no data is read over a network"
     if why:
         content = DATASETS[data.dataset].content if data.dataset in DATASETS else "text"
         at_hand = (name for name, each in DATASETS.items() if each.is_at_hand(content))

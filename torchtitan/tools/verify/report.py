@@ -77,7 +77,7 @@ class Resumption:
     def fault(self) -> str | None:
         """Return the first difference; None if there is none."""
         if (first := self.resumed[0][0].number) != self.half:
-            return f"it resumes from step {first}, and step {self.half} was saved"
+            return f"it resumes from step {first}, but step {self.half} was saved"
         for number, (whole, resumed) in enumerate(self.steps()):
             for fault in self._faults(whole, resumed, is_loaded=not number):
                 return f"step {resumed[0].number}{'' if number else ', as it was loaded'}: {fault}"
@@ -94,7 +94,7 @@ class Resumption:
         for rank, step in enumerate(resumed):
             for name, expected in whole[0].counters.items():
                 if (found := step.counters.get(name)) != expected:
-                    yield f"rank {rank}: {name} is {found}, never stopped {expected}"
+                    yield f"rank {rank}: {name} is {found}, uninterrupted {expected}"
 
     def _faults_of_samples(self, whole: Sequence[Step], resumed: Sequence[Step]) -> Iterator[str]:
         expected = _samples(whole)
@@ -102,14 +102,20 @@ class Resumption:
             if expected.get(number) != read:
                 every = (step.samples.items() for rank in self.whole for step in rank)
                 known = {has: other for samples in every for other, has in samples}
-                what = f"its sample {known[read]}" if read in known else "none of it"
-                yield f"where the run never stopped reads its sample {number}, {what} is read"
+                what = (
+                    f"its sample {known[read]}"
+                    if read in known
+                    else ("a sample that it never reads")
+                )
+                yield (
+                    f"the uninterrupted run reads its sample {number} where this one reads {what}"
+                )
         if missing := expected.keys() - _samples(resumed).keys():
             yield f"sample {min(missing)} of the run was not read"
 
     def table(self, title: str) -> "Table":
         """A line a step, beginning with what was loaded."""
-        headings = ("\nstep", "loss\nnever stopped", "\nresumed", "\noff", "\nsamples")
+        headings = ("\nstep", "loss\nuninterrupted", "\nresumed", "\noff", "\nsamples")
         table = empty_table(title, (*headings, "tensors\noff", "\nin"))
         for number, (whole, resumed) in enumerate(self.steps()):
             step, expected = resumed[0], whole[0]
@@ -183,7 +189,7 @@ def _faults_of_tensors(resumed: Sequence[Step], is_exact: bool) -> Iterator[str]
             wrong.setdefault(difference.name, difference)
     for first in list(wrong.values())[:1]:
         count = f"{len(wrong)} of {len(_names(resumed))} tensors differ"
-        yield f"{first}, never stopped {first.expected:.6g}; {count}"
+        yield f"{first}, uninterrupted {first.expected:.6g}; {count}"
 
 
 def _faults_of_loss(one: Step, found: Sequence[Step]) -> Iterator[str]:
@@ -194,7 +200,7 @@ def _faults_of_loss(one: Step, found: Sequence[Step]) -> Iterator[str]:
 
 def _faults_of_resumed_loss(whole: Step, resumed: Sequence[Step], is_exact: bool) -> Iterator[str]:
     for rank, what, number, expected in _numbers_off(whole, resumed, 0.0 if is_exact else 1.0):
-        yield f"rank {rank}: the {what} is {number!r}, never stopped {expected!r}"
+        yield f"rank {rank}: the {what} is {number!r}, uninterrupted {expected!r}"
 
 
 def _numbers_off(

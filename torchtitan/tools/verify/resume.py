@@ -119,25 +119,25 @@ class Trial:
         """All steps, of which each is saved, for the others to be compared with."""
         every = {"interval": 1, "keep_latest_k": 0, "async_mode": "disabled", "resume": "auto"}
         job, ranks = self._in("whole", self.asked.job, **every), self.asked.ranks
-        return run(compare_checkpoints, ranks, job, None, None, what="the run that is not stopped")
+        return run(compare_checkpoints, ranks, job, None, None, what="the uninterrupted run")
 
     def killed(self) -> None:
         """The same until one step after the save."""
         job, ranks = self._in("killed", self.asked.job, resume="auto"), self.asked.ranks
-        what = "the run that is killed"
+        what = "the killed run"
         try:
             run(compare_checkpoints, ranks, job, None, self.half + 1, what=what)
         except RanksFailed as error:
             if error.codes[-1] != -signal.SIGKILL:
                 raise
             return
-        raise RanksFailed(f"{what}: it was not")
+        raise RanksFailed(f"{what}: it was not killed")
 
     def resumed(self, job: JobConfig, ranks: int, name: str) -> list[list[Step]]:
         """Resume the killed run from its folder."""
         shutil.copytree(self.folder / "killed", self.folder / name)
         job, whole = self._in(name, job), self.folder / "whole" / job.checkpoint.folder
-        what = f"the run that is resumed {_where(job, ranks)}"
+        what = f"the run resumed {_where(job, ranks)}"
         return run(compare_checkpoints, ranks, job, whole, None, what=what)
 
     def _in(self, name: str, job: JobConfig, **checkpoint: object) -> JobConfig:

@@ -16,14 +16,20 @@ app = verb()
 def verify_resume(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[int | None, Count("ranks; absent: as few as show the layout")] = None,
+    world_size: Annotated[
+        int | None, Count("number of ranks; absent: the fewest that show the layout")
+    ] = None,
     then: Annotated[
-        int | None, Count("ranks to resume on, by FSDP; absent: half of the ranks, or 2")
+        int | None,
+        Count("number of ranks to resume on, with FSDP; absent: half of the ranks, or 2"),
     ] = None,
     then_layout: Annotated[
-        str | None, typer.Option(metavar="AXES", help="or as in: tp=2,dp_shard=2")
+        str | None,
+        typer.Option(metavar="AXES", help=("other layout to resume in, such as tp=2,dp_shard=2")),
     ] = None,
-    steps: Annotated[int | None, Count("steps before it is killed, and after; absent: 3")] = None,
+    steps: Annotated[
+        int | None, Count("number of steps before the kill, and after; absent: 3")
+    ] = None,
     shrink: Shrink = False,
 ) -> int:
     if then and then_layout:

@@ -52,7 +52,7 @@ def as_resumed(
         "async_mode": own.async_mode,
     }
     draft.changes.append(
-        f'checkpoints: in a folder of its own, with async_mode = "{own.async_mode}" as in the '
+        f'checkpoints: in a separate folder, with async_mode = "{own.async_mode}" as in the '
         "recipe; no metrics, no profile, no validation"
     )
     ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))

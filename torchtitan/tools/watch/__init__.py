@@ -25,7 +25,7 @@ app = verb()
 def watch(
     runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of a run: outputs/x")],
     refresh: Annotated[float, typer.Option(parser=SECONDS, metavar="SECONDS")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="print what is, and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
 ) -> None:
     from rich.console import Console, Group
     from rich.live import Live

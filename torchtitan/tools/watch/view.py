@@ -74,10 +74,10 @@ def state(history: RunHistory, now: float) -> str:
         return f"finished at step {step:,}, {ago} ago"
     log_freq = recipe.get("metrics.log_freq", 1)
     due = (log_freq - step % log_freq) * (report.get("step_time") or 0.0)
-    text = f"the last row came {ago} ago; steps to the next report take {duration(due)}"
+    text = f"last row {ago} ago; {duration(due)} of steps until the next report"
     if since <= max(SILENT_FACTOR * due, SILENT_SECONDS):
         return f"alive: {text}"
-    return f"silent: {text}. It saves, validates, compiles or hangs, or it is gone"
+    return f"silent: {text}. It is saving, validating, compiling or hanging, or it is gone"
 
 
 def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, str]]:
@@ -100,13 +100,13 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
         yield "validation", f"{last}; best {lowest}"
     yield history.unit, show(report.get("tokens"), ",d")
     speeds = show(report["tps"], ",.0f"), show(mean_tps(history.reports), ",.0f")
-    a_step = f"{show(report.get('step_time'), '.3g')} s a step"
+    a_step = f"{show(report.get('step_time'), '.3g')} s per step"
     yield "speed", "{} {unit}/s/device now, {} mean; {}".format(*speeds, a_step, unit=history.unit)
     if report.get("mfu") is not None:
         yield "mfu", show(report["mfu"], ".1%")
     memory = show(report.get("memory_gib"), ".2f"), show(report.get("memory_pct"), ".0f")
     yield "memory", "{} GiB ({}%)".format(*memory)
-    yield "data", f"waited for {show(report.get('data_pct'), '.1f')}% of the time"
+    yield "data", f"{show(report.get('data_pct'), '.1f')}% of the time spent waiting"
     yield from slowest(report)
 
 

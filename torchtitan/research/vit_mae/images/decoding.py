@@ -130,15 +130,15 @@ def scaled(pixels: npt.NDArray[Any], name: str, config: ImagesConfig) -> Tensor:
     if config.bands:
         if max(config.bands) >= len(pixels):
             raise ConfigError(
-                f"{name}: it has {len(pixels)} bands, and data.images.bands asks for band "
+                f"{name}: it has {len(pixels)} bands, but data.images.bands selects band "
                 f"{max(config.bands)}, counted from 0"
             )
         pixels = pixels[list(config.bands)]
     kind = pixels.dtype
     if kind.kind not in "uif" or not pixels.size:
-        raise CorruptImage(f"{name}: it holds {pixels.shape} numbers of type {kind}")
+        raise CorruptImage(f"{name}: it has {pixels.shape} numbers of type {kind}")
     largest = float(np.iinfo(kind).max) if kind.kind in "ui" else 1.0
     found = torch.from_numpy(pixels.astype(np.float32)) / (config.max_value or largest)
     if kind.kind == "f" and not bool(found.isfinite().all()):
-        raise CorruptImage(f"{name}: it holds values that are not finite, such as NaN")
+        raise CorruptImage(f"{name}: it has values that are not finite, such as NaN")
     return found

@@ -37,7 +37,7 @@ class ImageFolder:
             if not any(part.startswith(".") for part in path.parts) and (root / path).is_file()
         ]
         if not self._files:
-            raise ConfigError(f"{root} holds no images ({', '.join(suffixes)})")
+            raise ConfigError(f"{root} has no images ({', '.join(suffixes)})")
         self._root, self._config, self._bands = root, config, bands
         self.classes = self._classes()
         self.has_classes = bool(self.classes)
@@ -51,8 +51,8 @@ class ImageFolder:
             return ()
         if loose:
             raise ConfigError(
-                f"{self._root} holds images both by themselves ({loose[0]}) and in subfolders, "
-                "which are classes; put all into subfolders, or none"
+                f"{self._root} has images both directly ({loose[0]}) and in subfolders, which "
+                "are classes; move all into subfolders, or none"
             )
         filled = {path.parts[0] for path in self._files}
         folders = [each.name for each in self._root.iterdir() if each.is_dir()]

@@ -59,7 +59,8 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     if dataset is None or dataset.kind not in IMAGES:
         named = ", ".join(name for name, each in DATASETS.items() if each.kind in IMAGES)
         raise ConfigError(
-            f"data.dataset: got {show(config.dataset)}; it holds no images, as {named} do"
+            f"data.dataset: got {show(config.dataset)}; it has no images; wanted one with "
+            f"images, such as {named}"
         )
     images = IMAGES[dataset.kind](dataset, config, size, bands)
     return ImageView(images, images_of(config), size=size, bands=bands)

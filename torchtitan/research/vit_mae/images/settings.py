@@ -14,23 +14,24 @@ class ImagesConfig(Config):
 
     crop: Literal["resized", "window", "none"] = Field(
         "resized",
-        description="What is cut from an image. resized: a part of random area and shape, resized "
-        "to what the model takes; window: as many pixels as the model takes, at a random place; "
-        "none: the whole image, which has to have that size.",
+        description="Crop of an image. resized: a part of random area and shape, resized to the "
+        "size of the model; window: a part of the size of the model, at a random "
+        "place; none: the whole image, which must have that size.",
     )
     min_area: float = Field(
         0.2,
         gt=0,
         le=1,
-        description='With crop = "resized": the least share of an image that is cut from it.',
+        description='With crop = "resized": minimum fraction of an image\'s area.',
     )
     flips: tuple[Literal["horizontal", "vertical"], ...] = Field(
-        ("horizontal",), description="How every other image, drawn at random, is mirrored."
+        ("horizontal",),
+        description=("Directions in which a random half of the images is mirrored."),
     )
     augment: bool = Field(
         True,
-        description="Crop and flip at random, anew in each epoch; false, as in validation: cut "
-        "from the center, flip nothing.",
+        description="Crop and flip at random, differently in each epoch; false, as in "
+        "validation: crop the center and do not flip.",
     )
     bands: tuple[int, ...] = Field(
         (), description="Bands to read, in this order, counted from 0; empty: all."
@@ -43,8 +44,8 @@ class ImagesConfig(Config):
     )
     corrupt: Literal["stop", "skip"] = Field(
         "stop",
-        description="What an image that cannot be decoded does. stop: it ends the run; skip: it is "
-        "named in the log, counted in the metrics, and left out.",
+        description="Treatment of an image that cannot be decoded. stop: end the run; skip: log "
+        "its name, count it in the metrics, and skip it.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
@@ -53,7 +54,7 @@ class ImagesConfig(Config):
         if any(band < 0 for band in self.bands):
             yield Problem("bands", "wanted integers >= 0")
         if self.crop != "resized" and "min_area" in self.model_fields_set:
-            message = f'it is of self.crop = "resized", and that is "{self.crop}"'
+            message = f'it only has an effect with self.crop = "resized", not "{self.crop}"'
             yield Problem("min_area", message, ("crop",))
 
 

@@ -80,8 +80,8 @@ class ImageView:
         self.fingerprint = f"{images.fingerprint}/{size} x {size} x {bands}/{settings}"
         if config.bands and len(config.bands) != bands:
             raise ConfigError(
-                f"data.images.bands: got {list(config.bands)}; the model takes {bands} bands, so "
-                f"name {bands}"
+                f"data.images.bands: got {list(config.bands)}; wanted {bands} bands, as the "
+                "model takes"
             )
 
     def __len__(self) -> int:
@@ -106,9 +106,9 @@ class ImageView:
             draw = np.random.default_rng([seed, epoch, index, VIEWS])
         try:
             if len(image) != self.bands:
-                hint = "" if self.config.bands else "; data.images.bands chooses some"
+                hint = "" if self.config.bands else "; select some with data.images.bands"
                 raise ConfigError(
-                    f"it has {len(image)} bands, and the model takes {self.bands}{hint}"
+                    f"it has {len(image)} bands, but the model takes {self.bands}{hint}"
                 )
             image = view(image, self.config, self.size, draw)
         except ConfigError as error:
@@ -135,6 +135,6 @@ class ShuffledImages(ShuffledDocuments):
             if name not in self.corrupt:
                 self.corrupt[name] = str(error)
                 logger.warning(
-                    "image %d that cannot be decoded, left out: %s", len(self.corrupt), error
+                    "skipped image %d, which cannot be decoded: %s", len(self.corrupt), error
                 )
             return None

@@ -57,7 +57,9 @@ class TarShards:
         labelled = [entry.label is not None for entry in self._entries]
         if any(labelled) and not all(labelled):
             where = self.name(labelled.index(False))
-            raise ConfigError(f"{where}: it has no {LABEL}, and others have; give all one, or none")
+            raise ConfigError(
+                f"{where}: it has no {LABEL}, but others have; give all of them one, or none"
+            )
         self.has_classes = all(labelled)
 
     def __len__(self) -> int:
@@ -104,11 +106,11 @@ def shards_at(path: Path) -> list[Path]:
     for file in found:
         if file.name.lower().endswith(PACKED):
             raise ConfigError(
-                f"{file}: a compressed archive has to be read from its begin; unpack it to .tar"
+                f"{file}: a compressed archive can only be read from its start; unpack it to .tar"
             )
     shards = [file for file in found if file.suffix.lower() == ".tar" and file.is_file()]
     if not shards:
-        raise ConfigError(f"{path} holds no shards (.tar)")
+        raise ConfigError(f"{path} has no shards (.tar)")
     return shards
 
 
@@ -127,7 +129,10 @@ def entries_of(path: Path, shard: int) -> Iterator[ShardEntry]:
             continue  # hidden
         key = f"{folder}/{stem}" if folder else stem
         if key != last and key in samples:
-            raise ConfigError(f"{path}: the files of {key} do not follow each other")
+            raise ConfigError(
+                f"{path}: the files of {key} are not adjacent; write the shard again with the "
+                "files of a sample together"
+            )
         last = key
         samples.setdefault(key, {})[f".{rest.lower()}"] = begin, size
     if not samples:
@@ -149,8 +154,8 @@ def _files(path: Path) -> Iterator[tuple[str, int, int]]:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 if member.offset_data + member.size > length:
-                    raise ConfigError(f"{path}: it is cut short, within {member.name}")
+                    raise ConfigError(f"{path}: it is truncated, within {member.name}")
                 if member.isfile():
                     yield member.name.removeprefix("./"), member.offset_data, member.size
     except tarfile.TarError as error:
-        raise ConfigError(f"{path}: not a whole tar archive: {error}") from None
+        raise ConfigError(f"{path}: not a complete tar archive: {error}") from None

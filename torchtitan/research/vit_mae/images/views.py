@@ -40,13 +40,13 @@ def view(
     height, width = image.shape[1:]
     if config.crop == "none" and (height, width) != (size, size):
         raise ConfigError(
-            f"it has {height} x {width} pixels, and the model takes {size} x {size}; "
-            'data.images.crop = "resized" resizes'
+            f"it has {height} x {width} pixels, but the model takes {size} x {size}; use "
+            'data.images.crop = "resized"'
         )
     if config.crop == "window" and min(height, width) < size:
         raise ConfigError(
-            f"it has {height} x {width} pixels, too few for a window of {size} x {size}; "
-            'data.images.crop = "resized" resizes'
+            f"it has {height} x {width} pixels, too few for a window of {size} x {size}; use "
+            'data.images.crop = "resized"'
         )
     if config.crop == "resized":
         top, left, height, width = _part(height, width, config.min_area, draw)

@@ -41,7 +41,7 @@ DEFAULTS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
 """Defaults that differ from ours, by version."""
 
 
-def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
+def version_defaults(files: Sequence[Settings], flags: Settings, settings: Settings) -> Translation:
     """Collect the defaults below all settings, and translate keys that only work together.
 
     Args:
@@ -58,10 +58,10 @@ def unsaid(files: Sequence[Settings], flags: Settings, settings: Settings) -> Tr
     if files and signs[0] and ours is None:
         _theirs(*_version(signs[0]), settings, recipe, result)
     elif first:
-        why = f"only this project has {'.'.join(ours)}" if ours else f"{recipe} has none such"
+        why = f"only this project has {'.'.join(ours)}" if ours else f"{recipe} has none"
         result.notices.append(
-            f"{first.origin}: a key that only TorchTitan has, but {why}: what is not said is this "
-            "project's default"
+            f"{first.origin}: a key that only TorchTitan has, but {why}: absent keys have this "
+            "project's defaults"
         )
     _load_beside_tokenizer([*files, flags], {**result.settings, **settings}, result)
     return result
@@ -96,8 +96,8 @@ def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Tr
         result.settings[tuple(key.split("."))] = Setting(value, origin)
     words = ", ".join(f"{key} = {show(value)}" for key, value in here.items())
     result.notices.append(
-        f"{recipe}: a recipe of TorchTitan {version}, as it has {sign}; so what it does not say is "
-        f"the default of that: {words or 'as here'}"
+        f"{recipe}: a recipe of TorchTitan {version}, as it has {sign}; absent keys have the "
+        f"defaults of that version: {words or 'the same as here'}"
     )
     if ("debug", "seed") not in settings:
         result.notices.append(
@@ -107,8 +107,8 @@ def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Tr
     if initial and initial.value and not _value(settings, "checkpoint.enable"):
         result.problems.append(
             f"{initial.origin}: checkpoint.initial_load_path: got {show(initial.value)}; without "
-            "checkpoint.enable = true TorchTitan loads nothing, and this project loads it; write "
-            "enable = true, or leave this out"
+            "checkpoint.enable = true TorchTitan ignores it, but this project loads it; set "
+            "enable = true, or remove initial_load_path"
         )
 
 
@@ -135,15 +135,15 @@ def _load_beside_tokenizer(
     if not isinstance(value, bool):
         result.problems.append(f"{where}: got {show(value)}; wanted true or false")
     elif not value or _value(settings, "checkpoint.initial_load_path"):
-        because = "weights show by their files what they are"
-        result.notices.append(f"{where}: {show(value)} is left out; {because}")
+        because = "the format of weights is detected from their files"
+        result.notices.append(f"{where}: {show(value)} is dropped; {because}")
     elif not _value(settings, "checkpoint.enable"):
         because = "nothing is loaded without checkpoint.enable = true"
-        result.notices.append(f"{where}: true is left out; {because}")
+        result.notices.append(f"{where}: true is dropped; {because}")
     elif not isinstance(tokenizer, str):
         result.problems.append(
-            f"{where}: got true; it loads the weights beside the tokenizer, and there is no "
-            f"{TOKENIZER}; set that, or checkpoint.initial_load_path"
+            f"{where}: got true; it loads the weights from the folder of the tokenizer, but "
+            f"{TOKENIZER} is not set; set it, or checkpoint.initial_load_path"
         )
     else:
         is_file = tokenizer.endswith((".json", ".model"))

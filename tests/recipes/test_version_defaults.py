@@ -10,7 +10,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.convert import Float8
 from torchtitan.job import JobConfig
-from torchtitan.legacy_recipes.unsaid import DEFAULTS, OUR_SECTIONS
+from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models.llama3.model import RopeScaling
 from torchtitan.tools.cli import main
 from torchtitan.train import main as train
@@ -115,10 +115,10 @@ def test_of_recipes_that_extend_each_other_the_last_decides() -> None:
     Path("theirs.toml").write_text(V0_2_2)
     job, notices = read('extends = "ours.toml"\n' + V0_2_2)
     assert job.data.dataset == "python_stdlib"
-    assert [line for line in notices if "but ours.toml has none such" in line]
+    assert [line for line in notices if "but ours.toml has none" in line]
     job, notices = read('extends = "theirs.toml"\n[spikes]\nsigma = 6\n')
     assert job.data.dataset == "c4_test"
-    assert not [line for line in notices if "has none such" in line]
+    assert not [line for line in notices if "has none" in line]
 
 
 def test_converters_by_either_name() -> None:
@@ -189,7 +189,7 @@ def test_weights_beside_no_tokenizer() -> None:
 def test_a_path_that_torchtitan_would_not_load() -> None:
     [line] = refused(V0_2_2 + '[checkpoint]\ninitial_load_path = "weights"\n')
     assert line.startswith("r.toml:4: checkpoint.initial_load_path: got ")
-    assert "without checkpoint.enable = true TorchTitan loads nothing" in line
+    assert "without checkpoint.enable = true TorchTitan ignores it" in line
     assert read('[checkpoint]\ninitial_load_path = "weights"\n')[0].checkpoint.initial_load_path
 
 
@@ -230,7 +230,7 @@ def test_migrating_a_recipe_that_cannot_be_trained_here(
 ) -> None:
     Path("r.toml").write_text(f'{V0_2_2}flavor = "671B"\n')
     assert main(["migrate", "r.toml"]) == 0
-    assert 'it cannot be trained here yet: r.toml:3: model.flavor: got "671B"' in (
+    assert 'it cannot be trained yet: r.toml:3: model.flavor: got "671B"' in (
         capsys.readouterr().err
     )
     Path("r.toml").write_text(f'{V0_2_2}name = "x"\n[experimental]\ncustom_import = "no.such"\n')
