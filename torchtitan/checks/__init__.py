@@ -18,17 +18,17 @@ from torchtitan.checks import (
     auxiliary,
     compiling,
     converting,
-    files,
-    layout,
+    divisibility,
     limits,
-    memory,
+    memory_limits,
     model,
     optimizing,
     pipelining,
     resuming,
-    sharding,
+    shard_groups,
     steps,
     validating,
+    writing,
 )
 from torchtitan.checks.vocabulary import follow_tokenizer
 from torchtitan.config import (
@@ -50,7 +50,7 @@ Settings = dict[KeyPath, Setting]
 __all__ = ["RULES", "load_job", "problems"]
 
 RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
-    layout.degrees,
+    divisibility.degrees,
     model.sizes,
     model.tensor_parallelism,
     model.context_parallelism,
@@ -60,12 +60,12 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     compiling.async_tensor_parallelism,
     compiling.recomputation,
     compiling.cuda_graphs,
-    sharding.communication,
-    sharding.regathering,
-    sharding.accumulating,
-    sharding.in_hooks,
-    layout.sequences,
-    layout.batches,
+    shard_groups.communication,
+    shard_groups.regathering,
+    shard_groups.accumulating,
+    shard_groups.in_hooks,
+    divisibility.sequences,
+    divisibility.batches,
     converting.precision,
     converting.sent,
     converting.converters,
@@ -76,10 +76,9 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     optimizing.copies_after_backward,
     optimizing.states_in_host_memory,
     optimizing.clipped_twice,
-    optimizing.attention_logits,
     optimizing.groups,
     optimizing.schedule,
-    files.folders,
+    writing.folders,
     resuming.formats,
     resuming.skipped,
     resuming.restarts,
@@ -89,7 +88,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.whole,
     validating.held_out,
     validating.picture,
-    memory.fits,
+    memory_limits.fits,
 )
 
 
@@ -199,7 +198,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
     fits = math.lcm(*filter(None, once))
     near = max(round(job.training.global_batch_size / fits), 1) * fits
     message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
-    yield Problem(batch, message, ("training.local_batch_size", *layout.DEGREES))
+    yield Problem(batch, message, ("training.local_batch_size", *divisibility.DEGREES))
 
 
 def _count(ranks: Sequence[int]) -> str:

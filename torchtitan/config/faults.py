@@ -181,7 +181,8 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     what = "section" if not above and settings[path].value == {} else "key"
     if isinstance(home, OneOf):
         name = settings.get((*above, "name"))
-        what += f" of {name.value if name else home.default}"
+        chosen = str(name.value if name else home.default)
+        what, section = f"{what} of {chosen}", home.widest(chosen)
     if isinstance(home, Discriminated) and section is home.base:
         section = home.widest
     known = list(section.model_fields)

@@ -19,7 +19,7 @@ from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign, groups_of
-from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, Plan
+from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, UpdatePlan
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
@@ -98,12 +98,6 @@ class Muon(OptimizerConfig):
         description="Each head of an attention's projections is a matrix of its own: of queries, "
         "keys and values by rows, of the output by columns.",
     )
-    qk_clip: float = Field(
-        0.0,
-        ge=0,
-        description="Limit of attention logits: after each update, the queries and keys of a head "
-        "whose largest logit in the step was above it are scaled down to it; 0: no limit.",
-    )
     adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
     groups: tuple[MuonGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
@@ -134,10 +128,6 @@ class Muon(OptimizerConfig):
             optimizer.iterate = _for_any_shape(compiled(newton_schulz))
         how = "compiled" if compiled else "not compiled, as [compile] is off"
         logger.info("%s; Newton-Schulz in %s is %s", optimizer.exchange, self.ns_dtype, how)
-
-    @property
-    def logit_limit(self) -> float:
-        return self.qk_clip
 
     @property
     def rounds_state(self) -> bool:
@@ -198,12 +188,8 @@ class Muon(OptimizerConfig):
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
         lying = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        plan = Plan(lying, matrices, self.cost, self.limit)
+        plan = UpdatePlan(lying, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
-
-    def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
-        if self.qk_clip:
-            yield f"heads are scaled down whose attention logits are above {self.qk_clip:g}"
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
         """Return the areas of a parameter that are orthogonalized separately."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan.device import GIB, Device
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.timeline import REST, Timeline
 
 OUT_OF_MEMORY_FOLDER: Final = "out_of_memory"
@@ -35,7 +35,7 @@ KNOBS: Mapping[str, str] = {
     "parallelism.tensor_parallel_degree": "more ranks share matrices and activations",
     "parallelism.context_parallel_degree": "more ranks share a sequence's activations",
     "parallelism.pipeline_parallel_degree": "more stages have fewer layers each",
-    "optimizer.state_dtype": '"8bit" keeps the moments in a quarter of float32',
+    "optimizer.state_dtype": "moments in fewer bits take a half of float32, or less",
     "optimizer.offload_states": "true keeps the states in host memory",
     "optimizer.early_step_in_backward": "true frees each gradient as soon as it is used",
     "training.enable_cpu_offload": "true keeps parameters, gradients and states in host memory",

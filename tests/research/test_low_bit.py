@@ -1,0 +1,207 @@
+"""Moments in few bits: what comes back from a checkpoint, what is left as it is, how many bytes."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.named import named
+from tests.recipes.test_bad_recipes import lacks
+from tests.unit.optim import test_in_backward
+from torchtitan.checks import load_job
+from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
+from torchtitan.optim.optimizer_group import local
+from torchtitan.research.low_bit.low_bit import StateDtype, is_quantized
+
+QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]
+LOW: list[StateDtype] = ["bfloat16", *QUANTIZED]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 64), nn.Linear(64, 128))
+
+
+def train(network: nn.Module, optimizers: Optimizers, steps: range) -> None:
+    """Gradients of sizes that differ by seven orders of magnitude, and zeros, whole blocks too."""
+    optimizers.begin(1)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in network.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                gradient[:16] *= 1e-7
+                gradient[16:24] = 0
+                gradient[:, ::3] *= 1e-3
+            parameter.grad = gradient
+        optimizers.step()
+
+
+def opened(config: OptimizerConfig) -> tuple[nn.Module, Optimizers]:
+    network = model()
+    return network, Optimizers(named(network), config)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+@pytest.mark.parametrize("dtype", LOW)
+def test_resumed_states_are_the_same_to_the_bit(dtype: StateDtype, kind: type[AdamW]) -> None:
+    config = kind(lr=1e-3, state_dtype=dtype)
+    network, optimizers = opened(config)
+    naively_rounded = False
+    for step in range(6):
+        saved = {name: tensor.clone() for name, tensor in optimizers.state_dict().items()}
+        again, loaded = opened(config)
+        again.load_state_dict(network.state_dict())
+        given = loaded.state_dict()
+        for name, tensor in given.items():
+            tensor.copy_(saved[name])
+        loaded.load_state_dict(given)
+        found = loaded.state_dict()
+        assert all(same_bits(found[name], tensor) for name, tensor in saved.items())
+        for name, state in loaded.states():
+            if is_quantized(state):
+                local(state).copy_(saved[name])
+        rounded = loaded.state_dict()
+        naively_rounded |= not all(torch.equal(rounded[name], t) for name, t in saved.items())
+        loaded.load_state_dict(saved)
+        for run, of in ((network, optimizers), (again, loaded)):
+            train(run, of, range(step, step + 1))
+        weights = zip(network.parameters(), again.parameters(), strict=True)
+        assert all(same_bits(a.detach(), b.detach()) for a, b in weights)
+    # The test means something: rounding once more would have lost what signed maps cannot show.
+    assert naively_rounded == (dtype in ("8bit", "4bit"))
+
+
+ERRORS = {"parameter": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "8bit": 0.01, "4bit": 0.2}
+"""How far off a moment may be that was stored so, in parts of the largest of its tensor."""
+
+
+@pytest.mark.parametrize("here", ERRORS)
+@pytest.mark.parametrize("there", ERRORS)
+def test_states_load_into_any_other_dtype(there: Any, here: Any) -> None:
+    network, optimizers = opened(AdamW(state_dtype=there))
+    train(network, optimizers, range(3))
+    saved = optimizers.state_dict()
+    _, loaded = opened(AdamW(state_dtype=here))
+    given = loaded.state_dict()
+    assert given.keys() == saved.keys()
+    for name, tensor in given.items():
+        assert tensor.shape == saved[name].shape
+        tensor.copy_(saved[name])
+    loaded.load_state_dict(given)
+    for name, tensor in loaded.state_dict().items():
+        off = (tensor.float() - saved[name].float()).abs().max().item()
+        allowed = 0.0 if name.endswith("step") else ERRORS[here]
+        assert off <= allowed * saved[name].abs().max().item(), name
+
+
+def test_small_tensors_and_embeddings_are_left_as_they_are() -> None:
+    _, optimizers = opened(AdamW(state_dtype="8bit"))
+    coded = {name for name, state in optimizers.states() if is_quantized(state)}
+    weights = ("1.weight", "2.weight")
+    assert coded == {f"{name}.{key}" for name in weights for key in ("exp_avg", "exp_avg_sq")}
+    told = AdamW(state_dtype="8bit").describe(optimizers.states())
+    assert told is not None
+    assert told.startswith(
+        "optimizer states in 8bit: 100,352 bytes for 49,536 values; 32,768 values in 4 tensors are "
+        "quantised, 16,768 in 6 stay as the parameters are (embeddings, "
+    )
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_rows_that_a_step_does_not_use_do_not_run_away(dtype: StateDtype) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(64, 128)
+    optimizers = Optimizers(named(table), AdamW(lr=1e-3, weight_decay=0.0, state_dtype=dtype))
+    for step in range(8):
+        before = table.weight.detach().clone()
+        optimizers.begin(1)
+        tokens = torch.tensor([step, step + 1, 40])
+        (table(tokens) * torch.randn(3, 128) * 10.0 ** -torch.arange(3)[:, None]).sum().backward()
+        optimizers.step()
+        assert (table.weight - before).abs().max() < 5e-3
+
+
+BYTES = {"parameter": 8.0, "bfloat16": 4.0, "float8": 2.0312, "8bit": 2.0312, "4bit": 1.0625}
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+def test_bytes_of_a_parameter(dtype: Any) -> None:
+    """The table of docs/optimizers.md."""
+    layer = nn.Linear(512, 512, bias=False)
+    config = AdamW(state_dtype=dtype)
+    optimizers = Optimizers(named(layer), config)
+    optimizers.state_dict()  # makes what torch makes later
+    kept = sum(
+        config.size(state) for name, state in optimizers.states() if not name.endswith("step")
+    )
+    assert kept / layer.weight.numel() == pytest.approx(BYTES[dtype], abs=1e-4)
+
+
+COMPILED = """
+import torch
+from torch import nn
+from tests.named import named
+from tests.recipes.test_bad_recipes import lacks
+from tests.unit.optim import test_in_backward
+from torchtitan.optim import AdamW, Optimizers
+
+found = []
+for stance in ("default", "force_eager"):
+    torch.compiler.set_stance(stance)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False)
+    optimizers = Optimizers(named(layer), AdamW(lr=1e-2, state_dtype="8bit"))
+    for factor in (1.0, 0.5):
+        optimizers.begin(factor)
+        layer.weight.grad = torch.randn(64, 64)
+        optimizers.step()
+    found.append(layer.weight.detach().clone())
+assert not torch.equal(*found), "nothing was compiled"
+print((found[0] - found[1]).abs().max().item())
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_it_is_the_same_and_says_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=True
+    )
+    assert not any(noise in done.stderr for noise in ("torchao", "Enum", "Warning"))
+    assert float(done.stdout) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+def test_updates_in_the_backward_are_those_after_it(dtype: StateDtype) -> None:
+    test_in_backward.is_the_step_after_the_backward(AdamW(lr=0.1, state_dtype=dtype))
+
+
+def test_one_gradient_is_alive_at_a_time() -> None:
+    test_in_backward.one_gradient_is_alive_at_a_time(AdamW(state_dtype="bfloat16"))
+
+
+def test_states_that_a_cpu_cannot_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(None, ["--optimizer.state_dtype", "4bit"], 1, "cpu").config
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert lacks(job, "cpu") == []
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert lacks(job, "cuda") == []
+    (problem,) = lacks(job, "cpu")
+    assert problem.path == "optimizer.state_dtype"
+    assert problem.message.startswith("its update is compiled, which on a CPU needs g++")

@@ -1,0 +1,221 @@
+"""The largest logits of attention, by a dense computation in float64; what a limit does to them."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.runs import train
+from torchtitan.build import build
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.attention import SelfAttention, causal_attention, document_mask
+from torchtitan.optim import AdamW, Muon, name_parameters
+from torchtitan.parallel import SHARDING, Launch, open_world
+from torchtitan.parallel.context import Cut
+from torchtitan.parts import resume_policy
+from torchtitan.research.qk_clip import attention_logits
+from torchtitan.research.qk_clip.attention_logits import attentions, largest_logits
+from torchtitan.research.qk_clip.scaling import QKClip
+
+BATCH, HEADS, LENGTH, DIM = 3, 4, 24, 6
+
+
+def inputs(groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys, and documents of other lengths in each sequence."""
+    torch.manual_seed(groups)
+    q, k = torch.randn(BATCH, HEADS, LENGTH, DIM), torch.randn(BATCH, groups, LENGTH, DIM)
+    # The largest of all is one that no query sees: of the last key, and of another document.
+    k[:, :, -1] *= 50
+    return q, k, torch.randint(0, 2, (BATCH, LENGTH)).cumsum(1)
+
+
+def dense(q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.mT / DIM**0.5
+    one = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    seen = document_mask(one if documents is None else documents)[:, None]
+    return scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("tile", [1, 500, 2**24])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_they_are_those_of_all_scores(
+    tile: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_logits, "TILE", tile)
+    q, k, documents = inputs(groups)
+    for of in (None, documents):
+        found = largest_logits(q, k, of, "", "allgather", "headtail")
+        torch.testing.assert_close(found.double(), dense(q, k, of), rtol=1e-6, atol=0)
+    rounded = q.bfloat16(), k.bfloat16()
+    found = largest_logits(*rounded, documents, "", "allgather", "headtail")
+    torch.testing.assert_close(found.double(), dense(*rounded, documents), rtol=1e-6, atol=0)
+
+
+WAYS = list(itertools.product(["allgather", "ring"], ["headtail", "none"], [False, True]))
+
+
+def of_parts() -> list[Tensor]:
+    """In each way, what this rank of two finds with its part of the sequence."""
+    q, k, documents = inputs(2)
+    group = torch.distributed.group.WORLD
+    rank, found = group.rank(), []
+    for rotation, balancing, has_documents in WAYS:
+        cut = Cut(2, balancing)
+        mine = [cut.part(x.transpose(1, 2), rank).transpose(1, 2) for x in (q, k)]
+        of = documents if has_documents else None
+        found.append(largest_logits(*mine, of, group.group_name, rotation, balancing))
+    return found
+
+
+def test_ranks_that_share_a_sequence_find_them_together() -> None:
+    q, k, documents = inputs(2)
+    for (*_, has_documents), *found in zip(WAYS, *run_ranks(of_parts, 2), strict=True):
+        expected = dense(q, k, documents if has_documents else None)
+        torch.testing.assert_close(torch.maximum(*found).double(), expected, rtol=1e-6, atol=0)
+        assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared keys", "keys of their own"])
+def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared: bool) -> None:
+    job = tiny.job(model={"n_heads": HEADS, "n_kv_heads": 2 if shared else HEADS})
+    spec, args = MODELS["tiny"], job.model_args()
+    torch.manual_seed(0)
+    model = spec.build(args, LENGTH)
+    tokens = torch.randint(0, args.vocab_size, (BATCH, LENGTH))
+
+    def logits() -> Tensor:
+        """Of each head of each layer, (layers, heads)."""
+        found = []
+
+        def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+            found.append(largest_logits(q, k, documents, "", "allgather", "headtail"))
+            return torch.zeros_like(q)  # so that what comes after does not depend on them
+
+        for _, module in attentions(model):
+            module.core = core
+        with torch.no_grad():
+            model(tokens)
+        return torch.stack(found)
+
+    model.init_buffers()
+    before = logits()
+    limit = before.median().item()
+    places = {f"layers.{n}.attention": slice(HEADS * n, HEADS * (n + 1)) for n in range(2)}
+    parameters = name_parameters([model], spec.role, lambda name: spec.heads(args, name))
+    keys = {name: p.clone() for name, p in model.named_parameters() if ".wk." in name}
+    clip = QKClip(limit, parameters, ("wq", "wk"), places)
+    clip.apply(before.flatten())
+    torch.testing.assert_close(logits(), before.clamp(max=limit), rtol=1e-5, atol=0)
+    for name, key in keys.items():
+        assert torch.equal(model.get_parameter(name), key) == shared
+
+
+def cores(clip: float) -> tuple[set[Any], list[str]]:
+    """What attends in a run, and what the optimizer leaves to be done after an update."""
+    job = tiny.job(optimizer={"name": "Muon", "qk_clip": clip})
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        run = build(job, world)
+        found = {m.core for p in run.model.parts for _, m in attentions(p)}
+        run.batches.close()
+        after = [call.__qualname__ for call in run.optimizers.after_update]
+        return {core is causal_attention for core in found}, after
+
+
+def test_without_a_limit_there_is_nothing() -> None:
+    assert run_ranks(cores, 1, 0.0) == [({True}, [])]
+    assert run_ranks(cores, 1, 1.0) == [({False}, ["LogitLimit.apply"])]
+    assert SelfAttention().core is causal_attention
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (
+        {"fault_tolerance": {"enable": True, "group_size": 2}, "sharding": {"name": "rotated"}},
+        {
+            "fault_tolerance.enable": "with optimizer.qk_clip, groups do not tell each other",
+            "sharding.name": '"rotated" has them travel; use "fsdp2"',
+        },
+    ),
+    (
+        {"compile": {"enable": True, "cuda_graphs": True}},
+        {"compile.cuda_graphs": "with optimizer.qk_clip, nobody has recorded"},
+    ),
+    (
+        {
+            "communication": {"replicas": {"every": 4}},
+            "parallelism": {"data_parallel_replicate_degree": 2},
+        },
+        {"communication.replicas.name": "copies scale the same heads, and these run apart"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "expected"), REFUSED)
+def test_what_is_refused(sections: dict[str, Any], expected: dict[str, str]) -> None:
+    if sections.get("sharding", {}).get("name", "fsdp2") not in SHARDING:
+        pytest.skip("the system is not there")
+    job = tiny.job(optimizer={"name": "Muon", "qk_clip": 1.0}, **sections)
+    found = tiny.problems(job, "cuda", ranks=2)
+    for path, message in expected.items():
+        assert any(one.path == path and message in one.message for one in found), path
+
+
+@pytest.mark.skipif("vit_mae" not in MODELS, reason="the system is not there")
+def test_a_model_that_does_not_name_its_queries_and_keys_is_refused() -> None:
+    model = {"name": "vit_mae", "flavor": "debugmodel"}
+    job = tiny.job(
+        optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
+    )
+    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
+    message = "vit_mae does not say which weights make the queries and keys"
+    assert message in found["optimizer.qk_clip"]
+
+
+def test_only_a_recipe_that_has_the_key_has_the_class() -> None:
+    plain = tiny.job(optimizer={"name": "Muon"})
+    assert type(plain.optimizer) is Muon
+    off = tiny.job(optimizer={"name": "Muon", "qk_clip": 0.0})
+    assert off.optimizer.features == ()
+    assert off.flat() == plain.flat()
+    on = load_job(None, ["--optimizer.name=Muon", "--optimizer.qk_clip=2"], 1, "cpu").config
+    assert on.optimizer.features == ("qk_clip",)
+    assert on.optimizer.title == "Muon"
+    assert on.flat()["optimizer.qk_clip"] == 2
+
+
+def test_another_optimizer_does_not_have_the_key(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"unknown key of AdamW; .*; Muon has qk_clip"):
+        load_job(None, ["--optimizer.qk_clip=2"], 1, "cpu")
+    with pytest.raises(RecipeError, match=r"unknown key of Muon; .*; did you mean .*qk_clip"):
+        load_job(None, ["--optimizer.name=Muon", "--optimizer.qk_clp=2"], 1, "cpu")
+    (tmp_path / "muon.toml").write_text("[optimizer]\nname = 'Muon'\nqk_clip = 3.0\n")
+    (tmp_path / "more.toml").write_text("extends = 'muon.toml'\n[optimizer]\nlr = 1e-3\n")
+    more = load_job(tmp_path / "more.toml", (), 1, "cpu").config
+    assert more.flat()["optimizer.qk_clip"] == 3
+    found = load_job(tmp_path / "more.toml", ["--optimizer.name=AdamW"], 1, "cpu")
+    assert type(found.config.optimizer) is AdamW
+    assert any("optimizer.name: AdamW has no qk_clip; 3.0 of " in line for line in found.notices)
+
+
+def test_a_run_of_muon_from_before_resumes_without_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint records a limit of 0."""
+    sections = {"optimizer": {"name": "Muon"}, "checkpoint": {"enable": True, "interval": 1}}
+    small = tiny.job(tmp_path, training={"steps": 2}, **sections)
+    flat = JobConfig.in_effect
+    with monkeypatch.context() as patched:
+        patched.setattr(JobConfig, "in_effect", lambda job: flat(job) | {"optimizer.qk_clip": 0.0})
+        run_ranks(train, 1, small)
+    longer = tiny.job(tmp_path, training={"steps": 3}, **sections)
+    told = resume_policy(longer).start().changes
+    assert [line.partition(":")[0] for line in told] == ["training.steps"]

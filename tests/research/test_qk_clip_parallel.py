@@ -1,0 +1,162 @@
+"""Muon with a limit of attention logits on every layout is the run of one rank."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.layouts import FULL, OPERATORS, RING, ZBV, Case, case
+from tests.parallel import test_collectives, test_compile, test_muon
+from tests.ranks import run_ranks
+from tests.research import layouts
+from tests.research.layouts import installed
+from tests.runs import Part, Trace, assert_complete, compare, losses, parts, train
+from tests.tiers import tiers
+from torchtitan.device import Device
+from torchtitan.job import JobConfig
+from torchtitan.tools.verify.measure import training
+
+LIMIT = 0.04
+"""Some heads are above it in every step, and others are not."""
+LAYOUTS = {
+    "DDP 2": case(replicate=2),
+    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
+    "FSDP 4": case(shard=4),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "TP 2": case(tp=2),
+    "CP 2, documents": case(cp=2, documents=True),
+    "CP 2, ring, operators recomputed": case(cp=2, recompute=OPERATORS, **RING),
+    "PP 2": case(2, batch=4),
+    "PP 2, ZBVZeroBubble": case(2, batch=8, **ZBV),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    "TP 2 x PP 2": case(2, tp=2),
+    "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
+    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
+}
+LONG = ["FSDP 2 x CP 2 x TP 2", "FSDP 2 x TP 2 x PP 2"]
+
+
+def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
+    optimizer = {"qk_clip": LIMIT} | sections.pop("optimizer", {})
+    return test_muon.job(layout, folder, optimizer=optimizer, **sections)
+
+
+def limited(job: JobConfig) -> tuple[Trace, list[float]]:
+    """A run, and the largest attention logit of each of its steps."""
+    result, largest = Trace([], [], []), []
+    for run, row in training(job, Device("cpu"), uneven=True):
+        result.losses.append(row["loss"])
+        result.grad_norms.append(row["grad_norm"])
+        result.weights.append(parts(run))
+        largest.append(row["max_attention_logit"])
+    return result, largest
+
+
+@cache
+def reference(flavor: str, documents: bool) -> tuple[Trace, list[float]]:
+    one = job(case(batch=8, documents=documents), model={"flavor": flavor})
+    (found,) = run_ranks(limited, 1, one)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiers(LAYOUTS, ["TP 2", "CP 2, ring, operators recomputed"], LONG),
+)
+def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name: str) -> None:
+    is_the_run_of_one_rank(LAYOUTS[name])
+
+
+def is_the_run_of_one_rank(layout: Case) -> None:
+    """A limit of logits."""
+    mine = job(layout)
+    expected, largest = reference(mine.model.flavor, mine.model.attn_mask_type == "block_causal")
+    assert min(largest) > LIMIT  # in every step some head is scaled down
+    found = run_ranks(limited, layout.ranks, mine)
+    assert_complete([trace for trace, _ in found], expected)
+    for rank, (trace, logits) in enumerate(found):
+        assert logits == pytest.approx(largest, rel=1e-5)
+        compare(trace, expected, f"rank {rank}")
+
+
+SIMPLE = installed({"SimpleFSDP 2": case(shard=2, sharding=layouts.SIMPLE)})
+
+
+@pytest.mark.parametrize("name", tiers(SIMPLE, []))
+def test_parameters_that_are_gathered_in_a_graph(name: str) -> None:
+    is_the_run_of_one_rank(SIMPLE[name])
+
+
+SENDING = {
+    "PP": test_collectives.MUON["FSDP 2 x PP 2"],
+    "CP": test_collectives.MUON["CP 2, ring, full recomputation"],
+    "CP, all at once": case(cp=2),
+    "CP, operators recomputed": case(cp=2, batch=4, recompute=OPERATORS),
+}
+
+
+@pytest.mark.parametrize("name", tiers(SENDING, ["CP, operators recomputed"]))
+def test_it_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.muon_sends_what_the_formulas_say(SENDING[name], monkeypatch, qk_clip=1.0)
+
+
+@pytest.mark.gate
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_logits_are_watched_in_compiled_blocks() -> None:
+    test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
+
+
+def scaled_rows(before: dict[str, Part], after: dict[str, Part]) -> dict[str, list[bool]]:
+    """Of each weight of queries, which heads differ."""
+    return {
+        name: [
+            bool((one != other).any())
+            for one, other in zip(part.local.chunk(8), after[name].local.chunk(8), strict=True)
+        ]
+        for name, part in before.items()
+        if ".wq." in name
+    }
+
+
+def test_what_the_comparison_would_find() -> None:
+    """It acts after the first step, and on some heads alone."""
+    ((without, largest),) = run_ranks(limited_or_not, 1)
+    expected, logits = reference("flat", False)
+    assert logits[0] == largest
+    heads = scaled_rows(without, expected.weights[0])
+    assert any(any(of) for of in heads.values())
+    assert not all(all(of) for of in heads.values())
+
+
+def limited_or_not() -> tuple[dict[str, Part], float]:
+    """The weights after a first step in which no head is above the limit."""
+    one = job(case(batch=8), model={"flavor": "flat"}, optimizer={"qk_clip": 1e9})
+    run, row = next(training(one, Device("cpu"), uneven=True))
+    return parts(run), row["max_attention_logit"]
+
+
+def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
+    return job(
+        layout,
+        folder,
+        model={"flavor": "flat"},
+        training={"steps": steps},
+        lr_scheduler={"total_steps": 4},
+        checkpoint={"enable": True, "interval": 2},
+    )
+
+
+@pytest.mark.gate
+def test_it_resumes_on_the_same_layout_to_the_bit_and_on_another(tmp_path: Path) -> None:
+    first, other = case(shard=2), case(tp=2)
+    expected = run_ranks(train, 2, resumable(tmp_path / "whole", first, 4))[0]
+    run_ranks(train, 2, resumable(tmp_path / "halves", first, 2))
+    shutil.copytree(tmp_path / "halves", tmp_path / "other")
+    for name, layout in (("halves", first), ("other", other)):
+        for found in run_ranks(train, 2, resumable(tmp_path / name, layout, 4)):
+            for parameter, weight in found.items():
+                off = (weight - expected[parameter]).abs().max()
+                assert off == 0 if layout is first else off <= 1e-5, parameter
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")

@@ -1,0 +1,203 @@
+"""Converts weights from one format to another: `torchtitan checkpoint convert`.
+
+Each format has one way to open a folder and one to write it, and a `TensorSource` with our names
+connects them. So no code knows two formats at once, and at most one file of a model is in memory.
+The destination gets its name once it is complete.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from torchtitan.checkpoint.dcp.export import write_torchtitan
+from torchtitan.checkpoint.remote import PART, RemotePath
+from torchtitan.checkpoint.storage import TensorSource, write_tensors
+from torchtitan.checkpoint.store import MANIFEST, store_of
+from torchtitan.checkpoint.weights.extras import Extras
+from torchtitan.checkpoint.weights.foreign import cast, weights_of
+from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
+from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
+from torchtitan.checkpoint.weights.network import Network, unsaid
+from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
+from torchtitan.config import ConfigError
+from torchtitan.logging import logger
+
+FORMATS = ("ours", "hf", "meta", "dcp")
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_SHARD_SIZE = "5GB"
+LAST = (MANIFEST, ".metadata", CONFIG, PARAMS)
+"""Files that are uploaded after all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of a conversion; None: derived from the weights."""
+
+    source_format: str | None = None
+    target_format: str | None = None
+    model: str | None = None
+    flavor: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    """Recipe that the weights were trained with, by dotted keys, if they do not record it."""
+    dtype: str | None = None
+    max_shard_size: str | None = None
+    with_optimizer: bool = False
+
+
+def convert(
+    source: Path, destination: Path, options: ConvertOptions, about: Mapping[str, Any]
+) -> None:
+    """Write the weights in `source` to `destination`, which must not exist yet.
+
+    Args:
+        about: origin to record in a checkpoint of ours.
+
+    Raises:
+        ConfigError: with all problems, before anything is written.
+    """
+    kind = options.source_format or find_format(source)
+    target = options.target_format or ("hf" if kind == "ours" else "ours")
+    if destination.exists():
+        raise ConfigError(f"{destination}: already exists; nothing was written")
+    if problem := _misuse(options, kind, target):
+        raise ConfigError(problem)
+    most = parse_size(options.max_shard_size or MAX_SHARD_SIZE)
+    if options.recipe is None:
+        opened = OPEN[kind](source, options.model, options.flavor)
+    else:
+        opened = open_dcp_of(source, options.recipe)
+    tensors, network, extras, _ = opened
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    state = _state_of_run(source, destination, opened) if options.with_optimizer else None
+    logger.info("%s: %s in the format %s", source, network, kind)
+    with complete_or_absent(destination) as folder:
+        if target == "hf":
+            write_hugging_face(folder, tensors, network, extras, dtype, most)
+        elif target == "meta":
+            write_meta(folder, tensors, network, extras, dtype)
+        elif target == "dcp":
+            write_torchtitan(folder, tensors, network, state, dtype, most)
+        else:
+            origin = {**about, "converted_from": str(source.resolve())}
+            write_ours(folder, tensors, network, extras, state, dtype, most, origin)
+    for line in unsaid(network, target) if target in ("hf", "meta") else ():
+        logger.warning("the format %s cannot express this: %s", target, line)
+    total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
+    logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
+
+
+def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
+    """Return why options do not match the two formats or each other, or None."""
+    if options.max_shard_size and target == "meta":
+        return "--max-shard-size: not supported with Meta's format, which is written as one file"
+    if options.with_optimizer and {kind, target} != {"ours", "dcp"}:
+        return (
+            f"--with-optimizer: not supported from {kind} to {target}; supported from ours to dcp, "
+            "and back"
+        )
+    if options.with_optimizer and options.dtype:
+        return "--with-optimizer: not supported with --dtype; in another dtype it is another run"
+    if options.recipe is not None and kind != "dcp":
+        return f"--recipe: not supported from {kind}, where the sizes are said"
+    if options.recipe is not None and (options.model or options.flavor):
+        return "--recipe: it says the model; leave out --model and --flavor"
+    return None
+
+
+def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[str, Any]:
+    """Return the state of a run besides its tensors, after checking the name `destination`."""
+    if opened.state is None:
+        raise ConfigError(f"--with-optimizer: {source} holds only weights")
+    state = opened.state()
+    named, step = re.fullmatch(r"step-(\d+)", destination.name), state["train_state"]["step"]
+    if named and int(named[1]) != step:
+        raise ConfigError(f"{destination}: the run has taken {step} steps; call it step-{step}")
+    return state
+
+
+def write_ours(
+    folder: Path,
+    source: TensorSource,
+    network: Network,
+    extras: Extras,
+    state: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    about: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint of ours: a `checkpoint.initial_load_path`.
+
+    Args:
+        state: state of a whole run besides its tensors; None writes the weights alone.
+    """
+    state = state or {}
+    recipe = {**network.recipe(), **extras.recipe(), **state.get("recipe", {})}
+    names = [f"model.{name}" for name in weights_of(source, network)]
+    if state:
+        names += [name for name in source.shapes() if name.startswith("optimizer.")]
+    write_tensors(
+        folder,
+        ((name, cast(name, source.read(name), dtype)) for name in names),
+        {**about, **state, "recipe": recipe},
+        max_shard_bytes,
+    )
+
+
+@contextmanager
+def complete_or_absent(destination: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which gets its name once everything in it is on disk.
+
+    For a store it is a temporary folder, whose files are uploaded afterwards: libraries write these
+    formats to a disk.
+    """
+    if isinstance(destination, RemotePath):
+        with TemporaryDirectory() as spool:
+            logger.info(
+                "%s: written to %s first, which needs room for all of it; TMPDIR chooses the place",
+                *(destination, spool),
+            )
+            yield Path(spool)
+            upload(Path(spool), destination)
+        return
+    saving = destination.with_name(f"{destination.name}.saving")
+    shutil.rmtree(saving, ignore_errors=True)
+    saving.mkdir(parents=True)
+    try:
+        yield saving
+        for path in saving.iterdir():
+            store_of(path).sync(path)
+        store_of(saving).commit(saving)
+    finally:
+        shutil.rmtree(saving, ignore_errors=True)
+
+
+def upload(folder: Path, destination: RemotePath) -> None:
+    """Upload files to a store, those that mark a folder's format last; all of them or none."""
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name in LAST, path.name)):
+            with path.open("rb") as file, (destination / path.name).open("wb") as copy:
+                while block := memoryview(file.read(PART)):
+                    while block:
+                        block = block[copy.write(block) :]
+    except OSError:
+        store_of(destination).discard(destination)
+        raise
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as "5GB" or "512MiB"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    size = 0.0
+    if match:
+        unit = 1024 if match[3] else 1000
+        size = float(match[1]) * unit ** " KMGT".index(match[2].upper() or " ")
+    if size < 1:
+        raise ConfigError(f"--max-shard-size: got {text}; wanted a size such as 5GB or 512MiB")
+    return int(size)

@@ -1,0 +1,11 @@
+"""Replica groups that come and go while a run continues: the section `[fault_tolerance]`."""
+
+from torchtitan.resilience.replica_groups.group import ReplicaGroup
+from torchtitan.resilience.replica_groups.settings import (
+    FaultToleranceConfig,
+)
+
+__all__ = [
+    "FaultToleranceConfig",
+    "ReplicaGroup",
+]

@@ -1,0 +1,236 @@
+"""One replica group among others, by torchft (https://pytorch.org/torchft).
+
+Before each step the groups that are alive meet at a *lighthouse*. Those that are behind fetch the
+whole state from one of the others. Then rank r of each group communicates with the ranks r of the
+others. In a step they exchange
+
+    recipes       digests, since groups of unlike recipes would drift apart unnoticed
+    targets       the number over all groups; each divides its loss by it
+    lanes         each group's position in the data, so that all know it when one is gone
+    gradients     summed, as their losses are parts of one
+    norm          the maximum, so that all clip by the same bits
+
+When a group is lost during a step, the others drop the step and repeat it without it: no weight has
+changed, and the data returns to its former position. If only some groups complete a step, the
+others are one step behind, and catch up as above.
+"""
+
+import json
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.config import ConfigError
+from torchtitan.data import DataStream
+from torchtitan.logging import logger
+from torchtitan.parallel import World
+from torchtitan.resilience.replica_groups.settings import LIGHTHOUSE, FaultToleranceConfig
+from torchtitan.resilience.replica_groups.transport import transport
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+MOST_FAILURES = 3
+"""Steps in a row that a group may spoil before it has made one; then it gives up."""
+TRACE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Variable with the path of NCCL's traces; torchft would set it to one that no tool reads."""
+
+
+class ReplicaGroup:
+    """This rank's part among the groups; every rank calls every method of a step, in this order."""
+
+    def __init__(
+        self,
+        config: FaultToleranceConfig,
+        world: World,
+        data: DataStream,
+        *,
+        get: Callable[[], dict[str, Any]],
+        put: Callable[[dict[str, Any]], None],
+        history: Callable[[], Any],
+        recipe: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            get: all that this rank holds of the run's state, as tensors and plain values.
+            put: take over what `get` gave on another group's rank.
+            history: numbers that groups have in common if they have done the same steps.
+            recipe: by name, what groups must have in common to be one run.
+        """
+        self.config, self.world, self.data = config, world, data
+        self.get, self.put, self.history = get, put, history
+        self.digests = {name: _digest(value) for name, value in recipe.items()}
+        # While a rank waits for its peer, the rest of its group may wait for that rank: so it has
+        # to give up first.
+        self.timeout = timedelta(seconds=world.comm.train_timeout_seconds / 2)
+        self.groups = 0
+        self.dropped = 0
+        self.failures = 0
+        self.has_made_a_step = False
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Be one of the groups as long as this is entered."""
+        self.manager = self._manager()
+        try:
+            yield
+        finally:
+            self.manager.shutdown(wait=False)
+
+    def _manager(self) -> "Manager":
+        os.environ.setdefault("RUST_LOG", "warn")  # else every meeting takes ten lines
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # `should_commit` says what failed
+        from torchft import Manager, ProcessGroupGloo
+
+        world = self.world
+        self.store, host, port = self._store()
+        slow = timedelta(seconds=world.comm.init_timeout_seconds)
+        trace = os.environ.pop(TRACE, None)
+        try:
+            return Manager(
+                pg=ProcessGroupGloo(timeout=self.timeout),
+                load_state_dict=self.put,
+                state_dict=self.get,
+                min_replica_size=self.config.min_replica_size,
+                use_async_quorum=False,
+                timeout=self.timeout,
+                quorum_timeout=slow,
+                connect_timeout=slow,
+                rank=world.rank,
+                world_size=world.size,
+                store_addr=host,
+                store_port=port,
+                replica_id=f"group_{self.config.group}",
+                checkpoint_transport=transport(self.timeout),
+            )
+        finally:
+            if trace is not None:
+                os.environ[TRACE] = trace
+
+    def _store(self) -> tuple[Any, str, int]:
+        """The store in which the ranks of this group find their manager, and groups each other."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        store, host, port = None, socket.gethostname(), 0
+        if self.world.rank == 0:
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        host, port = self.world.broadcast_object((host, port))
+        return store, host, port
+
+    def start_quorum(self, step: int) -> int | None:
+        """Agree on the groups of a step; a group that is behind catches up with the others.
+
+        Returns:
+            The number of groups, if it changed since the step before.
+        """
+        self.manager.load_state_dict({"step": step, "batches_committed": 0})
+        try:
+            self.manager.start_quorum()
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(
+                f"the replica groups did not meet within {self.world.comm.init_timeout_seconds} s "
+                f"(comm.init_timeout_seconds) at {os.environ.get(LIGHTHOUSE)}: {error}"
+            ) from error
+        self.before = self.data.state_dict()
+        was, self.groups = self.groups, self.manager.num_participants()
+        if was == self.groups:
+            return None
+        log = logger.info if self.groups == self.config.groups else logger.warning
+        numbers = self.manager.current_step(), self.groups, self.config.groups
+        log("after step %d: %d of %d replica groups", *numbers)
+        return self.groups
+
+    def count(self, tokens: Tensor) -> Tensor:
+        """The targets of all groups, from those of this one."""
+        self._check_recipes()
+        present = torch.zeros(self.config.groups, dtype=torch.int64)
+        present[self.config.group] = 1
+        own = self.data.positions()
+        numbers = torch.cat([tokens.view(1).cpu(), present, own.view(-1)])
+        self._reduce([numbers], SUM)
+        if self.manager.errored():
+            return tokens
+        self.lanes = numbers[-own.numel() :].view_as(own)
+        if numbers[1 : 1 + len(present)].max() > 1:
+            message = f"{self.config.group}: another replica group has the same number"
+            self._refuse(ConfigError(f"fault_tolerance.replica_id: got {message}"))
+        return numbers[0].to(tokens.device)
+
+    def _check_recipes(self) -> None:
+        """Check that every digest is the same in all groups."""
+        digests = self.digests | {"history": _digest(self.history())}
+        own = torch.tensor(list(digests.values()))
+        found = torch.cat([own, -own])
+        self._reduce([found], MAX)
+        highest, lowest = found[: len(own)], -found[len(own) :]
+        unlike = ((highest != own) | (lowest != own)).tolist()
+        names = [name for name, is_unlike in zip(digests, unlike, strict=True) if is_unlike]
+        if self.manager.errored() or not names:
+            return
+        if names == ["history"]:
+            message = "replica groups are at the same step but were trained apart; start one first"
+            self._refuse(RuntimeError(message))
+        else:
+            message = f"replica groups have unlike recipes, in {', '.join(names)}"
+            self._refuse(ConfigError(f"fault_tolerance.enable: {message}"))
+
+    def _refuse(self, error: Exception) -> None:
+        """Do not train with these groups: the one that has just come ends."""
+        if not self.has_made_a_step:
+            raise error
+        self.manager.report_error(error)
+
+    def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Add up tensors over the groups, in place."""
+        self._reduce([tensor for tensor in tensors if tensor.numel()], SUM)
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest of the groups' values, in place: the same bits for all of them."""
+        self._reduce([value], MAX)
+        return value
+
+    def _reduce(self, tensors: Iterable[Tensor], how: dist.ReduceOp.RedOpType) -> None:
+        """Reduce in place; after an error nothing more is sent, and the numbers are meaningless."""
+        for work in [self.manager.allreduce(tensor, reduce_op=how) for tensor in tensors]:
+            work.wait()
+
+    def should_commit(self) -> bool:
+        """Whether what was communicated since `start_quorum` is sound; else the step is void."""
+        if self.manager.should_commit():
+            self.data.update_positions(self.lanes)
+            self.has_made_a_step, self.dropped, self.failures = True, 0, 0
+            return True
+        self.data.load_peer_state(self.before)
+        error, enough = self.manager.errored(), self.groups >= self.config.min_replica_size
+        why: object = "another rank of this group met an error"
+        if error is not None:
+            why = error.original_exception
+        elif not enough:
+            why = f"fault_tolerance.min_replica_size is {self.config.min_replica_size}"
+        if enough or self.dropped == 0:  # while groups are waited for, once is enough
+            message = "a step of %d replica groups is dropped and done again: %s"
+            logger.warning(message, self.groups, why)
+        self.dropped += 1
+        self.failures += enough
+        step = torch.tensor(self.manager.current_step())
+        highest, lowest = self.world.max(torch.stack([step, -step]))
+        if highest != -lowest:
+            raise RuntimeError("not all ranks of this replica group could fetch the others' state")
+        if self.failures == MOST_FAILURES and not self.has_made_a_step:
+            raise RuntimeError(f"no step was made with the other replica groups; last: {why}")
+        return False
+
+
+def _digest(value: Any) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())

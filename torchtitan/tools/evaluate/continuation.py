@@ -1,0 +1,98 @@
+"""Continues texts, token by token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.tools.evaluate.cache import Cache, cached
+from torchtitan.tools.evaluate.inference import InferenceModel, padded
+from torchtitan.tools.evaluate.sampling import Sampling, choose
+
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that are read together, which bounds the memory of their logits."""
+
+
+@dataclass
+class Row:
+    """A text, and its continuation."""
+
+    prompt: Sequence[int]
+    random: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    ended: Literal["end of text", "stopped", "length"] | None = None
+    """The reason why it is not continued."""
+
+
+def generate(
+    model: InferenceModel,
+    rows: Sequence[Row],
+    most: int,
+    how: Sampling,
+    *,
+    is_enough: Callable[[Row], bool] = lambda row: False,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Continue all `rows` until each has ended; a token that ends a text is left out.
+
+    Args:
+        most: maximum number of new tokens in a row.
+        is_enough: called after each new token; whether the row stops there.
+        after_step: called when every row has one more token or has ended.
+    """
+    lengths = torch.tensor([len(row.prompt) for row in rows], device=model.device)
+    longest = max(len(row.prompt) for row in rows)
+    with cached(model.network, longest + most) as cache:
+        logits = read(model, cache, [row.prompt for row in rows])
+        for step in range(most):
+            # Ids that the tokenizer does not know are padding of the vocabulary.
+            chosen = _choose(model, rows, logits[:, : model.vocabulary], how)
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if row.ended is None:
+                    _add(row, token, model.subject.ends, is_enough, most)
+            after_step()
+            if all(row.ended for row in rows):
+                return
+            positions = (lengths + step)[:, None]
+            cache.move_to(positions, longest + step + 1)
+            logits = model.logits(chosen[:, None], positions)[:, -1]
+
+
+def read(model: InferenceModel, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Read prompts into the cache; the logits of the token after each of them, (B, V)."""
+    tokens = padded(prompts, model.device)
+    rows, longest = tokens.shape
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
+    found: Tensor | None = None
+    for start in range(0, longest, PREFILL_CHUNK):
+        end = min(start + PREFILL_CHUNK, longest)
+        positions = torch.arange(start, end, device=model.device).expand(rows, -1)
+        cache.move_to(positions, end)
+        logits = model.logits(tokens[:, start:end], positions)
+        found = torch.zeros_like(logits[:, 0]) if found is None else found
+        place = (last - start).clamp(0, end - start - 1)
+        nearest = logits[torch.arange(rows, device=model.device), place]
+        # Of the parts that do not begin after a prompt's end, the last has its end.
+        found = torch.where((last >= start)[:, None], nearest, found)
+    assert found is not None, "a prompt has at least one token"
+    return found
+
+
+def _choose(model: InferenceModel, rows: Sequence[Row], logits: Tensor, how: Sampling) -> Tensor:
+    numbers = torch.cat([torch.rand(1, generator=row.random) for row in rows])
+    return model.agreed(choose(logits, numbers.to(model.device), how))
+
+
+def _add(
+    row: Row, token: int, ends: frozenset[int], is_enough: Callable[[Row], bool], most: int
+) -> None:
+    if token in ends:
+        row.ended = "end of text"
+        return
+    row.tokens.append(token)
+    if is_enough(row):
+        row.ended = "stopped"
+    elif len(row.tokens) == most:
+        row.ended = "length"
