@@ -21,7 +21,7 @@ os.environ["TORCH_FR_BUFFER_SIZE"] = "20000"
 flight_records("cpu")
 del os.environ["TORCH_FR_BUFFER_SIZE"]
 
-# Without a device, torch keeps each seed for one that may come, with its stack in words: a millisecond a test.
+# Without a device, torch keeps each seed for one that may come, and formats the stack for that.
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
