@@ -132,7 +132,8 @@ def profile_step(steps: int = 20) -> dict[str, float]:
     total = seconds["torchtitan/trainer.py/step"]
     parts = {
         "forward and backward": seconds["parallel/__init__.py/forward_backward"],
-        "clipping and optimizer": seconds["optim/group.py/clip"] + seconds["optim/group.py/step"],
+        "clipping and optimizer": seconds["optim/optimizer_group.py/clip"]
+        + seconds["optim/optimizer_group.py/step"],
     }
     parts["everything else"] = total - sum(parts.values())
     return {name: round(1000 * value / steps, 2) for name, value in parts.items()}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory_limits import of_rank
 from torchtitan.device import GIB
 from torchtitan.tools.compare.gather import formulas
 from torchtitan.tools.compare.prepare import prepare

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import accuracy, data_of, encode, run_probe
 from torchtitan.research.vit_mae.spec import FLAVORS
-from torchtitan.tools.evaluate.opening import Place
+from torchtitan.tools.evaluate.subject import ModelLocation
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/vit_mae_debug.toml"
@@ -54,7 +54,7 @@ def train(seed: int, folder: Path, *flags: str) -> Learned:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    found = run_probe(Place(folder), (SCENES, None), IMAGES, 64, torch.float32)
+    found = run_probe(ModelLocation(folder), (SCENES, None), IMAGES, 64, torch.float32)
     seconds = rows[-1]["time"] - rows[0]["time"]
     return Learned(seconds, losses, found.accuracy, found.random_encoder)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.config import show
-from torchtitan.config.help import Section, sections
+from torchtitan.config.help import HelpSection, sections
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
@@ -69,7 +69,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def section(section: Section) -> str:
+def section(section: HelpSection) -> str:
     """One section as a table."""
     choice = f' with `name = "{section.choice}"`' if section.choice else ""
     rows = [

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, ZLoss
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig, MultiToken, ZLoss
 from torchtitan.convert import (
     MXFP8,
     ConverterConfig,

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.parallel import Launch
-from torchtitan.resilience.replicas.step import GroupBatches
+from torchtitan.resilience.replica_groups.replica_step import GroupBatches
 from torchtitan.step import RankBatches
 from torchtitan.tools.verify.measure import hide_targets
 from torchtitan.trainer import Trainer

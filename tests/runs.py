@@ -15,7 +15,7 @@ import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
 from torchtitan.build import Run, build
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent

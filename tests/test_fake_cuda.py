@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan import launch, train
-from torchtitan.checkpoint.staging import Staging, Task, after
+from torchtitan.checkpoint.staging import SaveThread, Staging, after
 from torchtitan.device import Device
 from torchtitan.tools.cli import main
 
@@ -109,8 +109,8 @@ def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts: list[int]) ->
 
     staging = Staging(pinned=False, device=OnHost("cpu"))
     copies = staging.begin([])
-    assert Task(copies).result() == []
+    assert SaveThread(copies).result() == []
     staging.device = Device("cuda", 1)
     event = SimpleNamespace(synchronize=lambda: contexts.append(-1))
-    assert Task(lambda: after(event, [], staging.device, [])).result() == []
+    assert SaveThread(lambda: after(event, [], staging.device, [])).result() == []
     assert contexts == [1, 1, -1]

@@ -28,7 +28,7 @@ from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import load_tokenizer
-from torchtitan.resilience.replicas.transport import transport
+from torchtitan.resilience.replica_groups.transport import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
 RECIPE_OF_ALL = [

@@ -38,7 +38,7 @@ LAYERS = [
     ["flight_recorder", "step", "estimate"],
     ["parallel"],
     ["tasks", "convert"],
-    ["models", "data", "optim", "comm", "losses", "auxiliary", "timeline"],
+    ["models", "data", "optim", "comm", "losses", "auxiliary_losses", "timeline"],
     ["config", "device", "digest", "torch_private", "local_ranks", "seeds"],
     ["logging"],
 ]

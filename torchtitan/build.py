@@ -15,8 +15,8 @@ from torchtitan.job import JobConfig
 from torchtitan.metrics import Meter
 from torchtitan.parallel import Launch, World
 from torchtitan.parts import Observer, Parts
-from torchtitan.resilience.replicas import ReplicaGroup
-from torchtitan.resilience.replicas.step import GroupBatches, GroupGuard, GroupModel
+from torchtitan.resilience.replica_groups import ReplicaGroup
+from torchtitan.resilience.replica_groups.replica_step import GroupBatches, GroupGuard, GroupModel
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal
 from torchtitan.step import (

@@ -19,7 +19,7 @@ from torchtitan.optim.qk_clip import QKClip, heads_of
 from torchtitan.parallel import stages
 from torchtitan.parallel.attention_logits import LargestLogits, attentions
 from torchtitan.parts import Parts
-from torchtitan.resilience.replicas.step import GroupGuard
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.step import Flag, StepBatch, UpdateGuard
 from torchtitan.validate import Validator
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from torchtitan.auxiliary import AUXILIARY_LOSSES, AuxiliaryLossConfig
+from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, AuxiliaryLossConfig
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import (
@@ -50,7 +50,7 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.work import Work
 from torchtitan.profiling import ProfilingConfig
-from torchtitan.resilience.replicas import FaultToleranceConfig
+from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
 from torchtitan.validate import ValidationConfig
 

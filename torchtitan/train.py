@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import room
+from torchtitan.checks.memory_limits import room
 from torchtitan.config import ConfigError, Problem, Recipe, help_text, local_path, split_recipe
 from torchtitan.device import pick
 from torchtitan.flight_recorder import Recorder

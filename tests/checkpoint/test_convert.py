@@ -32,7 +32,7 @@ from tests.small_weights import (
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import write_tensors
-from torchtitan.checkpoint.weights import hugging_face, opening
+from torchtitan.checkpoint.weights import hugging_face_files, opening
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert, parse_size
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
@@ -368,7 +368,7 @@ def peaks(folder: Path) -> dict[str, int]:
     for owner, name in [
         (Verified, "read"),
         (ForeignWeights, "read"),
-        (hugging_face, "save_file"),
+        (hugging_face_files, "save_file"),
         (torch, "save"),
     ]:
         watch(owner, name)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.small_weights import ARGS, FLAVORS, SPEC, run, same, saved, weights
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
-from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
-from torchtitan.checkpoint.weights.meta import MetaWeights
+from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
+from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 

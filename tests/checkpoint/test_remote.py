@@ -25,8 +25,8 @@ from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.ranges import FetchedFiles
 from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
-from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
-from torchtitan.checkpoint.weights.meta import MetaWeights
+from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
+from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS

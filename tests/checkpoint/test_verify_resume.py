@@ -15,12 +15,12 @@ from torch import Tensor
 
 from torchtitan.checkpoint import contents
 from torchtitan.data import Batch, DataStream
-from torchtitan.data.lanes import Lane, Record
+from torchtitan.data.lanes import Lane, SampleStart
 from torchtitan.device import Device
 from torchtitan.parallel import ParallelModel
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify import measure, ranks
-from torchtitan.tools.verify.measure import Difference, Step
+from torchtitan.tools.verify.measure import Step, TensorDifference
 from torchtitan.tools.verify.report import Resumption
 
 TINY = """
@@ -120,7 +120,7 @@ def test_samples_that_are_skipped_are_named(
 
     def skipping(lane: Lane, number: int, *rest: Any) -> None:
         make(lane, number, *rest)
-        if number == 1 and isinstance(rest[-1], Record):
+        if number == 1 and isinstance(rest[-1], SampleStart):
             lane.next_sample()
 
     monkeypatch.setattr(Lane, "__init__", skipping)
@@ -178,7 +178,10 @@ def note(step: int, loss: float | None = 2.0, **rest: Any) -> Step:
 
 def off(name: str, by: float) -> dict[str, Any]:
     kind = name.partition(".")[0].replace("model", "weight")
-    return {"names": ("a", name), "differences": (Difference(kind, name, (3,), 1 + by, 1.0, by),)}
+    return {
+        "names": ("a", name),
+        "differences": (TensorDifference(kind, name, (3,), 1 + by, 1.0, by),),
+    }
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from tests.small_weights import SEQ_LEN, SPEC
 from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli
-from torchtitan.tools.evaluate import generate as generating
+from torchtitan.tools.evaluate import continuation as generating
 from torchtitan.tools.evaluate.cache import cached
-from torchtitan.tools.evaluate.generate import Row, generate, read
-from torchtitan.tools.evaluate.layout import Model, open_model, padded
-from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
+from torchtitan.tools.evaluate.continuation import Row, generate, read
+from torchtitan.tools.evaluate.inference import InferenceModel, open_model, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
+from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]
@@ -38,20 +38,22 @@ def checkpoint(folder: Path, flavor: str = "plain") -> Path:
 
 def subject_of(path: Path) -> Subject:
     """Nothing ends a text, so that all samples are as long as wanted."""
-    return open_subject(Place(path))._replace(ends=frozenset())
+    return open_subject(ModelLocation(path))._replace(ends=frozenset())
 
 
 def rows(prompts: Sequence[Sequence[int]]) -> list[Row]:
     return [Row(prompt, generator_of(0, n)) for n, prompt in enumerate(prompts)]
 
 
-def continued(model: Model, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY) -> list[Row]:
+def continued(
+    model: InferenceModel, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY
+) -> list[Row]:
     asked = rows(prompts)
     generate(model, asked, 12, how)
     return asked
 
 
-def without_cache(model: Model, prompt: Sequence[int], count: int) -> list[int]:
+def without_cache(model: InferenceModel, prompt: Sequence[int], count: int) -> list[int]:
     """The likeliest tokens, each by a forward over all before it."""
     tokens = list(prompt)
     for _ in range(count):
@@ -280,7 +282,7 @@ def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFi
     path = checkpoint(tmp_path)
     [found] = results(capfd, str(path), "--tokens", str(SEQ_LEN), "--temperature", "0")
     assert len(found["tokens"]) == SEQ_LEN  # type: ignore[arg-type]
-    with open_model(open_subject(Place(path)), SEQ_LEN + 1, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(path)), SEQ_LEN + 1, torch.float32) as model:
         assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
     cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
     told = capfd.readouterr().err

@@ -11,8 +11,8 @@ from tests.small_weights import SPEC
 from torchtitan.losses import cross_entropy
 from torchtitan.models import MODELS
 from torchtitan.tools import cli
-from torchtitan.tools.evaluate.layout import open_model
-from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.inference import open_model
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 
 pytest.importorskip("lm_eval")
 
@@ -71,7 +71,7 @@ def test_bits_per_byte_are_those_of_our_loss(
         assert "--tasks: got choice; the harness has no such task" in capfd.readouterr().err
 
     nats = 0.0
-    with open_model(open_subject(Place(path)), 64, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(path)), 64, torch.float32) as model:
         for text in TEXTS:
             tokens = [256, *text.encode()]
             logits = model.logits(torch.tensor([tokens[:-1]]))

@@ -16,15 +16,15 @@ from torchtitan.models import MODELS
 from torchtitan.tools import cli
 from torchtitan.tools.evaluate.harness import (
     CollectiveModel,
-    Request,
+    HarnessRequest,
     as_table,
     before,
     read_request,
 )
-from torchtitan.tools.evaluate.layout import Model, open_model
-from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.inference import InferenceModel, open_model
 from torchtitan.tools.evaluate.sampling import Sampling
 from torchtitan.tools.evaluate.scoring import Score, Window, score_texts, windows
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 
 CONTEXT = [256, *b"The quick brown fox"]
 TEXTS = [[*b" jumps over the lazy dog"], [*b" is"], [*b"."], []]
@@ -40,14 +40,14 @@ def checkpoint(folder: Path) -> Path:
     return small_weights.saved(folder / "ours", recipe={"model.tokenizer_path": None})
 
 
-def logarithms(model: Model, tokens: list[int]) -> Tensor:
+def logarithms(model: InferenceModel, tokens: list[int]) -> Tensor:
     """Of every token but the first, by one forward over all of them."""
     whole = model.logits(torch.tensor([tokens[:-1]]))[0].log_softmax(-1)
     return whole.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path: Path) -> None:
-    subject = open_subject(Place(checkpoint(tmp_path)))
+    subject = open_subject(ModelLocation(checkpoint(tmp_path)))
     with open_model(subject, 64, torch.float32) as model:
         found = score_texts(model, [(CONTEXT, text) for text in TEXTS], rows=3)
         for text, score in zip(TEXTS, found, strict=True):
@@ -56,7 +56,7 @@ def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path: Path) -
 
 
 def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path: Path) -> None:
-    with open_model(open_subject(Place(checkpoint(tmp_path))), 64, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(checkpoint(tmp_path))), 64, torch.float32) as model:
         text = [*b"any text"]
         [score] = score_texts(model, [([256], text)], rows=1)
         logits = model.logits(torch.tensor([[256, *text[:-1]]]))
@@ -65,7 +65,7 @@ def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path: Path) -
 
 
 def test_the_likeliest_continuation_is_known_as_such(tmp_path: Path) -> None:
-    with open_model(open_subject(Place(checkpoint(tmp_path))), 64, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(checkpoint(tmp_path))), 64, torch.float32) as model:
         tokens = list(CONTEXT)
         for _ in range(5):
             tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1].argmax()))
@@ -99,7 +99,7 @@ def test_windows_count_each_token_once_and_fit(length: int, context: int, size: 
 
 def test_a_text_in_windows_has_the_sum_over_them(tmp_path: Path) -> None:
     text = list(bytes(range(97, 122)))
-    with open_model(open_subject(Place(checkpoint(tmp_path))), 7, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(checkpoint(tmp_path))), 7, torch.float32) as model:
         seen: list[tuple[int, int]] = []
         [score] = score_texts(
             model, [([256], text)], rows=2, after_batch=lambda *counts: seen.append(counts)
@@ -113,7 +113,7 @@ def test_a_text_in_windows_has_the_sum_over_them(tmp_path: Path) -> None:
 
 
 def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path: Path) -> None:
-    with open_model(open_subject(Place(checkpoint(tmp_path))), 64, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(checkpoint(tmp_path))), 64, torch.float32) as model:
         for parameter in model.network.parameters():
             parameter.zero_()
         [score] = score_texts(model, [([256], TEXTS[0])], rows=1)
@@ -125,14 +125,17 @@ def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path: Path) -> No
 
 def asked(path: Path) -> tuple[list[Score], list[str]] | None:
     """Rank 0 is asked; the others compute along."""
-    with open_model(open_subject(Place(path)), 64, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(path)), 64, torch.float32) as model:
         together = CollectiveModel(model, rows=2)
         if model.world.rank:
             together.follow()
             return None
         with together.leading():
             scores = together.score([(CONTEXT, text) for text in TEXTS])
-            requests = [Request(CONTEXT, ("e", "a"), 8, GREEDY), Request([256], (), 8, GREEDY)]
+            requests = [
+                HarnessRequest(CONTEXT, ("e", "a"), 8, GREEDY),
+                HarnessRequest([256], (), 8, GREEDY),
+            ]
             return scores, together.generate(requests, 0)
 
 
@@ -156,11 +159,13 @@ def test_a_text_ends_before_the_first_of_what_it_is_to_end_at() -> None:
 
 
 def test_what_a_task_wants(tmp_path: Path) -> None:
-    with open_model(open_subject(Place(checkpoint(tmp_path))), 30, torch.float32) as model:
+    with open_model(open_subject(ModelLocation(checkpoint(tmp_path))), 30, torch.float32) as model:
         context = list(range(50))
         said = {"until": "\n", "max_gen_toks": 10, "temperature": 0.5}
         request = read_request(model, context, said)
-        assert request == Request(context[-20:], ("\n",), 10, GREEDY)  # do_sample is not said
+        assert request == HarnessRequest(
+            context[-20:], ("\n",), 10, GREEDY
+        )  # do_sample is not said
         request = read_request(model, [1], said | {"do_sample": True, "top_k": 5})
         assert request.how == Sampling(0.5, 5, 1.0)
         with pytest.raises(ConfigError, match="a task wants 256 tokens after a text; use 512"):

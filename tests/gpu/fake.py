@@ -30,7 +30,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out

@@ -17,14 +17,14 @@ import torch
 from tests import layouts, tiny
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
 from tests.runs import Trace, trace
-from torchtitan.auxiliary import AuxiliaryLossConfig
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models.attention import causal_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
-from torchtitan.torch_private.attention import attention_backward, attention_forward
+from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]
 

@@ -25,7 +25,7 @@ from torchtitan.parallel import context, context_rotation
 from torchtitan.parallel.context import Cut, context_attention, shard
 from torchtitan.parallel.settings import Balancing
 from torchtitan.tasks.next_token import TokenBatch
-from torchtitan.torch_private.attention import attention_backward, attention_forward
+from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, reduce_scatter
 
 LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks

@@ -9,7 +9,7 @@ from tests import layouts
 from tests.layouts import RESHARD, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory_limits import of_rank
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty

@@ -23,7 +23,7 @@ from torchtitan.build import build
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim import low_bit
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
 

@@ -26,15 +26,15 @@ from torchtitan.parallel import (
     activation_checkpoint,
     stages,
 )
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.schedules import SCHEDULES, order
 from torchtitan.parallel.settings import ReshardPolicy
-from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, Target
+from torchtitan.parallel.sharding import FSDP2, Precision, Sharding, ShardingTarget
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.pipeline import pipeline_order
+from torchtitan.torch_private.pipeline_stages import pipeline_order
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=8)
 SEQ_LEN = 16
@@ -133,7 +133,7 @@ def pipeline(case: Case, mesh: Any) -> tuple[Pipeline, Sharding]:
     plan = stages.plan(case.config, LLAMA3, ARGS, model, SEQ_LEN)
     parts = [stages.build(model, plan, stage) for stage in plan.of(dist.get_rank(group))]
     sharding = FSDP2().open(
-        Target(
+        ShardingTarget(
             mesh=mesh["dp_replicate", "dp_shard"],
             tensor_mesh=mesh["dp_shard"],
             precision=Precision(compute=case.compute),

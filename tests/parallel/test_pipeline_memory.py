@@ -13,7 +13,7 @@ from tests import layouts
 from tests.ranks import run_ranks
 from tests.tiers import tiers
 from torchtitan.device import Device
-from torchtitan.estimate.memory import Memory, Plan
+from torchtitan.estimate.memory import Memory, MemoryInputs
 from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import SCHEDULES
 from torchtitan.tools.verify.measure import training
@@ -89,7 +89,9 @@ def held(job: JobConfig) -> Held:
                 Saved.lasting |= {t.untyped_storage().data_ptr() for t in tensors}
                 Saved.peak = between[0] = 0
     rank = dist.get_rank(run.agree.world.groups["pp"])
-    plan = Plan(job.layout(), job.work(dist.get_world_size()), job.optimizer, has_states=False)
+    plan = MemoryInputs(
+        job.layout(), job.work(dist.get_world_size()), job.optimizer, has_states=False
+    )
     return Held(Saved.peak, between[0], [*plan.moments(rank)])
 
 

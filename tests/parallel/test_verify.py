@@ -21,7 +21,7 @@ from torchtitan.data import Batch
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify.measure import Difference, Step
+from torchtitan.tools.verify.measure import Step, TensorDifference
 from torchtitan.tools.verify.ranks import SPARED
 from torchtitan.tools.verify.recipe import Checked, as_checked
 from torchtitan.tools.verify.report import Comparison
@@ -250,7 +250,7 @@ def test_a_pipeline_with_context_parallelism() -> None:
 def step(
     number: int = 2, loss: float = 2.0, norm: float = 1.0, off: float = 0.0, **rest: Any
 ) -> Step:
-    difference = Difference("weight", "a", (3, 4), 1.0 + off, 1.0, off)
+    difference = TensorDifference("weight", "a", (3, 4), 1.0 + off, 1.0, off)
     return Step(number, loss, norm, **{"names": ("a",), "differences": (difference,), **rest})
 
 

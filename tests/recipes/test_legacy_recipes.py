@@ -13,7 +13,7 @@ from torchtitan.config.schema import places
 from torchtitan.convert import CONVERTERS, MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Gone, Kept, Moved, entry
-from torchtitan.legacy_recipes.migrate import migrate
+from torchtitan.legacy_recipes.rewriting import migrate
 
 FOLDER = Path(__file__).parent / "old"
 OLD = sorted(FOLDER.glob("*.toml"))

@@ -75,7 +75,7 @@ def copy_late() -> None:
         changed.set()
 
     at_call("torchtitan.checkpoint.staging:Staging._copy", 0, late)()
-    at_call("torchtitan.optim.group:Optimizers.step", 0, update)()
+    at_call("torchtitan.optim.optimizer_group:Optimizers.step", 0, update)()
 
 
 def no_wait() -> None:

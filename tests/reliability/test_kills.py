@@ -120,7 +120,7 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
     "before an old one is deleted": (at_call(f"{CHECKPOINT}.store:Disk.delete", 1), "first", 4),
     "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
     "after the weights have changed": (
-        at_call("torchtitan.optim.group:Optimizers.step", 6, done_and_dead),
+        at_call("torchtitan.optim.optimizer_group:Optimizers.step", 6, done_and_dead),
         "any",
         4,
     ),

@@ -17,7 +17,7 @@ from tests.layouts import (
     case,
     schedule,
 )
-from torchtitan.auxiliary import AUXILIARY_LOSSES
+from torchtitan.auxiliary_losses import AUXILIARY_LOSSES
 from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
 from torchtitan.config import Config, Registry
 from torchtitan.convert import CONVERTERS

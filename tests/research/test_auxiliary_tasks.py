@@ -13,7 +13,7 @@ from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES, SIMPLE
 from tests.runs import compare, trace
 from tests.unit import test_auxiliary
 from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
-from torchtitan.auxiliary import AUXILIARY_LOSSES, MultiToken, ZLoss
+from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
 from torchtitan.research.auxiliary_tasks.next_latent import (

@@ -21,7 +21,7 @@ from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.logging import logger
-from torchtitan.parallel.replicas import replicas
+from torchtitan.parallel.replication import replicas
 from torchtitan.research.demo.demo import (
     Chosen,
     DecoupledConfig,

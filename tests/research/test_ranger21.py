@@ -14,7 +14,7 @@ from tests.named import named
 from torchtitan.job import JobConfig
 from torchtitan.optim import AdamW, OptimizerConfig, Optimizers
 from torchtitan.research.ranger21.ranger21 import Ranger21
-from torchtitan.research.ranger21.schedule import Ranger21Schedule
+from torchtitan.research.ranger21.warmdown import Ranger21Schedule
 
 OFF: dict[str, Any] = {
     "adaptive_clip": 0.0,

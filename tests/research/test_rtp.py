@@ -25,7 +25,7 @@ from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.sharding import Precision, Target
+from torchtitan.parallel.sharding import Precision, ShardingTarget
 from torchtitan.research.rtp.ring import Neighbours
 from torchtitan.research.rtp.rotated import Ring
 
@@ -133,7 +133,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Network, Watched]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    target = Target(
+    target = ShardingTarget(
         mesh=mesh,
         tensor_mesh=mesh,
         precision=Precision(reduce=torch.float64),

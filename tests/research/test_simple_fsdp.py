@@ -21,11 +21,11 @@ from torchtitan.checks import load_job
 from torchtitan.config import CannotRun
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
 from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing
-from torchtitan.research.simple_fsdp.bucketing import Plan, Tally
+from torchtitan.research.simple_fsdp.bucketing import BucketingPlan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
 from torchtitan.torch_private.dtensor import local_extent
@@ -178,7 +178,7 @@ def made(freed: tuple[str, ...], merging: Any, megabytes: float) -> Made:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     model = Small()
-    plan = Plan((mesh.get_group().group_name,), UNITS, freed, merging, megabytes, "cpu")
+    plan = BucketingPlan((mesh.get_group().group_name,), UNITS, freed, merging, megabytes, "cpu")
     config = CompileConfig(enable=True, granularity="model")
     gathered.apply(model, mesh, mesh, Precision())
     compile.apply([model], config, plan.options())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.checkpoint.weights.extras import Extras
-from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights, write_hugging_face
+from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights, write_hugging_face
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, RecipeError

@@ -15,7 +15,7 @@ from torchtitan.config import ConfigError, Context
 from torchtitan.data import DataConfig
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
-from torchtitan.research.vit_mae.images.opening import open_images, open_view
+from torchtitan.research.vit_mae.images.open_images import open_images, open_view
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 
 PLAIN = ImagesConfig(crop="none", augment=False)

@@ -14,7 +14,7 @@ from torchtitan.data import DataConfig
 from torchtitan.data.order import Document, Position
 from torchtitan.data.stream import DataStream, merge_states
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
-from torchtitan.research.vit_mae.images.opening import open_images, open_view
+from torchtitan.research.vit_mae.images.open_images import open_images, open_view
 from torchtitan.research.vit_mae.images.scenes import Scenes
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages

@@ -17,7 +17,7 @@ from tests.runs import train
 from tests.small_weights import SPEC
 from tests.test_docs import ROOT
 from torchtitan.models import MODELS
-from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import HELD_OUT, ORDER_SEED, PENALTY, data_of, fit
 from torchtitan.tools.cli import main
 

@@ -24,8 +24,8 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
 from torchtitan.parts import Observer
-from torchtitan.resilience.replicas import FaultToleranceConfig, ReplicaGroup
-from torchtitan.tools.verify.measure import Recorder
+from torchtitan.resilience.replica_groups import FaultToleranceConfig, ReplicaGroup
+from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.elastic import read_stream
 from torchtitan.trainer import Trainer
 
@@ -236,7 +236,7 @@ def taken_over(folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     made = job(folder, groups=0, training={"steps": 6})
     with open_world(made.degrees(1), made.comm, Device("cpu")) as world:
-        recorders = [Recorder() for _ in range(2)]
+        recorders = [RowSink() for _ in range(2)]
         runs = [build(made, world, Observer(sinks=[recorder])) for recorder in recorders]
         state: dict[str, Any] = {}
         for run, recorder, name in zip(runs, recorders, ("first", "second"), strict=True):

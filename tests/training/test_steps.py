@@ -19,7 +19,7 @@ from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.tools.verify.measure import Recorder
+from torchtitan.tools.verify.measure import RowSink
 from torchtitan.trainer import Trainer
 from torchtitan.validate import Validator, Values
 
@@ -28,7 +28,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
     """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        recorder = Recorder()
+        recorder = RowSink()
         run = build(job, world, Observer(sinks=[recorder]))
         norm = run.optimizers.norm
 

@@ -14,7 +14,7 @@ from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, wo
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.timeline import Spent
-from torchtitan.tools.verify.measure import Recorder, Row
+from torchtitan.tools.verify.measure import Row, RowSink
 from torchtitan.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ def test_a_limit_of_none_tells_of_none() -> None:
 
 def with_slow_ranks(job: JobConfig) -> tuple[list[Row], list[Row]]:
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
-    launch, recorder = Launch.read(), Recorder()
+    launch, recorder = Launch.read(), RowSink()
     steps: list[Row] = []
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         observer = Observer(

@@ -20,7 +20,7 @@ from tests.layouts import (
 from tests.ranks import run_ranks
 from tests.runs import compare, rows, trace, train
 from tests.tiers import tiers
-from torchtitan.auxiliary import AuxiliaryLossConfig, MultiToken, ZLoss
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig, MultiToken, ZLoss
 from torchtitan.build import Run
 from torchtitan.job import JobConfig
 from torchtitan.losses import squared_normalizer

@@ -19,7 +19,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3Args
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 
 TOKENS, VOCABULARY, DIM = 24, 101, 16
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import of_rank, room
+from torchtitan.checks.memory_limits import of_rank, room
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB, Device
 from torchtitan.estimate.memory import Memory

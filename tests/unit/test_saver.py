@@ -16,7 +16,7 @@ from tests.runs import train
 from torchtitan.build import Run
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.staging import Staging, Task
+from torchtitan.checkpoint.staging import SaveThread, Staging
 from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -172,7 +172,7 @@ def test_work_is_released_when_it_has_ended() -> None:
 
     held = Held()
     reference = weakref.ref(held)
-    task = Task(lambda held=held: len(str(held)))
+    task = SaveThread(lambda held=held: len(str(held)))
     task.wait()
     del held
     gc.collect()

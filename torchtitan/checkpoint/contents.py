@@ -25,7 +25,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data import DataStream, merge_states
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 

@@ -14,7 +14,7 @@ from torchtitan.checkpoint.manifest import Damaged, Manifest
 from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
-from torchtitan.checkpoint.weights.hugging_face import CONFIG, HuggingFaceShards
+from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, HuggingFaceShards
 from torchtitan.checkpoint.weights.network import in_recipe
 from torchtitan.checkpoint.weights.opening import FOREIGN, find_format, newest
 from torchtitan.config import ConfigError

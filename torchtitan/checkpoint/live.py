@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan.checkpoint.contents import Checkpointable
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 
 
 class InMemoryState:

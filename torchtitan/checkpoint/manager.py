@@ -17,7 +17,7 @@ from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
-from torchtitan.checkpoint.weights.hugging_face import CONFIG
+from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World

@@ -28,7 +28,7 @@ from torchtitan.checkpoint.manifest import (
 from torchtitan.checkpoint.placement import Writers, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.staging import Pieces, Staging, Task
+from torchtitan.checkpoint.staging import Pieces, SaveThread, Staging
 from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
@@ -48,7 +48,7 @@ class Save:
     model_only: bool
     state: Mapping[str, Any]
     """Content of train_state.json; only rank 0's is used."""
-    writing: Task[Written | None]
+    writing: SaveThread[Written | None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Check:
 
     step: int
     path: Path
-    reading: Task[tuple[list[str], str | None]]
+    reading: SaveThread[tuple[list[str], str | None]]
 
 
 class Saver:
@@ -94,7 +94,7 @@ class Saver:
             return
         pieces = self.writers.pieces("weights" if model_only else "all", tensors)
         copies = self.staging.begin(pieces) if self.is_async else lambda: pieces
-        writing = Task(lambda: self._write(path, copies))
+        writing = SaveThread(lambda: self._write(path, copies))
         self._stage = Save(step, path, model_only, state, writing)
         if not self.is_async:
             self.advance()
@@ -166,7 +166,7 @@ class Saver:
         names = [mine.name] if isinstance(mine, Written) else []
         if self.world.rank == 0:
             names += [INDEX, STATE_FILE]
-        self._stage = Check(save.step, path, Task(lambda: _read_back(path, names)))
+        self._stage = Check(save.step, path, SaveThread(lambda: _read_back(path, names)))
 
     def _complete(
         self, save: Save, everyones: Sequence[Written | str | None]
@@ -225,7 +225,7 @@ class Saver:
             return None
 
 
-def _outcome(writing: Task[Written | None]) -> Written | str | None:
+def _outcome(writing: SaveThread[Written | None]) -> Written | str | None:
     """Return the written file, or the error if it need not end the run."""
     try:
         return writing.result()

@@ -25,7 +25,7 @@ Copies = list[tuple[Piece, Tensor, Tensor]]
 """Pieces with their copies and digests."""
 
 
-class Task(Generic[T]):
+class SaveThread(Generic[T]):
     """Work on a thread of its own, which does not keep a failing process alive."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -67,13 +67,13 @@ class Staging:
     def begin(self, pieces: Pieces) -> Callable[[], Pieces]:
         """Start copying the pieces' current values; return a function that waits for the copies."""
         if self.device.type == "cpu":
-            copying = Task(lambda: self._copy(pieces))
+            copying = SaveThread(lambda: self._copy(pieces))
             self._release = copying.wait
         else:
             with self.device.beside() as copied:
                 copies = self._copy(pieces)
             # The memory of the pieces must not be reused before they are copied.
-            copying = Task(lambda: after(copied, copies, self.device, pieces))
+            copying = SaveThread(lambda: after(copied, copies, self.device, pieces))
             self._release = copied.wait
 
         def collect() -> Pieces:

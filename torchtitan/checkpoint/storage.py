@@ -286,7 +286,7 @@ def write_manifest_of(
 Place = TypeVar("Place")
 
 
-class Block(NamedTuple, Generic[Place]):
+class StoredBlock(NamedTuple, Generic[Place]):
     """Block of a tensor and its location."""
 
     offsets: Sizes
@@ -298,8 +298,8 @@ def assemble(
     dtype: torch.dtype,
     offsets: Sizes,
     sizes: Sizes,
-    blocks: Iterable[Block[Place]],
-    read: Callable[[Block[Place], Sizes, Sizes], Tensor],
+    blocks: Iterable[StoredBlock[Place]],
+    read: Callable[[StoredBlock[Place], Sizes, Sizes], Tensor],
 ) -> Tensor:
     """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
 
@@ -357,11 +357,11 @@ class SavedTensors:
         sizes = tuple(entry["shape"] if sizes is None else sizes)
         offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
         blocks = [
-            Block(tuple(at), tuple(shape), (file, begin))
+            StoredBlock(tuple(at), tuple(shape), (file, begin))
             for file, begin, at, shape in entry["pieces"]
         ]
 
-        def part(block: Block[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
+        def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
             return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
         return assemble(dtype, offsets, sizes, blocks, part)

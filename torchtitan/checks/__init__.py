@@ -18,10 +18,9 @@ from torchtitan.checks import (
     auxiliary,
     compiling,
     converting,
-    files,
-    layout,
+    divisibility,
     limits,
-    memory,
+    memory_limits,
     model,
     optimizing,
     pipelining,
@@ -29,6 +28,7 @@ from torchtitan.checks import (
     sharding,
     steps,
     validating,
+    writing,
 )
 from torchtitan.checks.vocabulary import follow_tokenizer
 from torchtitan.config import (
@@ -50,7 +50,7 @@ Settings = dict[KeyPath, Setting]
 __all__ = ["RULES", "load_job", "problems"]
 
 RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
-    layout.degrees,
+    divisibility.degrees,
     model.sizes,
     model.tensor_parallelism,
     model.context_parallelism,
@@ -64,8 +64,8 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     sharding.regathering,
     sharding.accumulating,
     sharding.in_hooks,
-    layout.sequences,
-    layout.batches,
+    divisibility.sequences,
+    divisibility.batches,
     converting.precision,
     converting.sent,
     converting.converters,
@@ -79,7 +79,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     optimizing.attention_logits,
     optimizing.groups,
     optimizing.schedule,
-    files.folders,
+    writing.folders,
     resuming.formats,
     resuming.skipped,
     resuming.restarts,
@@ -89,7 +89,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.whole,
     validating.held_out,
     validating.picture,
-    memory.fits,
+    memory_limits.fits,
 )
 
 
@@ -199,7 +199,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
     fits = math.lcm(*filter(None, once))
     near = max(round(job.training.global_batch_size / fits), 1) * fits
     message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
-    yield Problem(batch, message, ("training.local_batch_size", *layout.DEGREES))
+    yield Problem(batch, message, ("training.local_batch_size", *divisibility.DEGREES))
 
 
 def _count(ranks: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from torchtitan.auxiliary import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
-from torchtitan.checks.model import Model, model_of
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
+from torchtitan.checks.model import RecipeModel, model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.models.output import auxiliary_losses
@@ -46,7 +46,7 @@ def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
 
 
-def of_own_blocks(model: Model) -> bool:
+def of_own_blocks(model: RecipeModel) -> bool:
     """Whether the blocks of a model have losses of their own."""
     return any(auxiliary_losses(each) for each in model.spec.blocks(model.empty()).values())
 
@@ -65,7 +65,7 @@ def in_graphs(job: JobConfig) -> bool:
     return (job.compile.granularity == "model" and inside) or of_own_blocks(model)
 
 
-def against(config: AuxiliaryLossConfig, job: JobConfig, model: Model) -> Iterator[str]:
+def against(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
     """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"

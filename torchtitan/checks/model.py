@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchtitan.checks.layout import DEGREES, SHARD, divisors
+from torchtitan.checks.divisibility import DEGREES, SHARD, divisors
 from torchtitan.config import PlannedWorld, Problem, allowed_names
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
@@ -17,7 +17,7 @@ from torchtitan.tasks import TASKS
 TENSOR = "parallelism.tensor_parallel_degree"
 
 
-class Model(NamedTuple):
+class RecipeModel(NamedTuple):
     """Model of a recipe."""
 
     spec: ModelSpec[Any]
@@ -29,12 +29,12 @@ class Model(NamedTuple):
         return build_empty(self.spec.build, self.args, 1)
 
 
-def model_of(job: JobConfig) -> Model | None:
+def model_of(job: JobConfig) -> RecipeModel | None:
     """Return the model of a recipe; None if the flavor is unknown, or its sizes are invalid."""
     spec, flavor = MODELS[job.model.name], job.model.flavor
     if flavor not in spec.flavors or any(job.model.size_problems(job.model_args())):
         return None
-    return Model(spec, job.model_args(), f"{spec.name} {flavor}")
+    return RecipeModel(spec, job.model_args(), f"{spec.name} {flavor}")
 
 
 def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torchtitan.checks.layout import DEGREES
+from torchtitan.checks.divisibility import DEGREES
 from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem, show
 from torchtitan.job import JobConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.checks.layout import DEGREES, divisors
+from torchtitan.checks.divisibility import DEGREES, divisors
 from torchtitan.checks.model import model_of
 from torchtitan.config import ConfigError, PlannedWorld, Problem, allowed_names, show
 from torchtitan.job import JobConfig

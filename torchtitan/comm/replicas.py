@@ -89,7 +89,7 @@ class ReplicasConfig(Config):
         raise NotImplementedError(f"there are no formulas of what {self.name} sends")
 
 
-class Agreement(ReplicasConfig):
+class AgreementConfig(ReplicasConfig):
     """Settings shared by all agreements."""
 
     every: int = Field(
@@ -111,7 +111,7 @@ class Agreement(ReplicasConfig):
         return self.verify_steps
 
 
-class AllReduce(Agreement):
+class AllReduce(AgreementConfig):
     """Gradients are summed; or, with `every`, weights are averaged."""
 
     name: Literal["all_reduce"] = Field("all_reduce", description="Which way to agree.")

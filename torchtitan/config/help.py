@@ -10,7 +10,7 @@ from torchtitan.config.settings import Config, ConfigError
 from torchtitan.config.words import allowed_names, shorten, show
 
 
-class Entry(NamedTuple):
+class HelpEntry(NamedTuple):
     """One setting, as text."""
 
     path: str
@@ -19,17 +19,17 @@ class Entry(NamedTuple):
     help: str
 
 
-class Section(NamedTuple):
+class HelpSection(NamedTuple):
     """One section, or one choice of a section that has several."""
 
     header: str
     """Header in TOML: `[optimizer]`, `[[convert]]`."""
     choice: str | None
     about: str
-    entries: list[Entry]
+    entries: list[HelpEntry]
 
 
-def sections(schema: type[Config]) -> Iterator[Section]:
+def sections(schema: type[Config]) -> Iterator[HelpSection]:
     """Yield every section of a recipe, in order; a class shared by several choices only once."""
     shown: set[tuple[str, type[Config]]] = set()
     for path, choice, settings, owner in places(schema):
@@ -44,7 +44,9 @@ def sections(schema: type[Config]) -> Iterator[Section]:
         name = ".".join(key for key in path.split(".") if key != "0")
         header = f"[[{name}]]" if path.endswith(".0") else f"[{name}]"
         about = (settings.__doc__ or "").strip().splitlines()[0]
-        yield Section(header, choice, f"(Of {owner} only.) {about}" if owner else about, entries)
+        yield HelpSection(
+            header, choice, f"(Of {owner} only.) {about}" if owner else about, entries
+        )
 
 
 def help_text(schema: type[Config], about: str = "") -> str:
@@ -73,7 +75,7 @@ def help_text(schema: type[Config], about: str = "") -> str:
     return "\n".join(lines)
 
 
-def _about(section: Section, about: str) -> Section | None:
+def _about(section: HelpSection, about: str) -> HelpSection | None:
     """Return the part of a section called `about`: all of it, one key, or nothing."""
     about = about.strip("[]").replace("-", "_")
     name = section.header.strip("[]")
@@ -94,8 +96,8 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
     }
 
 
-def _entry(path: str, info: FieldInfo) -> Entry:
+def _entry(path: str, info: FieldInfo) -> HelpEntry:
     assert info.description, f"{path} has no help text"
     default = "none" if info.default is None else show(info.default)
     default = "it has to be said" if info.is_required() else default
-    return Entry(path, describe(field_schema(info)), default, info.description)
+    return HelpEntry(path, describe(field_schema(info)), default, info.description)

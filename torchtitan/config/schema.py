@@ -69,7 +69,7 @@ def class_at(
     return kind if isinstance(kind, type) else None
 
 
-class Place(NamedTuple):
+class SettingsNode(NamedTuple):
     """A section of a tree of settings, or one choice of it."""
 
     path: str
@@ -80,7 +80,7 @@ class Place(NamedTuple):
     """Choice of the enclosing section that has such a section, if not all have it."""
 
 
-def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
+def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
     """Yield every section and every choice of it, nested ones after the enclosing one."""
     seen = set()
     for key, info in schema.model_fields.items():
@@ -93,7 +93,7 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[Place]:
             kind = kind.widest
         choices = kind.registry if isinstance(kind, OneOf) else {None: kind}
         for name, settings in choices.items():
-            yield Place(".".join(here), name, settings, "")
+            yield SettingsNode(".".join(here), name, settings, "")
         for name, settings in choices.items():
             for place in places(settings, here):
                 if place[:3] in seen:

@@ -15,10 +15,10 @@ from torchtitan.convert.float8 import Float8
 from torchtitan.convert.mxfp8 import MXFP8
 from torchtitan.convert.settings import (
     Conversion,
+    ConversionTarget,
     ConverterConfig,
     LinearConverterConfig,
     Rounding,
-    Target,
     Wire,
     linears,
     replace,
@@ -73,7 +73,7 @@ def apply(
     for config in converters:
         lack = config.emulates(capability)
         with quiet_torchao():
-            target = Target(lack is not None, has_fsdp, groups or {})
+            target = ConversionTarget(lack is not None, has_fsdp, groups or {})
             done.append(config.convert(model, target))
         how = f"; emulated: {lack}" if lack else ""
         logger.info("%s%s", describe(config, done[-1]), how)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torchtitan.config import Context, Problem
 from torchtitan.convert.settings import (
     Conversion,
+    ConversionTarget,
     LinearConverterConfig,
     Rounding,
-    Target,
     What,
     Wire,
     linears,
@@ -94,7 +94,7 @@ class Float8(LinearConverterConfig):
             return f"its compute capability is {has}, and matrix products in Float8 need {needs}"
         return None
 
-    def convert(self, model: nn.Module, target: Target) -> Conversion:
+    def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = dataclasses.replace(
@@ -114,7 +114,7 @@ class Float8(LinearConverterConfig):
                 linear.wire = Wire(_Cast(linear), _CastGradient(linear))
         return done
 
-    def _gathers(self, target: Target) -> str:
+    def _gathers(self, target: ConversionTarget) -> str:
         """Describe what is gathered in Float8, or why it is not although requested."""
         said = ""
         if self.enable_fsdp_float8_all_gather:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from torchtitan.convert.settings import (
     Conversion,
+    ConversionTarget,
     LinearConverterConfig,
     Rounding,
-    Target,
     What,
     linears,
     replace,
@@ -45,7 +45,7 @@ class MXFP8(LinearConverterConfig):
             return f"its compute capability is {has}, and matrix products in MXFP8 need 10.0"
         return None
 
-    def convert(self, model: nn.Module, target: Target) -> Conversion:
+    def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.quantization.quantize_.common import KernelPreference
 

@@ -35,7 +35,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Target:
+class ConversionTarget:
     """Execution environment of the converted model."""
 
     emulate: bool
@@ -105,7 +105,7 @@ class ConverterConfig(Config):
         """Return what a device of that capability (None: a CPU) lacks, if it can be emulated."""
         return None
 
-    def convert(self, model: nn.Module, target: Target) -> Conversion:
+    def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         """Change `model`, which is whole and still on the meta device, in place."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.config import ConfigError, Registry
-from torchtitan.data.files import fingerprint_files
+from torchtitan.data.discovery import fingerprint_files
 
 
 class Documents(Protocol):
@@ -268,7 +268,7 @@ FORMATS = Registry[OpenFiles](
         "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
     },
 )
-"""Functions that open files, by kind: see `torchtitan.data.files.SUFFIXES`."""
+"""Functions that open files, by kind: see `torchtitan.data.discovery.SUFFIXES`."""
 
 
 def open_documents(

@@ -18,7 +18,7 @@ ENDED = -1
 """Placeholder for a document's number after the end of a lane that is read once."""
 
 
-class Record(NamedTuple):
+class SampleStart(NamedTuple):
     """Start of a lane's next sample: a document and an offset in its tokens, BOS included."""
 
     round: int
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     """(seq_len + 1,): 0 for tokens of the first document in the sample, 1 for the second, ...;
     `ENDED` where there is none."""
     lane: int
-    after: Record
+    after: SampleStart
     """State of the lane after this sample is consumed."""
 
 
@@ -62,20 +62,22 @@ class WholeSample(NamedTuple):
 
     content: Any
     lane: int
-    after: Record
+    after: SampleStart
 
 
 class WholeLane:
     """Lane whose samples are its documents, one each."""
 
-    def __init__(self, number: int, documents: Iterator[Document], start: Record | None) -> None:
+    def __init__(
+        self, number: int, documents: Iterator[Document], start: SampleStart | None
+    ) -> None:
         self._number = number
         # A record names the document that was consumed last.
         self._documents = itertools.islice(documents, 0 if start is None else 1, None)
 
     def next_sample(self) -> WholeSample:
         position, content = next(self._documents)
-        return WholeSample(content, self._number, Record(*position, 1))
+        return WholeSample(content, self._number, SampleStart(*position, 1))
 
 
 class Lane:
@@ -86,14 +88,14 @@ class Lane:
         number: int,
         documents: Iterator[tuple[Position, Tokens]],
         seq_len: int,
-        start: Record | None,
+        start: SampleStart | None,
     ) -> None:
         self._number = number
         self._documents = documents
         self._length = seq_len + 1
         self._current: tuple[Position, Tokens] | None = None
         self._offset = start.offset if start else 0  # consumed tokens of the current document
-        self._after = start or Record(0, 0, 0)
+        self._after = start or SampleStart(0, 0, 0)
 
     def next_sample(self) -> Sample:
         sample, documents = np.empty((2, self._length), np.int32)
@@ -112,6 +114,6 @@ class Lane:
             if filled == self._length:
                 # The last token stays: the next sample starts with it.
                 self._offset += len(part) - 1
-                self._after = Record(*position, self._offset)
+                self._after = SampleStart(*position, self._offset)
                 return Sample(sample, documents, self._number, self._after)
             self._current, self._offset, document = None, 0, document + 1

@@ -9,10 +9,10 @@ import numpy as np
 
 from torchtitan.config import ConfigError, Context, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
+from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
-from torchtitan.data.files import find_files, fingerprint_files
 from torchtitan.data.first_look import check_files
-from torchtitan.data.hugging_face import (
+from torchtitan.data.hub import (
     DownloadedDocuments,
     StreamedDocuments,
     load_hub,

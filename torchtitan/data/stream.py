@@ -23,7 +23,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import Record
+from torchtitan.data.lanes import SampleStart
 from torchtitan.data.order import Document, Identity, Position, Source
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
@@ -46,7 +46,9 @@ class Packing(Protocol):
     def identity(self) -> Identity:
         """Settings, in addition to its documents, that must be equal when a run resumes."""
 
-    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Samples:
+    def lane(
+        self, number: int, documents: Iterator[Document], start: SampleStart | None
+    ) -> Samples:
         """Open lane `number` on documents starting with the one that contains `start`."""
 
     def collate(self, samples: Sequence[Any]) -> Batch:
@@ -84,7 +86,7 @@ class Served(NamedTuple):
     """Batch, and the record of each sample's lane after it."""
 
     batch: Batch
-    after: tuple[tuple[int, Record], ...]
+    after: tuple[tuple[int, SampleStart], ...]
 
 
 class Collator(BaseNode[Any]):  # type: ignore[misc]
@@ -163,7 +165,7 @@ class DataStream:
             logger.warning("data: %s", advice)
         self._restart(0, {})
 
-    def _restart(self, samples: int, records: dict[int, Record | None]) -> None:
+    def _restart(self, samples: int, records: dict[int, SampleStart | None]) -> None:
         """Restart before sample `samples` of the run; lanes without a record start over."""
         self.close()
         self._samples_before = samples
@@ -291,7 +293,7 @@ class DataStream:
         self._lanes = len(records)
         self._restart(
             merged["samples"],
-            {lane: Record(*record) if record else None for lane, record in enumerate(records)},
+            {lane: SampleStart(*record) if record else None for lane, record in enumerate(records)},
         )
 
     def load_peer_state(self, state: State) -> None:
@@ -318,7 +320,7 @@ class DataStream:
         own = set(self._turns)
         for lane, row in zip(sorted(self._records), positions.tolist(), strict=True):
             if any(row) and lane not in own:
-                self._records[lane] = Record(*(number - 1 for number in row))
+                self._records[lane] = SampleStart(*(number - 1 for number in row))
 
     def _identity(self) -> Identity:
         return {**self._source.identity, **self._packing.identity}

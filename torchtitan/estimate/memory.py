@@ -6,9 +6,9 @@ optimizer (Rajbhandari et al., 2020, arXiv:1910.02054). A block keeps for its ba
 (Korthikanti et al., 2022, arXiv:2205.05198), for each microbatch that the pipeline schedule has in
 flight. Last are the logits, in the computed dtype and in float32.
 
-`Plan.least` is a lower bound, which omits everything that some run could do without, so that no run
-that fits is refused; `Plan.estimate` is the peak of an eager run, without fragmentation and the
-libraries' own memory.
+`MemoryInputs.least` is a lower bound, which omits everything that some run could do without, so
+that no run that fits is refused; `MemoryInputs.estimate` is the peak of an eager run, without
+fragmentation and the libraries' own memory.
 """
 
 import math
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryInputs:
     """Everything that determines the memory of a rank."""
 
     layout: Layout

@@ -1,8 +1,8 @@
 """A recorder of each rank's activity, written to disk and summarized when a run fails."""
 
+from torchtitan.flight_recorder.diagnosis import report
 from torchtitan.flight_recorder.recorder import Recorder
 from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_kind
-from torchtitan.flight_recorder.report import report
 from torchtitan.flight_recorder.traces import RankTrace, read_traces
 
 __all__ = [

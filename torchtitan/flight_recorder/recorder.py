@@ -32,8 +32,8 @@ from typing import Self
 import torch.distributed as dist
 
 from torchtitan import parallel
+from torchtitan.flight_recorder.diagnosis import describe_rank
 from torchtitan.flight_recorder.records import place
-from torchtitan.flight_recorder.report import describe_rank
 from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig

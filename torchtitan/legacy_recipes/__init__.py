@@ -7,8 +7,8 @@ default (`unsaid`). `torchtitan migrate` writes the same translation into a file
 """
 
 from torchtitan.legacy_recipes.reading import gather
-from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved, Together
 from torchtitan.legacy_recipes.table import TABLE
 from torchtitan.legacy_recipes.translating import entry
+from torchtitan.legacy_recipes.translations import Converted, Gone, Kept, Moved, Together
 
 __all__ = ["TABLE", "Converted", "Gone", "Kept", "Moved", "Together", "entry", "gather"]

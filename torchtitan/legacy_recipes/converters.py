@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, show
-from torchtitan.legacy_recipes.rows import Converted, Gone, Translation, always, falsy, just
+from torchtitan.legacy_recipes.translations import Converted, Gone, Translation, always, falsy, just
 
 Settings = dict[KeyPath, Setting]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.legacy_recipes import converters
-from torchtitan.legacy_recipes.rows import (
+from torchtitan.legacy_recipes.translations import (
     Converted,
     Gone,
     Kept,

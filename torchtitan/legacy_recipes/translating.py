@@ -4,8 +4,15 @@ from typing import Any
 
 from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, show
 from torchtitan.legacy_recipes import converters
-from torchtitan.legacy_recipes.rows import Converted, Gone, Kept, Moved, Together, Translation
 from torchtitan.legacy_recipes.table import TABLE
+from torchtitan.legacy_recipes.translations import (
+    Converted,
+    Gone,
+    Kept,
+    Moved,
+    Together,
+    Translation,
+)
 
 Settings = dict[KeyPath, Setting]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.config import KeyPath, Setting, show
-from torchtitan.legacy_recipes.rows import Kept, Moved, Translation
 from torchtitan.legacy_recipes.table import OURS, TABLE, UNTIL_V0_1, UNTIL_V0_2_0
+from torchtitan.legacy_recipes.translations import Kept, Moved, Translation
 
 Settings = Mapping[KeyPath, Setting]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import ParallelModel, World
 
 # Elements that are looked at together: few copies of a tensor are made, and none of a large one.

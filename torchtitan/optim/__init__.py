@@ -9,11 +9,11 @@ from torchtitan.config import Registry
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.adam import Adam, AdamW
-from torchtitan.optim.group import Optimizers
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.offload import Offloaded
+from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.optim.parameters import NamedParameter, name_parameters
 from torchtitan.optim.schedule import (
     SCHEDULES,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.optim.group import Optimizers
 from torchtitan.optim.grouping import Assignment, groups_of
 from torchtitan.optim.norm import Layout, combined, layout_of, local, local_norms
+from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import OptimizerConfig, UpdateRule
 

@@ -78,7 +78,7 @@ Round = Sequence[Sequence[Matrix]]
 """Matrices, all of one shape, that each rank computes on at the same time, by rank."""
 
 
-class Plan:
+class UpdatePlan:
     """Schedule of matrix updates over the ranks that share some parameters."""
 
     def __init__(
@@ -192,7 +192,7 @@ class _Group:
             )
             for number, p in parameters.items()
         }
-        self.plan = Plan(lying, matrices, cost, limit)
+        self.plan = UpdatePlan(lying, matrices, cost, limit)
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
         """See `Exchange.apply`."""

@@ -19,7 +19,7 @@ from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign, groups_of
-from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, Plan
+from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, UpdatePlan
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
@@ -198,7 +198,7 @@ class Muon(OptimizerConfig):
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
         lying = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        plan = Plan(lying, matrices, self.cost, self.limit)
+        plan = UpdatePlan(lying, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
 
     def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:

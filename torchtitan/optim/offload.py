@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.device import Device
-from torchtitan.optim.group import Optimizers
 from torchtitan.optim.grouping import Assignment, groups_of
 from torchtitan.optim.norm import local
+from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import OptimizerConfig, UpdateRule
 from torchtitan.torch_private.dtensor import laid_out_as

@@ -22,10 +22,10 @@ from torchtitan.parallel import (
     tensor,
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.executor import Executor, Losses, SingleStage
 from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding import (

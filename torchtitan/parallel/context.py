@@ -27,7 +27,7 @@ from torchtitan.models.attention import SelfAttention
 from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
 from torchtitan.tasks import Batch
-from torchtitan.torch_private.attention import attention_backward, attention_forward
+from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, process_group
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.sharding import Sharding
 from torchtitan.tasks import Batch
 from torchtitan.tasks.task import LossFunction

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.auxiliary import AuxiliaryLossConfig
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
 from torchtitan.losses import LossConfig
 from torchtitan.models.spec import Args, ModelSpec, SampleShapes
 from torchtitan.parallel import loss
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Shapes
-from torchtitan.parallel.replicas import Replicas, replicas
+from torchtitan.parallel.replication import Replicas, replicas
 from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPolicy
-from torchtitan.parallel.sharding import FSDP2, Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding import FSDP2, Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.work import Work
 from torchtitan.parallel.world import Degrees, World
@@ -81,7 +81,7 @@ class Layout:
         """Open the sharding on `world`; `last_block` is the name of the model's last block."""
         # Context parallelism sends all heads together, so they cannot be divided.
         has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
-        target = Target(
+        target = ShardingTarget(
             mesh=(
                 world.data_mesh
                 if self.communication.replicas.in_backward

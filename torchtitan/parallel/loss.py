@@ -17,8 +17,8 @@ from torchtitan.losses import (
 )
 from torchtitan.models.output import LinearLoss
 from torchtitan.parallel import compile
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.tasks import Task
 from torchtitan.tasks.task import LossFunction
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import local_path
-from torchtitan.parallel.auxiliary import AuxiliaryLosses
 from torchtitan.parallel.executor import Losses
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
 from torchtitan.tasks import Batch
 from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.pipeline import schedule_from_csv, skip_p2p_warmup, time_stage
+from torchtitan.torch_private.pipeline_stages import schedule_from_csv, skip_p2p_warmup, time_stage
 
 
 class Shapes(NamedTuple):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from torchtitan.config import ConfigError, show
-from torchtitan.torch_private.pipeline import pipeline_order
+from torchtitan.torch_private.pipeline_stages import pipeline_order
 
 Kind = Literal["F", "B", "I", "W"]
 

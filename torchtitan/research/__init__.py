@@ -33,7 +33,7 @@ ENTRIES = {
     "evaluation": {"linear_probe": "vit_mae.probe:linear_probe"},
     "model": {"vit_mae": "vit_mae.spec:VIT_MAE"},
     "optimizer": {"GaLore": "galore.galore:GaLore", "Ranger21": "ranger21.ranger21:Ranger21"},
-    "schedule": {"ranger21": "ranger21.schedule:Ranger21Schedule"},
+    "schedule": {"ranger21": "ranger21.warmdown:Ranger21Schedule"},
     "sharding": {
         "simple_fsdp": "simple_fsdp.simple_fsdp:SimpleFSDP",
         "rotated": "rtp.rotated:Rotated",

@@ -29,7 +29,7 @@ from torchtitan.data import (
     open_source,
 )
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import ENDED, Lane, Record, Sample, tokenized
+from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.token_bytes import BytesUnknown
 from torchtitan.logging import logger
@@ -99,7 +99,7 @@ class PackedTokens:
             "add_eos": self.add_eos,
         }
 
-    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> Lane:
+    def lane(self, number: int, documents: Iterator[Document], start: SampleStart | None) -> Lane:
         """Open a lane at its saved state."""
         rows = tokenized(documents, self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
         return Lane(number, rows, self.seq_len, start)

@@ -10,7 +10,7 @@ import typer
 
 from torchtitan import config
 from torchtitan.checks import load_job, of_sections
-from torchtitan.checks.memory import of_rank, room
+from torchtitan.checks.memory_limits import of_rank, room
 from torchtitan.config import ConfigError, PlannedWorld, Problem, RecipeError, json_schema
 from torchtitan.device import GIB, Device, pick
 from torchtitan.job import JobConfig

@@ -7,8 +7,12 @@ from typing import Annotated
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.evaluate.opening import Place, open_subject
-from torchtitan.tools.evaluate.options import (
+from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
+from torchtitan.tools.evaluate.samples import SamplingRequest
+from torchtitan.tools.evaluate.samples import generate as sample
+from torchtitan.tools.evaluate.sampling import Sampling
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
+from torchtitan.tools.evaluate.subject_options import (
     BatchSize,
     Dtype,
     Format,
@@ -16,10 +20,6 @@ from torchtitan.tools.evaluate.options import (
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
-from torchtitan.tools.evaluate.samples import Samples
-from torchtitan.tools.evaluate.samples import generate as sample
-from torchtitan.tools.evaluate.sampling import Sampling
 from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, number, verb
 
 TEMPERATURE = number("a number >= 0", lambda value: 0 <= value < float("inf"))
@@ -55,9 +55,9 @@ def generate(
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
 ) -> None:
-    place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))
     subject = open_subject(place)
-    wanted = Samples(
+    wanted = SamplingRequest(
         place=place,
         prompts=tuple(prompts(prompt or [], prompts_file)),
         dtype=chosen_dtype(dtype, subject),

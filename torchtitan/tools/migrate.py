@@ -8,7 +8,7 @@ import typer
 
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError, RecipeError
-from torchtitan.legacy_recipes.migrate import migrate as migrated
+from torchtitan.legacy_recipes.rewriting import migrate as migrated
 from torchtitan.tools.options import Verb, verb
 
 app = verb()

@@ -10,8 +10,8 @@ import pytest
 
 from torchtitan.config import ConfigError, Context, Problem
 from torchtitan.data import DataConfig, load_tokenizer, open_source
+from torchtitan.data.discovery import find_files
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
-from torchtitan.data.files import find_files
 from torchtitan.data.order import drawn_order
 
 

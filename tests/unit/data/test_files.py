@@ -18,9 +18,9 @@ from torchtitan.data import (
     load_tokenizer,
     open_source,
 )
+from torchtitan.data.discovery import SUFFIXES
 from torchtitan.data.documents import FORMATS, Documents
-from torchtitan.data.files import SUFFIXES
-from torchtitan.data.hugging_face import StreamedDocuments
+from torchtitan.data.hub import StreamedDocuments
 from torchtitan.data.order import Source
 from torchtitan.tools.cli import main
 

@@ -18,7 +18,7 @@ from torchtitan.data import (
     merge_states,
     open_source,
 )
-from torchtitan.data.hugging_face import DownloadedDocuments, StreamedDocuments, load_hub
+from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.order import Position, Source
 from torchtitan.data.sources import ShuffledDocuments
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.named import named
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
-from torchtitan.optim.group import local
 from torchtitan.optim.low_bit import StateDtype, is_quantized, size
+from torchtitan.optim.optimizer_group import local
 
 QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]
 LOW: list[StateDtype] = ["bfloat16", *QUANTIZED]

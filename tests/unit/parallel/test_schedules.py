@@ -18,7 +18,7 @@ from torchtitan.parallel.schedules import (
     parse,
     timeline,
 )
-from torchtitan.torch_private.pipeline import pipeline_order
+from torchtitan.torch_private.pipeline_stages import pipeline_order
 
 STAGES = {"one": (1,), "two": (2,), "several": (2, 3)}
 LAYOUTS = [

@@ -55,7 +55,7 @@ class Item(NamedTuple):
     length: int
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Location and layout of a tensor in a file."""
 
     file: str
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Record(NamedTuple):
+class ItemRecord(NamedTuple):
     """Part of an item, as listed in the directory at its end."""
 
     begin: int
@@ -81,7 +81,7 @@ class Record(NamedTuple):
     """CRC-32 of its bytes; 0 in all records of an item saved without checksums."""
 
 
-class View(RawIOBase):
+class ItemFile(RawIOBase):
     """File interface to an item."""
 
     def __init__(self, files: Files, item: Item) -> None:
@@ -106,7 +106,7 @@ class View(RawIOBase):
         return count
 
 
-def records(files: Files, item: Item, where: str) -> dict[str, Record]:
+def records(files: Files, item: Item, where: str) -> dict[str, ItemRecord]:
     """Return the records of an item by name, all of them uncompressed.
 
     Raises:
@@ -114,13 +114,13 @@ def records(files: Files, item: Item, where: str) -> dict[str, Record]:
     """
     found = {}
     try:
-        for about in zipfile.ZipFile(View(files, item)).infolist():
+        for about in zipfile.ZipFile(ItemFile(files, item)).infolist():
             # After the header of a record, which ends with two fields of variable length.
             header = item.offset + about.header_offset
             lengths = files.read(item.file, header + 26, header + 30)
             begin = header + 30 + sum(struct.unpack("<HH", lengths))
             name = about.filename.partition("/")[2]
-            found[name] = Record(begin, about.file_size, about.CRC)
+            found[name] = ItemRecord(begin, about.file_size, about.CRC)
             if about.compress_type != zipfile.ZIP_STORED:
                 raise Damaged(f"{where}: damaged: {name} is compressed")
             if begin + about.file_size > item.offset + item.length:
@@ -144,14 +144,14 @@ def changed_records(files: Files, item: Item, where: str) -> list[str] | None:
     return [name for name, record in found.items() if _crc(files, item, record) != record.crc]
 
 
-def _crc(files: Files, item: Item, record: Record) -> int:
+def _crc(files: Files, item: Item, record: ItemRecord) -> int:
     crc, end = 0, record.begin + record.size
     for begin in range(record.begin, end, BLOCK):
         crc = zlib.crc32(files.read(item.file, begin, min(begin + BLOCK, end)), crc)
     return crc
 
 
-def layout_of(files: Files, item: Item, where: str) -> Layout:
+def layout_of(files: Files, item: Item, where: str) -> TensorLayout:
     """Return the layout of the tensor in an item; `where` is its place, for messages.
 
     Raises:
@@ -179,7 +179,7 @@ def layout_of(files: Files, item: Item, where: str) -> Layout:
     return layout._replace(begin=data.begin + layout.begin)
 
 
-def _described(pickled: bytes, file: str, where: str) -> tuple[Layout, Storage]:
+def _described(pickled: bytes, file: str, where: str) -> tuple[TensorLayout, Storage]:
     """Parse the pickle; the layout's `begin` is relative to the storage."""
 
     def storage_of(pid: Any) -> Storage:
@@ -207,4 +207,4 @@ def _described(pickled: bytes, file: str, where: str) -> tuple[Layout, Storage]:
         raise Damaged(f"{where}: damaged: its tensor makes no sense")
     if any(args[7 - is_typed :]):
         raise ConfigError(f"{where}: a tensor that stands for its conjugate or negative")
-    return Layout(file, dtype, shape, strides, offset * dtype.itemsize), storage
+    return TensorLayout(file, dtype, shape, strides, offset * dtype.itemsize), storage

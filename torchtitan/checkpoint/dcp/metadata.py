@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.checkpoint.dcp.items import Item, Layout
+from torchtitan.checkpoint.dcp.items import Item, TensorLayout
 from torchtitan.checkpoint.dcp.pickles import Inert, InertUnpickler
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.remote import StoreError
-from torchtitan.checkpoint.storage import Block, Sizes
+from torchtitan.checkpoint.storage import Sizes, StoredBlock
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config import ConfigError
 
@@ -38,11 +38,11 @@ NAMES = {
 """All classes and functions that DCP of torch 2.4 to 2.13 names in `.metadata`."""
 
 
-Chunk = Block[Item | Layout]
+Chunk = StoredBlock[Item | TensorLayout]
 """Block of a tensor: in an item, or at a known place."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 class Contents(NamedTuple):
     """Contents of a checkpoint, by name."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     values: dict[str, Item]
 
 
@@ -122,7 +122,7 @@ class _Parser:
                 contents.tensors[name] = self._entry(name, about)
         return contents
 
-    def _entry(self, name: str, about: Any) -> Entry:
+    def _entry(self, name: str, about: Any) -> TensorEntry:
         fields = self._state(about, f"{_DCP}.TensorStorageMetadata")
         properties = fields["properties"].state
         dtype, shape = properties[0], _sizes(fields["size"])
@@ -135,7 +135,7 @@ class _Parser:
             chunks.append(Chunk(offsets, sizes, self._of(name, offsets)))
         if problem := problem_of_chunks(shape, chunks):
             raise Damaged(f"{self.path}: damaged: {name}: {problem}")
-        return Entry(dtype, shape, tuple(chunks))
+        return TensorEntry(dtype, shape, tuple(chunks))
 
     def _of(self, name: str, offsets: Sizes | None) -> Item:
         if (name, offsets) not in self.items:

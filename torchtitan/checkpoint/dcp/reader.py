@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.dcp.items import Item, Layout, changed_records, layout_of
+from torchtitan.checkpoint.dcp.items import Item, TensorLayout, changed_records, layout_of
 from torchtitan.checkpoint.dcp.metadata import METADATA, Chunk, Contents, read_metadata, unfinished
 from torchtitan.checkpoint.dcp.shards import find_shards, read_shards
 from torchtitan.checkpoint.manifest import Damaged
@@ -50,7 +50,7 @@ class DcpCheckpoint:
         else:
             raise unfinished(path)
         self._files = files_in(self.folder)
-        self._layouts: dict[Item, Layout] = {}
+        self._layouts: dict[Item, TensorLayout] = {}
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
         """Return dtype and shape of tensors by name."""
@@ -113,15 +113,15 @@ class DcpCheckpoint:
         no checksums to tell."""
         return (self._verify_item(*each) for each in self._items())
 
-    def _items(self) -> Iterator[tuple[str, Item | Layout, Chunk | None]]:
+    def _items(self) -> Iterator[tuple[str, Item | TensorLayout, Chunk | None]]:
         yield from ((name, item, None) for name, item in self.contents.values.items())
         for name, entry in self.contents.tensors.items():
             yield from ((name, chunk.place, chunk) for chunk in entry.chunks)
 
     def _verify_item(
-        self, name: str, item: Item | Layout, chunk: Chunk | None = None
+        self, name: str, item: Item | TensorLayout, chunk: Chunk | None = None
     ) -> str | None:
-        if isinstance(item, Layout):
+        if isinstance(item, TensorLayout):
             return None
         where = f"{self.folder / item.file}: {name}"
         try:
@@ -134,10 +134,10 @@ class DcpCheckpoint:
             return None
         return f"{where}: damaged: its bytes are not those that were saved" if changed else ""
 
-    def _layout(self, name: str, chunk: Chunk) -> Layout:
+    def _layout(self, name: str, chunk: Chunk) -> TensorLayout:
         """Return the layout of a chunk in its file, verified against the metadata."""
         item = chunk.place
-        if isinstance(item, Layout):
+        if isinstance(item, TensorLayout):
             return item
         if item not in self._layouts:
             where = f"{self.folder / item.file}: {name}"

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.checkpoint.dcp.items import Layout
-from torchtitan.checkpoint.dcp.metadata import Chunk, Contents, Entry, problem_of_chunks
+from torchtitan.checkpoint.dcp.items import TensorLayout
+from torchtitan.checkpoint.dcp.metadata import Chunk, Contents, TensorEntry, problem_of_chunks
 from torchtitan.checkpoint.headers import read_header, sizes
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.ranges import Files, contiguous, files_in
@@ -48,8 +48,8 @@ def read_shards(folder: Path) -> Contents:
     return Contents({name: _entry(folder, name, chunks) for name, chunks in found.items()}, {})
 
 
-def _entry(folder: Path, name: str, chunks: list[Chunk]) -> Entry:
-    layouts = [chunk.place for chunk in chunks if isinstance(chunk.place, Layout)]
+def _entry(folder: Path, name: str, chunks: list[Chunk]) -> TensorEntry:
+    layouts = [chunk.place for chunk in chunks if isinstance(chunk.place, TensorLayout)]
     if len({(layout.dtype, len(layout.shape)) for layout in layouts}) > 1:
         raise Damaged(f"{folder}: damaged: {name} is not the same tensor in all files")
     ends = [
@@ -58,7 +58,7 @@ def _entry(folder: Path, name: str, chunks: list[Chunk]) -> Entry:
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     if problem := problem_of_chunks(shape, chunks):
         raise Damaged(f"{folder}: a file is missing, or of another checkpoint: {name}: {problem}")
-    return Entry(layouts[0].dtype, shape, tuple(chunks))
+    return TensorEntry(layouts[0].dtype, shape, tuple(chunks))
 
 
 def _chunks(path: Path, files: Files) -> Iterator[tuple[str, Chunk]]:
@@ -68,6 +68,6 @@ def _chunks(path: Path, files: Files) -> Iterator[tuple[str, Chunk]]:
         if stored.dtype is None:
             raise ConfigError(f"{path}: {name}: dtype {stored.code} is not supported")
         strides = contiguous(stored.shape)
-        layout = Layout(path.name, stored.dtype, stored.shape, strides, stored.begin)
+        layout = TensorLayout(path.name, stored.dtype, stored.shape, strides, stored.begin)
         offsets = sharding[name]["saved_offsets"] if sharding else [0] * len(stored.shape)
         yield name, Chunk(sizes(offsets), stored.shape, layout)

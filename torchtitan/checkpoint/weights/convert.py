@@ -22,8 +22,8 @@ from torchtitan.checkpoint.storage import TensorSource, write_tensors
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
-from torchtitan.checkpoint.weights.hugging_face import CONFIG, write_hugging_face
-from torchtitan.checkpoint.weights.meta import PARAMS, write_meta
+from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
+from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
 from torchtitan.checkpoint.weights.network import Network, unsaid
 from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError

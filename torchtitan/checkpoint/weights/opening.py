@@ -15,9 +15,9 @@ from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import MANIFEST, NAME
 from torchtitan.checkpoint.weights.extras import Extras
-from torchtitan.checkpoint.weights.hugging_face import INDEX as HUGGING_FACE_INDEX
-from torchtitan.checkpoint.weights.hugging_face import HuggingFaceWeights
-from torchtitan.checkpoint.weights.meta import PARAMS, MetaWeights
+from torchtitan.checkpoint.weights.hugging_face_files import INDEX as HUGGING_FACE_INDEX
+from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
+from torchtitan.checkpoint.weights.meta_files import PARAMS, MetaWeights
 from torchtitan.checkpoint.weights.network import Network, in_recipe, of_recipe, of_shapes
 from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.logging import logger

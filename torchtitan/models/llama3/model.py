@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.llama3.auxiliary import AheadModule
+from torchtitan.models.llama3.prediction import AheadModule
 from torchtitan.models.output import AuxiliaryHead, LinearLoss
 
 

@@ -9,10 +9,10 @@ import math
 
 from torch import nn
 
-from torchtitan.models.llama3.auxiliary import AheadModule
 from torchtitan.models.llama3.hugging_face import HUGGING_FACE
 from torchtitan.models.llama3.meta import META
 from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling
+from torchtitan.models.llama3.prediction import AheadModule
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import (
     InitialWeight,

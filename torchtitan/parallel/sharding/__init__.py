@@ -6,7 +6,7 @@ To add one, add a file to this package and a line below.
 from torchtitan.config import Registry
 from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding.fsdp2 import FSDP2
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 
 SHARDING = Registry[type[ShardingConfig]](
     "sharding",
@@ -21,5 +21,5 @@ __all__ = [
     "Precision",
     "Sharding",
     "ShardingConfig",
-    "Target",
+    "ShardingTarget",
 ]

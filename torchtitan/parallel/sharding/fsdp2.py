@@ -29,7 +29,7 @@ from torchtitan.config import Context, Problem
 from torchtitan.optim import NamedParameter
 from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.work import SPLIT_IN_ROWS, Part, Traffic
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
@@ -78,7 +78,7 @@ class FSDP2(ShardingConfig):
                     message = "a CPU waits for what is sent, so this does nothing here"
                     yield Problem(key, message, (), "note")
 
-    def open(self, target: Target) -> "FullyShard":
+    def open(self, target: ShardingTarget) -> "FullyShard":
         return FullyShard(self, target)
 
     @property
@@ -153,7 +153,7 @@ ON_CUDA = {
 class FullyShard(Sharding):
     """FSDP2, applied to this rank's parts of a model."""
 
-    def __init__(self, config: FSDP2, target: Target) -> None:
+    def __init__(self, config: FSDP2, target: ShardingTarget) -> None:
         self.config, self.target = config, target
         self.modules: list[FSDPModule] = []
         self.ways: dict[str, Communicator] = {}

@@ -21,7 +21,7 @@ from torchtitan.parallel.work import Part, Traffic, largest_block, outside_block
 
 
 @dataclass(frozen=True)
-class Target:
+class ShardingTarget:
     """Target of a sharding: the meshes, settings and facts about the model that it uses."""
 
     mesh: DeviceMesh
@@ -87,7 +87,7 @@ class ShardingConfig(Config):
         compilation: by key, the value and the reason."""
         return {}
 
-    def open(self, target: Target) -> Sharding:
+    def open(self, target: ShardingTarget) -> Sharding:
         """Return the sharding for `target`."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.auxiliary import ModelLossConfig
+from torchtitan.auxiliary_losses import ModelLossConfig
 from torchtitan.losses import sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context

@@ -57,7 +57,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """Place of a rank in a layout: its position on the mesh, and its parts of parameters."""
 
     stage: int
@@ -86,7 +86,7 @@ def modelled_steps(
     return steps
 
 
-def places(job: JobConfig, at_step: AtStep) -> Place:
+def places(job: JobConfig, at_step: AtStep) -> MeshPosition:
     """Return the place of this rank in the layout of `job`."""
     found: list[Unit] = []
     way = job.communication.gradients
@@ -110,14 +110,16 @@ def places(job: JobConfig, at_step: AtStep) -> Place:
         units = tuple((u.name, {n: tuple(s) for n, s in u.shapes.items()}) for u in found)
         axes = ("pp", "dp_replicate", "fsdp", "tp")
         stage, replica, shard, tensor = (world.groups[axis].rank() for axis in axes)
-    return Place(stage, replica, shard, tensor, boxes, units if world.degrees.fsdp > 1 else ())
+    return MeshPosition(
+        stage, replica, shard, tensor, boxes, units if world.degrees.fsdp > 1 else ()
+    )
 
 
 @dataclass
 class ModelledRank:
     """State of a rank."""
 
-    place: Place
+    place: MeshPosition
     gathers: list[Gather]
     reduces: list[Reduce]
     agree: ReplicaReducer | None
@@ -131,7 +133,7 @@ class ModelledRun:
     """Model of all ranks of a layout in one process."""
 
     def __init__(
-        self, job: JobConfig, degrees: Degrees, runs: Sequence[Run], found: Sequence[Place]
+        self, job: JobConfig, degrees: Degrees, runs: Sequence[Run], found: Sequence[MeshPosition]
     ):
         """
         Args:
@@ -308,14 +310,14 @@ class ModelledRun:
     def _weights_of(self, run: Run) -> Tensors:
         return {n: p.detach().clone() for n, p in run.model.parts[0].named_parameters()}
 
-    def _groups(self, key: Callable[[Place], Any]) -> list[list[ModelledRank]]:
+    def _groups(self, key: Callable[[MeshPosition], Any]) -> list[list[ModelledRank]]:
         """Group ranks by key, except those whose key is False, in rank order."""
         keys = dict.fromkeys(k for rank in self.ranks if (k := key(rank.place)) is not False)
         return [[rank for rank in self.ranks if key(rank.place) == each] for each in keys]
 
 
 def write_modelled_steps(
-    job: JobConfig, layout: JobConfig, found: Sequence[Place], folder: Path, at_step: AtStep
+    job: JobConfig, layout: JobConfig, found: Sequence[MeshPosition], folder: Path, at_step: AtStep
 ) -> list[Step]:
     """Train a model of `layout` in this process, and write its tensors after each step.
 
@@ -349,7 +351,7 @@ def write_modelled_steps(
     return steps
 
 
-def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[Place]) -> list[ModelledRank]:
+def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition]) -> list[ModelledRank]:
     shards: dict[Any, list[ThreadGroup]] = {}
     replicas: dict[Any, list[ThreadGroup]] = {}
     ranks, ways, cpu = [], job.communication, torch.device("cpu")

@@ -27,14 +27,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import Agreement, ReplicaReducer
+from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
 from torchtitan.comm.unit import Operation, Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
 
 
-class DecoupledConfig(Agreement):
+class DecoupledConfig(AgreementConfig):
     """Settings that all choices of the part to send have in common."""
 
     decay: float = Field(

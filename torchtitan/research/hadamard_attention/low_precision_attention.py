@@ -29,7 +29,13 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
-from torchtitan.convert.settings import Conversion, ConverterConfig, Rounding, Target, replace
+from torchtitan.convert.settings import (
+    Conversion,
+    ConversionTarget,
+    ConverterConfig,
+    Rounding,
+    replace,
+)
 from torchtitan.models.attention import SelfAttention
 from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
 from torchtitan.torch_private.collectives import max_over
@@ -122,7 +128,7 @@ class LowPrecisionAttention(ConverterConfig):
     def _wants(self, name: str) -> bool:
         return not any(part in name for part in self.filter_fqns)
 
-    def convert(self, model: nn.Module, target: Target) -> Conversion:
+    def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         done = Conversion(how=f" ({self.described()})", kind="attention modules")
         groups = [target.groups[axis] for axis in SHARING[self.scale] if axis in target.groups]
         for name, module in list(model.named_modules()):

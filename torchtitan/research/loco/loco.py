@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import Agreement, ReplicaReducer
+from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
 from torchtitan.comm.unit import Operation, Unit
 from torchtitan.research.common.codec import Codec, Envelope
 from torchtitan.research.common.quantized import (
@@ -125,7 +125,7 @@ class LoCoReduce(QuantizedReduce):
         self.sending.end_step(int(self.step))
 
 
-class LoCoReplicas(Compensated, Agreement):
+class LoCoReplicas(Compensated, AgreementConfig):
     """Sum of replicas' gradients in few bits, whose rounding errors are sent later."""
 
     name: Literal["loco"] = Field("loco", description="Which way to agree.")

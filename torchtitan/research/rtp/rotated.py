@@ -30,7 +30,7 @@ from torchtitan.losses import summed
 from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, Visit, travel
@@ -91,7 +91,7 @@ class Rotated(ShardingConfig):
             )
             yield Problem("loss.vocabulary_chunk", message, ("sharding.name", "model"))
 
-    def open(self, target: Target) -> "Ring":
+    def open(self, target: ShardingTarget) -> "Ring":
         group = target.mesh.get_group(target.mesh.ndim - 1)
         return Ring(target, Neighbours(group, self.in_place, PIECE))
 
@@ -143,7 +143,7 @@ class Rotated(ShardingConfig):
         yield rest, bool(rest)
 
 
-class Matrix(NamedTuple):
+class RotatedMatrix(NamedTuple):
     """Weight that is split on a dim over the ranks."""
 
     weight: nn.Parameter
@@ -162,11 +162,11 @@ class Matrix(NamedTuple):
 class Ring(Sharding):
     """Rotated weights, applied to this rank's parts of a model."""
 
-    def __init__(self, target: Target, ring: Neighbours) -> None:
+    def __init__(self, target: ShardingTarget, ring: Neighbours) -> None:
         self.target, self.ring = target, ring
         mesh = target.mesh
         self.copies = [mesh.get_group(axis) for axis in range(mesh.ndim - 1)]
-        self.matrices: dict[nn.Module, Matrix] = {}
+        self.matrices: dict[nn.Module, RotatedMatrix] = {}
 
     def apply(self, part: nn.Module, blocks: "Mapping[str, nn.Module]") -> None:
         target = self.target
@@ -176,7 +176,7 @@ class Ring(Sharding):
                 dim = _dim(roles.get(name))
                 whole = cast(nn.Parameter, module.weight)
                 module.register_parameter("weight", gathered.laid_out(whole, target.mesh, dim))
-                self.matrices[module] = Matrix(cast(nn.Parameter, module.weight), dim)
+                self.matrices[module] = RotatedMatrix(cast(nn.Parameter, module.weight), dim)
         inside = set()
         for name, module in part.named_modules():
             if roles.get(name) == "input_gather" and self._can_share(module):
@@ -199,7 +199,7 @@ class Ring(Sharding):
                     dist.all_reduce(cast("DTensor", weight.grad).to_local(), group=group)
 
     def _travel(
-        self, matrices: Sequence[Matrix], compute: "Compute"
+        self, matrices: Sequence[RotatedMatrix], compute: "Compute"
     ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         own = [matrix.own for matrix in matrices]
         shapes = [matrix.shape(self.ring.size) for matrix in matrices]
@@ -250,10 +250,10 @@ class Ring(Sharding):
 
 
 Compute = Callable[[Visit], tuple[Tensor, ...]]
-Travel = Callable[[Sequence[Matrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
+Travel = Callable[[Sequence[RotatedMatrix], Compute], Iterator[tuple[int, tuple[Tensor, ...]]]]
 
 
-def _product(module: nn.Linear, matrix: Matrix, travel: Travel, x: Tensor) -> Tensor:
+def _product(module: nn.Linear, matrix: RotatedMatrix, travel: Travel, x: Tensor) -> Tensor:
     """Compute a single linear layer."""
     if matrix.dim == 0:
         by_rank = dict(travel([matrix], lambda visit: (visit.linear(x),)))
@@ -264,7 +264,9 @@ def _product(module: nn.Linear, matrix: Matrix, travel: Travel, x: Tensor) -> Te
     return out if module.bias is None else out + module.bias
 
 
-def _embedded(module: nn.Embedding, matrix: Matrix, travel: Travel, tokens: Tensor) -> Tensor:
+def _embedded(
+    module: nn.Embedding, matrix: RotatedMatrix, travel: Travel, tokens: Tensor
+) -> Tensor:
     return _added(travel([matrix], lambda visit: (visit.embedding(tokens),)))
 
 

@@ -47,7 +47,7 @@ UNLIMITED = 1e9
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketingPlan:
     """Plan of the passes over the graphs of a part of a model; part of the key of cached graphs."""
 
     groups: tuple[str, ...]
@@ -69,7 +69,7 @@ class Plan:
         }
 
 
-def free_after_forward(plan: Plan, graph: Graph) -> None:
+def free_after_forward(plan: BucketingPlan, graph: Graph) -> None:
     """Mark gathered parameters in a joint graph that are not kept from forward to backward.
 
     Values computed from such a parameter alone, such as its rows without the padding, are marked
@@ -88,7 +88,7 @@ def free_after_forward(plan: Plan, graph: Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def merge_and_count(plan: Plan, graph: Graph) -> None:
+def merge_and_count(plan: BucketingPlan, graph: Graph) -> None:
     """Merge the collectives of a forward or backward graph, counting them before and after."""
     _count(plan, graph, "before")
     if plan.bucketing == "auto":
@@ -103,12 +103,12 @@ def merge_and_count(plan: Plan, graph: Graph) -> None:
     _count(plan, graph, "after")
 
 
-def _belongs(plan: Plan, modules: Unit, node: Node) -> bool:
+def _belongs(plan: BucketingPlan, modules: Unit, node: Node) -> bool:
     """Whether a collective belongs to the parameters in `modules`."""
     return _kind(plan, node) is not None and _is_inside(module_of(node), modules)
 
 
-def _kind(plan: Plan, node: Node) -> str | None:
+def _kind(plan: BucketingPlan, node: Node) -> str | None:
     """Return the kind of a node's collective on parameters or gradients, or None."""
     kind = OPERATIONS.get(collective(node))
     return kind if kind and node.args[-1] in plan.groups else None
@@ -118,7 +118,7 @@ def _is_inside(module: str, modules: Iterable[str]) -> bool:
     return any(not name or f"{module}.".startswith(f"{name}.") for name in modules)
 
 
-def _count(plan: Plan, graph: Graph, when: str) -> None:
+def _count(plan: BucketingPlan, graph: Graph, when: str) -> None:
     """Count collectives among the compiler's counters, which are cached with the graph."""
     counts = compiler_counts()["inductor"]
     for node in graph.nodes:

@@ -19,7 +19,7 @@ from torch import nn
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
 from torchtitan.parallel.settings import ReshardPolicy
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, Target
+from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Unit
 from torchtitan.parallel.work import Part, Traffic
 from torchtitan.research.common import gathered
@@ -114,7 +114,7 @@ class SimpleFSDP(ShardingConfig):
     def verified_as(self) -> Mapping[str, tuple[Any, str]]:
         return {"bucketing": ("none", "the compiler does it")}
 
-    def open(self, target: Target) -> "InGraph":
+    def open(self, target: ShardingTarget) -> "InGraph":
         return InGraph(self, target)
 
     def messages(self, part: Part) -> Iterator[Traffic]:
@@ -138,7 +138,7 @@ class SimpleFSDP(ShardingConfig):
 class InGraph(Sharding):
     """SimpleFSDP, applied to this rank's parts of a model."""
 
-    def __init__(self, config: SimpleFSDP, target: Target) -> None:
+    def __init__(self, config: SimpleFSDP, target: ShardingTarget) -> None:
         self.config, self.target = config, target
         self.is_one_graph = target.compile.compiles("model")
 
@@ -154,7 +154,7 @@ class InGraph(Sharding):
             "default": tuple(name for name in blocks if name != target.last_block),
             "never": (),
         }
-        plan = bucketing.Plan(
+        plan = bucketing.BucketingPlan(
             groups=tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim)),
             units=tuple(units),
             freed=freed[target.reshard],

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from torchtitan.data import DATASETS, DataConfig
 from torchtitan.data.batch import Batch
-from torchtitan.data.lanes import Record, WholeLane, WholeSample
+from torchtitan.data.lanes import SampleStart, WholeLane, WholeSample
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
-from torchtitan.research.vit_mae.images.opening import IMAGES, check_images, open_images
+from torchtitan.research.vit_mae.images.open_images import IMAGES, check_images, open_images
 from torchtitan.research.vit_mae.images.picture import rows_of, visible
 from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.source import ImageSample
@@ -93,7 +93,9 @@ class MaskedPatches:
         """Return the identity that must be equal for a run to resume."""
         return {"masks": f"{self.args.visible} of {self.args.patches} patches are visible"}
 
-    def lane(self, number: int, documents: Iterator[Document], start: Record | None) -> WholeLane:
+    def lane(
+        self, number: int, documents: Iterator[Document], start: SampleStart | None
+    ) -> WholeLane:
         """Open the samples of a lane from `start`; masked here, since workers read lanes."""
         masked = (Document(position, self.masked(image)) for position, image in documents)
         return WholeLane(number, masked, start)

@@ -30,12 +30,12 @@ from torchtitan.logging import logger
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
-from torchtitan.research.vit_mae.images.opening import open_view
+from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
-from torchtitan.tools.evaluate.evaluation import Request, Result
-from torchtitan.tools.evaluate.opening import Place
+from torchtitan.tools.evaluate.evaluation import EvaluationRequest, Result
+from torchtitan.tools.evaluate.subject import ModelLocation
 
 PROBE = "linear_probe"
 """Name of the task."""
@@ -72,7 +72,7 @@ class Features(NamedTuple):
     """Mask of held-out images (N,), bool."""
 
 
-def linear_probe(request: Request) -> Result:
+def linear_probe(request: EvaluationRequest) -> Result:
     """Run the evaluation `torchtitan evaluate --tasks linear_probe`."""
     place, name, path, limit, batch_size, dtype = request
     found = run_probe(place, (name, path), limit, batch_size, dtype)
@@ -80,7 +80,7 @@ def linear_probe(request: Request) -> Result:
 
 
 def run_probe(
-    place: Place,
+    place: ModelLocation,
     dataset: tuple[str | None, str | None],
     limit: int | None,
     batch: int,
@@ -198,7 +198,7 @@ def _sample(view: ImageView, number: int) -> ImageSample | None:
         return None
 
 
-def _recipe(place: Place) -> dict[str, Any]:
+def _recipe(place: ModelLocation) -> dict[str, Any]:
     path = find(place.path)[-1]
     recipe: dict[str, Any] = read_state(path, look_at(path))["recipe"]
     return recipe

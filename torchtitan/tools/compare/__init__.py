@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import lock
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.job import JobConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import of_rank
+from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB
 from torchtitan.estimate.traffic import of_step

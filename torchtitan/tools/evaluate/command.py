@@ -8,10 +8,11 @@ import torch
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.evaluate.evaluation import EVALUATIONS, Request
+from torchtitan.tools.evaluate.evaluation import EVALUATIONS, EvaluationRequest
 from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
-from torchtitan.tools.evaluate.opening import Place, open_subject
-from torchtitan.tools.evaluate.options import (
+from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
+from torchtitan.tools.evaluate.subject_options import (
     BatchSize,
     Dtype,
     Format,
@@ -19,7 +20,6 @@ from torchtitan.tools.evaluate.options import (
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.evaluate.ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.options import (
     Count,
     Flavor,
@@ -59,13 +59,13 @@ def evaluate(
     dataset_path: Annotated[str | None, Text("PATH", "its file or folder")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
-    place = Place(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))
     import_modules(place.imports, "--imports")
     for other in EVALUATIONS.keys() & names:
         if len(names) > 1:
             raise ConfigError(f"--tasks: got {tasks}; {other} is run by itself")
         kind = getattr(torch, dtype or "float32")
-        request = Request(place, dataset, dataset_path, limit, batch_size, kind)
+        request = EvaluationRequest(place, dataset, dataset_path, limit, batch_size, kind)
         values, lines = EVALUATIONS[other](request)
         print(json.dumps({other: values}) if as_json else "\n".join(lines))
         return

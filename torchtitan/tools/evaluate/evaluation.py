@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan.config import Registry
-from torchtitan.tools.evaluate.opening import Place
+from torchtitan.tools.evaluate.subject import ModelLocation
 
 
-class Request(NamedTuple):
+class EvaluationRequest(NamedTuple):
     """Options of the command."""
 
-    place: Place
+    place: ModelLocation
     dataset: str | None
     """Name of a data set; None: as in training."""
     dataset_path: str | None
@@ -29,5 +29,5 @@ class Result(NamedTuple):
     lines: Sequence[str]
 
 
-EVALUATIONS = Registry[Callable[[Request], Result]]("evaluation", {})
+EVALUATIONS = Registry[Callable[[EvaluationRequest], Result]]("evaluation", {})
 """Each raises `ConfigError` where the model or the data set does not suit it."""

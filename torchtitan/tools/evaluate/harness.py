@@ -17,11 +17,11 @@ import torch
 
 from torchtitan.config import ConfigError
 from torchtitan.config.words import nearest
-from torchtitan.tools.evaluate.generate import Row, generate
-from torchtitan.tools.evaluate.layout import Model, open_model
-from torchtitan.tools.evaluate.opening import Place, open_subject
+from torchtitan.tools.evaluate.continuation import Row, generate
+from torchtitan.tools.evaluate.inference import InferenceModel, open_model
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
 from torchtitan.tools.evaluate.scoring import Score, score_texts
+from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -36,7 +36,7 @@ CHOICES = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"
 """Keys with which a task may control the continuation of a text."""
 
 
-class Request(NamedTuple):
+class HarnessRequest(NamedTuple):
     """A text to continue, and the rules for it."""
 
     prompt: list[int]
@@ -67,7 +67,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
 
 
 def run_tasks(
-    place: Place, dtype: torch.dtype, length: int, rows: int, settings: dict[str, Any]
+    place: ModelLocation, dtype: torch.dtype, length: int, rows: int, settings: dict[str, Any]
 ) -> dict[str, Any] | ConfigError | None:
     """Run tasks; the results, or the error of a task, on rank 0, and None on the other ranks.
 
@@ -113,7 +113,7 @@ def as_table(found: dict[str, Any]) -> str:
 class CollectiveModel:
     """A model whose calls on rank 0 are computed by all ranks."""
 
-    def __init__(self, model: Model, rows: int) -> None:
+    def __init__(self, model: InferenceModel, rows: int) -> None:
         self.model, self.rows = model, rows
 
     @contextmanager
@@ -132,7 +132,7 @@ class CollectiveModel:
         """Score each text after its context."""
         return self._call(_score, texts, self.rows)
 
-    def generate(self, requests: Sequence[Request], first: int) -> list[str]:
+    def generate(self, requests: Sequence[HarnessRequest], first: int) -> list[str]:
         """Continue texts with the same settings, numbered from `first`."""
         return self._call(_generate, requests, first)
 
@@ -141,12 +141,14 @@ class CollectiveModel:
         return function(self.model, *arguments)
 
 
-def _score(model: Model, texts: Sequence[tuple[list[int], list[int]]], rows: int) -> list[Score]:
+def _score(
+    model: InferenceModel, texts: Sequence[tuple[list[int], list[int]]], rows: int
+) -> list[Score]:
     with progress("texts", is_shown=not model.world.rank) as more:
         return score_texts(model, texts, rows, more)
 
 
-def _generate(model: Model, requests: Sequence[Request], first: int) -> list[str]:
+def _generate(model: InferenceModel, requests: Sequence[HarnessRequest], first: int) -> list[str]:
     decode = model.subject.tokenizer.decode
     rows = [Row(one.prompt, generator_of(0, first + n)) for n, one in enumerate(requests)]
     until = {id(row): one.until for row, one in zip(rows, requests, strict=True)}
@@ -179,7 +181,7 @@ def before(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
-def read_request(model: Model, context: list[int], said: dict[str, Any]) -> Request:
+def read_request(model: InferenceModel, context: list[int], said: dict[str, Any]) -> HarnessRequest:
     """Read the request of a task, and cut its context to the length that is left.
 
     Raises:
@@ -194,7 +196,7 @@ def read_request(model: Model, context: list[int], said: dict[str, Any]) -> Requ
             f"{2 * most} or more"
         )
     temperature = said.get("temperature", 1.0) if said.get("do_sample") else 0.0
-    return Request(
+    return HarnessRequest(
         prompt=context[-(model.length - most) :],
         until=(until,) if isinstance(until, str) else tuple(until),
         most=most,

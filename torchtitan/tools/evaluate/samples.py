@@ -11,20 +11,20 @@ import torch
 
 from torchtitan.config import ConfigError
 from torchtitan.logging import on_terminal
-from torchtitan.tools.evaluate.generate import Row
-from torchtitan.tools.evaluate.generate import generate as generate_rows
-from torchtitan.tools.evaluate.layout import open_model
-from torchtitan.tools.evaluate.opening import Place, Subject, open_subject
+from torchtitan.tools.evaluate.continuation import Row
+from torchtitan.tools.evaluate.continuation import generate as generate_rows
+from torchtitan.tools.evaluate.inference import open_model
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
+from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplingRequest:
     """A request for samples."""
 
-    place: Place
+    place: ModelLocation
     prompts: tuple[str, ...]
     dtype: torch.dtype
     samples: int = 1
@@ -51,7 +51,7 @@ def encoded(subject: Subject, prompt: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedText:
     """One of the requested texts."""
 
     prompt: str
@@ -77,11 +77,11 @@ class Sample:
         }
 
 
-def generate(wanted: Samples) -> list[Result]:
+def generate(wanted: SamplingRequest) -> list[Result]:
     """Sample, and print on rank 0; all ranks return the results."""
     subject = open_subject(wanted.place)
     asked = [
-        Sample(
+        GeneratedText(
             prompt,
             number,
             sample,
@@ -116,7 +116,9 @@ def generate(wanted: Samples) -> list[Result]:
 class Printer:
     """Printer of a batch: a single text is streamed, several are printed when all have ended."""
 
-    def __init__(self, subject: Subject, batch: Sequence[Sample], wanted: Samples) -> None:
+    def __init__(
+        self, subject: Subject, batch: Sequence[GeneratedText], wanted: SamplingRequest
+    ) -> None:
         self.subject, self.batch, self.wanted = subject, batch, wanted
         self.streams = len(batch) == 1 and not wanted.as_json
         self.steps = self.shown = 0
@@ -148,7 +150,7 @@ class Printer:
             self.shown = 0
             print("\n", flush=True)
 
-    def _head(self, sample: Sample) -> None:
+    def _head(self, sample: GeneratedText) -> None:
         of = f", sample {sample.sample}" if self.wanted.samples > 1 else ""
         print(f"=== prompt {sample.number}{of}\n{sample.prompt}\n--- continued", flush=True)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.tools.evaluate.layout import Model, padded
+from torchtitan.tools.evaluate.inference import InferenceModel, padded
 
 
 class Window(NamedTuple):
@@ -46,7 +46,7 @@ def windows(context: Sequence[int], text: Sequence[int], length: int) -> Iterato
 
 
 def score_texts(
-    model: Model,
+    model: InferenceModel,
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
     rows: int,
     after_batch: Callable[[int, int], None] = lambda some, of: None,
@@ -77,7 +77,7 @@ def score_texts(
     return found
 
 
-def score_windows(model: Model, batch: Sequence[Window]) -> list[Score]:
+def score_windows(model: InferenceModel, batch: Sequence[Window]) -> list[Score]:
     """Score windows that are read together."""
     logits = model.logits(padded([window.tokens for window in batch], model.device))
     return [_score(row, window) for row, window in zip(logits, batch, strict=True)]

@@ -30,7 +30,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.losses import IGNORED
-from torchtitan.optim.group import local
+from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer
 from torchtitan.tasks.next_token import TokenBatch
@@ -46,7 +46,7 @@ ALLOWED = {"weight": WEIGHT, "gradient": 1e-3, "optimizer": 1e-3}
 """Tolerance of a tensor by kind, if layouts differ; tensors of other kinds must be equal."""
 
 
-class Recorder:
+class RowSink:
     """A sink that keeps the rows."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
     `job.metrics.log_freq` is 1. With `uneven` the ranks get different numbers of targets.
     """
     launch = Launch.read()
-    recorder = Recorder()
+    recorder = RowSink()
     observer = Observer(sinks=[recorder])
     if uneven:
         observer = dataclasses.replace(observer, on_microbatch=hide_targets)
@@ -97,7 +97,7 @@ def training(job: JobConfig, device: Device, *, uneven: bool) -> Iterator[tuple[
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The element in which a tensor is farthest off."""
 
     kind: str
@@ -129,7 +129,7 @@ class Step:
     grad_norm: float | None = None
     names: tuple[str, ...] = ()
     """Tensors that the rank has a part of, in order."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TensorDifference, ...] = ()
     """Tensors that are not equal to the bit."""
     samples: Mapping[int, int] = field(default_factory=dict)
     """The hash of each sample that this rank read in the step, by its number in the run."""
@@ -137,7 +137,7 @@ class Step:
     """Counters of the run, and the position of its data."""
 
 
-Look = Callable[[Run, Row | None], Iterable[tuple[str, Difference | None]]]
+Look = Callable[[Run, Row | None], Iterable[tuple[str, TensorDifference | None]]]
 """(the run, the metrics of its step; None before the first) to what each tensor differs in."""
 
 
@@ -160,7 +160,7 @@ def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
     A replica that runs apart is compared with what is there of it: its weights.
     """
 
-    def look(run: Run, row: Row | None) -> Iterator[tuple[str, Difference | None]]:
+    def look(run: Run, row: Row | None) -> Iterator[tuple[str, TensorDifference | None]]:
         if row is not None:
             copy = run.checkpoint.contents.copy
             expected = torch.load(folder / f"{row['step']}-{copy}.pt", mmap=True)
@@ -183,7 +183,7 @@ def compare_checkpoints(
     """
     saved = saved_steps(reference) if reference else {}
 
-    def look(run: Run, row: Row | None) -> Iterator[tuple[str, Difference | None]]:
+    def look(run: Run, row: Row | None) -> Iterator[tuple[str, TensorDifference | None]]:
         if run.state.step not in saved:
             return
         checkpoint = SavedTensors(saved[run.state.step])
@@ -239,7 +239,7 @@ class Watch:
         self.world, self.look, self.at_step, self.change = world, look, at_step, change
         self.kill_after = kill_after
         self.steps: list[Step] = []
-        self.recorder = Recorder()
+        self.recorder = RowSink()
         self.hashes: list[int] = []
         """Digests of the samples of a step, as they were read."""
 
@@ -300,7 +300,7 @@ def difference(
     tensor: Tensor,
     whole: Tensor | SavedTensors,
     largest: float | None = None,
-) -> Difference | None:
+) -> TensorDifference | None:
     """Find where this rank's part of a tensor differs most from its place in `whole`.
 
     Args:
@@ -326,4 +326,4 @@ def difference(
     index = tuple(o + i for o, i in zip(offset, at, strict=True))
     scale = expected.double().abs().max().item() if largest is None else largest
     farthest = off[at].item() / ((1.0 if kind == "weight" else scale) or 1.0)
-    return Difference(kind, name, index, part[at].item(), expected[at].item(), farthest)
+    return TensorDifference(kind, name, index, part[at].item(), expected[at].item(), farthest)

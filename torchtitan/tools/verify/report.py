@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.verify.measure import ALLOWED, Difference, Step
+from torchtitan.tools.verify.measure import ALLOWED, Step, TensorDifference
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -177,7 +177,7 @@ def _faults_of_parameters(one: Step, found: Sequence[Step]) -> Iterator[str]:
 
 
 def _faults_of_tensors(resumed: Sequence[Step], is_exact: bool) -> Iterator[str]:
-    wrong: dict[str, Difference] = {}
+    wrong: dict[str, TensorDifference] = {}
     for difference in (difference for step in resumed for difference in step.differences):
         if is_exact or not difference.is_allowed:
             wrong.setdefault(difference.name, difference)

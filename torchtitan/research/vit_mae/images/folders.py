@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.config import ConfigError
-from torchtitan.data.files import fingerprint_files
+from torchtitan.data.discovery import fingerprint_files
 from torchtitan.research.vit_mae.images.decoding import check_packages, decode
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
 

@@ -33,8 +33,8 @@ from torchtitan.config import ConfigError
 from torchtitan.data import DataStream
 from torchtitan.logging import logger
 from torchtitan.parallel import World
-from torchtitan.resilience.replicas.settings import LIGHTHOUSE, FaultToleranceConfig
-from torchtitan.resilience.replicas.transport import transport
+from torchtitan.resilience.replica_groups.settings import LIGHTHOUSE, FaultToleranceConfig
+from torchtitan.resilience.replica_groups.transport import transport
 
 if TYPE_CHECKING:
     from torchft import Manager

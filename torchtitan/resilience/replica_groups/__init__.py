@@ -1,7 +1,7 @@
 """Replica groups that come and go while a run continues: the section `[fault_tolerance]`."""
 
-from torchtitan.resilience.replicas.group import ReplicaGroup
-from torchtitan.resilience.replicas.settings import (
+from torchtitan.resilience.replica_groups.group import ReplicaGroup
+from torchtitan.resilience.replica_groups.settings import (
     FaultToleranceConfig,
 )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.evaluate.cache import Cache, cached
-from torchtitan.tools.evaluate.layout import Model, padded
+from torchtitan.tools.evaluate.inference import InferenceModel, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose
 
 PREFILL_CHUNK = 512
@@ -27,7 +27,7 @@ class Row:
 
 
 def generate(
-    model: Model,
+    model: InferenceModel,
     rows: Sequence[Row],
     most: int,
     how: Sampling,
@@ -60,7 +60,7 @@ def generate(
             logits = model.logits(chosen[:, None], positions)[:, -1]
 
 
-def read(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+def read(model: InferenceModel, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Read prompts into the cache; the logits of the token after each of them, (B, V)."""
     tokens = padded(prompts, model.device)
     rows, longest = tokens.shape
@@ -80,7 +80,7 @@ def read(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor
     return found
 
 
-def _choose(model: Model, rows: Sequence[Row], logits: Tensor, how: Sampling) -> Tensor:
+def _choose(model: InferenceModel, rows: Sequence[Row], logits: Tensor, how: Sampling) -> Tensor:
     numbers = torch.cat([torch.rand(1, generator=row.random) for row in rows])
     return model.agreed(choose(logits, numbers.to(model.device), how))
 

@@ -33,10 +33,10 @@ from torchtitan.parallel import (
 )
 from torchtitan.parts import allocate
 from torchtitan.timeline import Timeline
-from torchtitan.tools.evaluate.opening import Subject
+from torchtitan.tools.evaluate.subject import Subject
 
 
-class Model:
+class InferenceModel:
     """The network of a subject on this rank; all ranks call its methods together."""
 
     def __init__(self, subject: Subject, length: int, dtype: torch.dtype, world: World) -> None:
@@ -68,11 +68,11 @@ class Model:
 
 
 @contextmanager
-def open_model(subject: Subject, length: int, dtype: torch.dtype) -> Iterator[Model]:
+def open_model(subject: Subject, length: int, dtype: torch.dtype) -> Iterator[InferenceModel]:
     """Load a model with tensor parallelism over all ranks."""
     launch = Launch.read()
     with open_world(Degrees(tp=launch.size), CommConfig(), pick(launch.local_rank)) as world:
-        yield Model(subject, length, dtype, world)
+        yield InferenceModel(subject, length, dtype, world)
 
 
 def layout_of(tensor_ranks: int, length: int, dtype: torch.dtype) -> Layout:

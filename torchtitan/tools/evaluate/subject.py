@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelLocation:
     """The location of a model, and the options that describe it."""
 
     path: Path
@@ -56,7 +56,7 @@ class Subject(NamedTuple):
     """Dtype of computation in training, or else of the weights."""
 
 
-def open_subject(place: Place) -> Subject:
+def open_subject(place: ModelLocation) -> Subject:
     """Open the model at a place.
 
     Raises:
@@ -70,7 +70,7 @@ def open_subject(place: Place) -> Subject:
     return subject
 
 
-def _open_ours(place: Place) -> Subject:
+def _open_ours(place: ModelLocation) -> Subject:
     path = find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
@@ -93,7 +93,7 @@ def _open_ours(place: Place) -> Subject:
     )
 
 
-def _open_foreign(place: Place, kind: str) -> Subject:
+def _open_foreign(place: ModelLocation, kind: str) -> Subject:
     opened = OPEN[kind](place.path, place.model, place.flavor)
     extras = opened.extras
     if place.tokenizer is None and extras.tokenizer is None:
@@ -112,7 +112,7 @@ def _open_foreign(place: Place, kind: str) -> Subject:
     )
 
 
-def _tokenizer(place: Place) -> Tokenizer:
+def _tokenizer(place: ModelLocation) -> Tokenizer:
     return load_tokenizer(None if place.tokenizer == BYTES else place.tokenizer)
 
 

@@ -7,7 +7,7 @@ import typer
 
 from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights.opening import OPEN
-from torchtitan.tools.evaluate.opening import BYTES, DTYPES
+from torchtitan.tools.evaluate.subject import BYTES, DTYPES
 from torchtitan.tools.options import Choice, Count, Text
 
 WHERE = "a run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights"

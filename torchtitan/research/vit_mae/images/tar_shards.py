@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchtitan.config import ConfigError
-from torchtitan.data.files import fingerprint_files
+from torchtitan.data.discovery import fingerprint_files
 from torchtitan.research.vit_mae.images.decoding import SUFFIXES, check_packages, decode
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
@@ -21,7 +21,7 @@ PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LABEL = ".cls"
 
 
-class Entry(NamedTuple):
+class ShardEntry(NamedTuple):
     """Sample of a shard, with the byte offsets of its parts."""
 
     shard: int
@@ -112,7 +112,7 @@ def shards_at(path: Path) -> list[Path]:
     return shards
 
 
-def entries_of(path: Path, shard: int) -> Iterator[Entry]:
+def entries_of(path: Path, shard: int) -> Iterator[ShardEntry]:
     """Yield the samples of a shard, in their order in it.
 
     Raises:
@@ -137,7 +137,7 @@ def entries_of(path: Path, shard: int) -> Iterator[Entry]:
         if len(images) != 1:
             found = f"{len(images)} images" if images else f"no image, only {', '.join(parts)}"
             raise ConfigError(f"{path}: {key} has {found}; wanted one image")
-        yield Entry(shard, key, images[0], *parts[images[0]], parts.get(LABEL))
+        yield ShardEntry(shard, key, images[0], *parts[images[0]], parts.get(LABEL))
 
 
 def _files(path: Path) -> Iterator[tuple[str, int, int]]:

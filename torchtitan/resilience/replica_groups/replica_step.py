@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint import TrainState
 from torchtitan.metrics import Meter
-from torchtitan.resilience.replicas.group import ReplicaGroup
+from torchtitan.resilience.replica_groups.group import ReplicaGroup
 from torchtitan.step import Batches, Losses, StepBatch, StepModel, StepStatus, UpdateGuard
 from torchtitan.timeline import Timeline
 

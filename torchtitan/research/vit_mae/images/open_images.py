@@ -11,8 +11,8 @@ from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
 from torchtitan.research.vit_mae.images.folders import ImageFolder
 from torchtitan.research.vit_mae.images.scenes import Scenes
 from torchtitan.research.vit_mae.images.settings import images_of
-from torchtitan.research.vit_mae.images.shards import TarShards
 from torchtitan.research.vit_mae.images.source import Images, ImageView, ShuffledImages
+from torchtitan.research.vit_mae.images.tar_shards import TarShards
 
 HELD_OUT_SEED = 1
 """Seed of held-out scenes, which differ from those of any other seed."""

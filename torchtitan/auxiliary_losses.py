@@ -25,7 +25,9 @@ from torchtitan.config import Config, Context, Problem, Registry
 class AuxiliaryLossConfig(Config):
     """An auxiliary loss and its weight; `name` picks the subclass."""
 
-    name: str = Field(description="Which loss: a key of torchtitan.auxiliary.AUXILIARY_LOSSES.")
+    name: str = Field(
+        description="Which loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."
+    )
     weight: float = Field(ge=0, description="What it is multiplied with in what is trained on.")
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the weight rises linearly from 0."

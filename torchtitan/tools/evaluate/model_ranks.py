@@ -11,8 +11,8 @@ from torchtitan.device import pick
 from torchtitan.local_ranks import run_ranks
 from torchtitan.logging import logger
 from torchtitan.parallel import Launch
-from torchtitan.tools.evaluate.layout import check_ranks
-from torchtitan.tools.evaluate.opening import Subject, check_weights
+from torchtitan.tools.evaluate.inference import check_ranks
+from torchtitan.tools.evaluate.subject import Subject, check_weights
 
 RANK_TIMEOUT = timedelta(minutes=30)
 """Timeout between ranks, one of which may load or print for long."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device, pick, smallest
-from torchtitan.estimate.memory import Memory, Plan
+from torchtitan.estimate.memory import Memory, MemoryInputs
 from torchtitan.job import JobConfig
 
 ANY_MACHINE = 64 * 1024
@@ -17,11 +17,13 @@ SMALLER = (
 )
 
 
-def of_rank(job: JobConfig, ranks: int) -> Plan | None:
+def of_rank(job: JobConfig, ranks: int) -> MemoryInputs | None:
     """Return the memory plan of a rank; None if there is no such model or layout."""
     if model_of(job) is None or min(job.degrees(ranks)) < 1:
         return None
-    return Plan(job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1)
+    return MemoryInputs(
+        job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1
+    )
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -69,7 +71,7 @@ def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterat
                 yield Problem(key(estimated), message, (), "note")
 
 
-class Place(NamedTuple):
+class MemoryPool(NamedTuple):
     """Memory pool of this machine, and the ranks that share it."""
 
     device: Device
@@ -86,13 +88,13 @@ class Place(NamedTuple):
         return "the host" if self.device.type == "cpu" else self.device.name
 
 
-def places(device: Device, local: int, of_rank: Memory) -> list[Place]:
+def places(device: Device, local: int, of_rank: Memory) -> list[MemoryPool]:
     """Return each memory pool used by ranks on devices such as `device`."""
     if device.type == "cpu":
-        return [Place(device, local, local * of_rank.total / GIB)]
+        return [MemoryPool(device, local, local * of_rank.total / GIB)]
     return [
-        Place(device, 1, (of_rank.total - of_rank.on_host) / GIB),
-        Place(Device("cpu"), local, local * of_rank.on_host / GIB),
+        MemoryPool(device, 1, (of_rank.total - of_rank.on_host) / GIB),
+        MemoryPool(Device("cpu"), local, local * of_rank.on_host / GIB),
     ]
 
 

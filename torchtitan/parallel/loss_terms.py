@@ -1,5 +1,5 @@
 """Auxiliary losses, from blocks (`torchtitan.models.output.AuxiliaryLoss`) and from the recipe
-(`torchtitan.auxiliary`).
+(`torchtitan.auxiliary_losses`).
 
 A block may be on a pipeline stage that computes no loss. Its auxiliary loss therefore enters the
 gradient at the block: the block's output passes through unchanged, and in the backward the loss
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.auxiliary import AuxiliaryLossConfig
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.models.output import AuxiliaryLoss, auxiliary_losses
 from torchtitan.torch_private.autograd import is_in_backward
 
