@@ -94,7 +94,7 @@ def test_a_limit_of_attention_logits_is_refused() -> None:
         optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
     )
     found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
-    message = "vit_mae does not say which weights make the queries and keys"
+    message = "vit_mae does not define the weights of its queries and keys"
     assert message in found["optimizer.qk_clip"]
 
 

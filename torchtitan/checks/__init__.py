@@ -184,7 +184,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
         if problem.path != batch:
             yield problem._replace(message=on + problem.message)
     if job.fault_tolerance.enable and len(sizes) > 1:
-        message = f"the run may have {_count(sizes)}; all replica groups need as many"
+        message = f"the run may have {_count(sizes)}; all replica groups need the same number"
         yield Problem("fault_tolerance.enable", message)
     misfits = sorted(
         {size for problem, at in found.items() if problem.path == batch for size in at}
@@ -198,7 +198,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
     once = [each * job.data_ranks(job.degrees(size)) for size in sizes]
     fits = math.lcm(*filter(None, once))
     near = max(round(job.training.global_batch_size / fits), 1) * fits
-    message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
+    message = f"{why}; use {near}, which fits all from {sizes[0]} to {sizes[-1]}"
     yield Problem(batch, message, ("training.local_batch_size", *divisibility.DEGREES))
 
 

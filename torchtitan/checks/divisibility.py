@@ -30,7 +30,7 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the product of the degrees is the number of ranks."""
     p, world_size = job.parallelism, world.ranks
     if p.data_parallel_shard_degree == 0:
-        yield Problem(SHARD, "wanted -1 (all ranks that are left) or an integer >= 1")
+        yield Problem(SHARD, "wanted -1 (all remaining ranks) or an integer >= 1")
         return
     needed = p.least_ranks
     if world_size is None or world_size == needed:
@@ -65,7 +65,7 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if p.context_parallel_degree > 1:
         factors["context_parallel_degree"] = p.context_parallel_degree
         if p.context_parallel_load_balancer == "headtail":
-            factors["2 (a part from the head and one from the tail each)"] = 2
+            factors["2 (each rank has a part from the head and one from the tail)"] = 2
     parts = math.prod(factors.values())
     lengths = {"training.seq_len": job.training.seq_len}
     if job.validation.enable and job.validation.seq_len:

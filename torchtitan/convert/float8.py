@@ -62,13 +62,13 @@ class Float8(LinearConverterConfig):
         for name in filter(None, (self.packs_weights, self.gathers_inputs)):
             if self.recipe != "tensorwise":
                 message = (
-                    "what is gathered in Float8 has one scale for the whole tensor; use recipe = "
-                    f'"tensorwise", not "{self.recipe}"'
+                    "tensors that are gathered in Float8 need one scale per tensor; use "
+                    f'recipe = "tensorwise", not "{self.recipe}"'
                 )
                 yield Problem(name, message, ("recipe",))
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.packs_weights:
             needs = "enable_fsdp_float8_all_gather"
-            message = f"it finds the scales for {needs} = true; write that too, or leave it out"
+            message = f"it computes the scales for {needs} = true; set that too, or use false"
             yield Problem("precompute_float8_dynamic_scale_for_fsdp", message, (needs,))
 
     @property

@@ -159,7 +159,7 @@ class Jsonl:
         try:
             self._write_out()
         except OSError as error:
-            logger.error("%s: %s; rows that are not written are kept", self.path, error.strerror)
+            logger.error("%s: %s; unwritten rows are kept in memory", self.path, error.strerror)
 
     def picture(self, step: int, picture: Tensor) -> None:
         """Beside it, in `pictures/`."""
@@ -194,7 +194,10 @@ class Jsonl:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             step = _step_of(line)
             if step is None:
-                logger.warning("%s: dropped a torn line, of a process killed mid-write", self.path)
+                logger.warning(
+                    "%s: dropped an incomplete line of a process that was killed while writing",
+                    self.path,
+                )
             elif step > start_step:
                 superseded.append(line)
             else:

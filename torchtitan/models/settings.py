@@ -29,7 +29,9 @@ class ModelConfig(Config):
     """Settings shared by all families of models."""
 
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
-    flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
+    flavor: str = Field(
+        "debugmodel", description="Set of sizes; other keys of this section override them."
+    )
 
     @property
     def tokenizer(self) -> str | None:

@@ -155,4 +155,4 @@ def group_problems(
             without = [a.parameter for a in found if name not in type(a.chosen).model_fields]
             if without:
                 which = f"{without[0].name}, which is of the role {without[0].role},"
-                yield Problem(f"{key}.{name}", f"what updates {which} has no {name}")
+                yield Problem(f"{key}.{name}", f"the update rule of {which} has no {name}")

@@ -111,7 +111,7 @@ class ParallelismConfig(Config):
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:
-            message = "wanted -1 (all ranks that are left) or an integer >= 1"
+            message = "wanted -1 (all remaining ranks) or an integer >= 1"
             yield Problem("data_parallel_shard_degree", message)
         key = "enable_async_tensor_parallel"
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:

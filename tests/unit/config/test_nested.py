@@ -253,7 +253,7 @@ def test_help_has_each_section_once() -> None:
         '[[communication.steps]] with name = "plain": Sent as it is.',
         '[[communication.steps]] with name = "quantized": Sent in few bits.',
     ]
-    assert "  --optimizer.groups.0.match  (a string; default: it has to be said)" in text
+    assert "  --optimizer.groups.0.match  (a string; default: required)" in text
     assert "  --optimizer.adamw.lr  (a number > 0; default: 0.001)" in text
 
 
