@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import tiny
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
-from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
+from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.model import RopeScaling

@@ -4,7 +4,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,6 +48,7 @@ HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
     *("plotly", "jinja2", "fsspec"),
 ]
+FAMILY = ("model", "spec", "hugging_face", "meta")
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
@@ -82,6 +84,46 @@ def imported_units(tree: ast.AST) -> set[str]:
             assert node.level == 0, "imports are absolute"
             names.add(node.module)
     return {_unit(name.split(".")[1:]) for name in names if name.startswith("torchtitan.")}
+
+
+def of_its_kind(path: Path) -> bool:
+    """Whether a file has the name of its kind: sections have settings, tools a command.
+
+    A command's module has the name of the command, a folder's main module that of the folder, and
+    every family of models has the same files.
+    """
+    folder = path.parent.relative_to(PACKAGE).as_posix()
+    if (
+        path.stem in ("__init__", "settings", "command")
+        or folder == "tools"
+        or path.stem == path.parent.name
+    ):
+        return True
+    return (path.parent / "spec.py").exists() and path.stem in FAMILY
+
+
+def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    places = defaultdict(list)
+    for name, path in named:
+        places[name].append(path.relative_to(PACKAGE).as_posix())
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_names_of_modules_are_unique() -> None:
+    files = [path for path in modules() if not of_its_kind(path)]
+    folders = [path.parent for path in modules() if path.name == "__init__.py"][1:]
+    commands = [path for path in folders if path.parent.name == "tools"]
+    assert repeated((path.stem, path) for path in [*files, *folders] if path not in commands) == {}
+
+
+def test_names_of_classes_are_unique() -> None:
+    found = []
+    for path in modules():
+        if path.name == "model.py" and of_its_kind(path):
+            continue  # every family has its blocks, and their attention
+        tree = ast.parse(path.read_text())
+        found += [(each.name, path) for each in tree.body if isinstance(each, ast.ClassDef)]
+    assert repeated(found) == {}
 
 
 def test_every_module_has_a_layer() -> None:

@@ -33,7 +33,7 @@ from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import write_tensors
 from torchtitan.checkpoint.weights import hugging_face_files, opening
-from torchtitan.checkpoint.weights.convert import ConvertOptions, convert, parse_size
+from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert, parse_size
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.network import Network, in_recipe

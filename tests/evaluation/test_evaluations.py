@@ -7,10 +7,10 @@ import pytest
 from torchtitan.tools.cli import main
 
 MODULE = """
-from torchtitan.tools.evaluate.evaluation import EVALUATIONS, Request, Result
+from torchtitan.tools.evaluate.evaluation import EVALUATIONS, EvaluationRequest, Result
 
 
-def count(request: Request) -> Result:
+def count(request: EvaluationRequest) -> Result:
     return Result({"documents": request.limit}, [f"{request.limit} of {request.dataset}"])
 
 

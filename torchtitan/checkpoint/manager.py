@@ -16,7 +16,7 @@ from torchtitan.checkpoint.remote import is_url
 from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
 from torchtitan.checkpoint.store import store_of
-from torchtitan.checkpoint.weights.convert import ConvertOptions, convert
+from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger

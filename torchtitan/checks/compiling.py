@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from torchtitan.checks.auxiliary import in_graphs
-from torchtitan.checks.sharding import others_in_graph
+from torchtitan.checks.shard_groups import others_in_graph
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import compiles_recomputed_attention

@@ -9,7 +9,7 @@ from typing import Annotated
 from torchtitan.comm.gradients import GradientsConfig, PlainGradients, Reduce
 from torchtitan.comm.replicas import AllReduce, Nothing, ReplicaReducer, ReplicasConfig
 from torchtitan.comm.unit import Communicator, Unit
-from torchtitan.comm.weights import Gather, PlainGather, PlainWeights, WeightsConfig
+from torchtitan.comm.weight_gathers import Gather, PlainGather, PlainWeights, WeightsConfig
 from torchtitan.config import Config, OneOf, Registry
 
 WEIGHTS = Registry[type[WeightsConfig]]("communication.weights", {"plain": PlainWeights})

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm.unit import Unit
-from torchtitan.comm.weights import Gather, WeightsConfig
+from torchtitan.comm.weight_gathers import Gather, WeightsConfig
 from torchtitan.config import Context, Problem
 from torchtitan.research.common.codec import Envelope, Form
 from torchtitan.research.common.quantized import (

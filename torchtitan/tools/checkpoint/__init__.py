@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan.checkpoint.remote import location
-from torchtitan.checkpoint.weights import convert as weights
+from torchtitan.checkpoint.weights import conversion as weights
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
 from torchtitan.logging import logger, on_terminal
