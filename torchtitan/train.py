@@ -21,7 +21,7 @@ from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
-from torchtitan.provenance import to_toml, write_beside
+from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import (
     DIVERGED,
@@ -96,7 +96,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             made = build(job, world, Observer(before_step=recorder.step), stop)
             with closing(made.batches):
                 if world.rank == 0:
-                    write_beside(folder, job, world.size, device)
+                    write_provenance(folder, job, world.size, device)
                     report_reference(job)
                 Trainer(made).train(start)
     except ConfigError as error:

@@ -26,21 +26,21 @@ def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         seen.setdefault(config.name, number)
         if model is None:
             continue
-        for reason in against(config, job, model) if config.reported else ():
+        for reason in conflicts(config, job, model) if config.reported else ():
             yield Problem(f"{key}.name", reason, SECTIONS)
         if isinstance(config, ModelLossConfig) and not config.is_on:
             message = "with weight 0 it is not part of the model, and not reported"
             yield Problem(f"{key}.weight", message, SECTIONS, "note")
 
 
-def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+def block_losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that losses of a model's own blocks are summed once, also with recomputation."""
     model, recompute = model_of(job), job.activation_checkpoint
     if model is None or not (recompute.every or recompute.by_operator):
         return
     if not job.compile.compiles("model") or counts_once_where_recomputed():
         return
-    if of_own_blocks(model):
+    if has_block_losses(model):
         message = (
             f"this version of torch cannot compile the blocks of {job.model.name}, which "
             'recompute their auxiliary losses; use activation_checkpoint.mode = "none", or '
@@ -49,7 +49,7 @@ def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
 
 
-def of_own_blocks(model: RecipeModel) -> bool:
+def has_block_losses(model: RecipeModel) -> bool:
     """Whether the blocks of a model have losses of their own."""
     return any(auxiliary_losses(each) for each in model.spec.blocks(model.empty()).values())
 
@@ -65,10 +65,10 @@ def in_graphs(job: JobConfig) -> bool:
     if model is None or not job.compile.compiles("model"):
         return False
     inside = any(is_inside(each, job) for each in job.auxiliary_losses if each.reported)
-    return (job.compile.granularity == "model" and inside) or of_own_blocks(model)
+    return (job.compile.granularity == "model" and inside) or has_block_losses(model)
 
 
-def against(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
+def conflicts(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
     """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
@@ -93,10 +93,10 @@ def against(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> 
         yield f"{job.model.name} does not support this loss; remove it"
         return
     if isinstance(config, MultiToken):
-        yield from _against_depths(config, job)
+        yield from _depth_conflicts(config, job)
 
 
-def _against_depths(config: MultiToken, job: JobConfig) -> Iterator[str]:
+def _depth_conflicts(config: MultiToken, job: JobConfig) -> Iterator[str]:
     if not job.loss.vocabulary_chunk:
         yield (
             "each depth would hold as many logits as the model; use loss.vocabulary_chunk "

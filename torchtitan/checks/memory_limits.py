@@ -48,7 +48,7 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for place in places(smallest(local), local, at_least):
         if place.holds > (limit := place.device.memory_limit()):
             message = (
-                f"{place.whose} at least {place.holds:,.1f} GiB, and {place} has "
+                f"{place.subject} at least {place.holds:,.1f} GiB, and {place} has "
                 f"{limit:,.1f}; each: {at_least}; {SMALLER}"
             )
             yield Problem(key(at_least), message)
@@ -65,7 +65,7 @@ def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterat
         for place in places(device, min(local_ranks, ranks), estimated):
             if place.holds > (free := place.device.memory_available()):
                 message = (
-                    f"{place.whose} about {place.holds:,.1f} GiB by an estimate, and {free:,.1f} "
+                    f"{place.subject} about {place.holds:,.1f} GiB by an estimate, and {free:,.1f} "
                     f"of {place} are free; each: {estimated}; {SMALLER}"
                 )
                 yield Problem(key(estimated), message, (), "note")
@@ -80,7 +80,7 @@ class MemoryPool(NamedTuple):
     """GiB of all its ranks."""
 
     @property
-    def whose(self) -> str:
+    def subject(self) -> str:
         """Subject of a sentence on `holds`."""
         return f"{self.ranks} ranks hold" if self.ranks > 1 else "a rank holds"
 

@@ -94,16 +94,16 @@ class Planned:
         if name not in SCHEDULES:
             yield Problem(SCHEDULE, allowed_names(name, SCHEDULES))
         elif self.config.pipeline_parallel_schedule_csv:
-            yield from self.of_file()
+            yield from self.file_problems()
         else:
             stages = number_of_stages(self.config, self.layers)
-            yield from self.of_stages(stages)
-            yield from self.of_cut(stages)
-            yield from self.of_microbatches(stages)
+            yield from self.stage_problems(stages)
+            yield from self.cut_problems(stages)
+            yield from self.microbatch_problems(stages)
             if SCHEDULES[name].splits_backward:
-                yield from self.of_split_backward(SCHEDULE)
+                yield from self.split_backward_problems(SCHEDULE)
 
-    def of_file(self) -> Iterator[Problem]:
+    def file_problems(self) -> Iterator[Problem]:
         config = self.config
         try:
             orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
@@ -124,11 +124,11 @@ class Planned:
         if parts and len(parts) != stages:
             message = f"these are {len(parts)} parts, but the file {CSV} has {stages} stages"
             yield Problem(PARTS, message)
-        yield from self.of_cut(stages)
+        yield from self.cut_problems(stages)
         if any(action.kind == "I" for actions in orders.values() for action in actions):
-            yield from self.of_split_backward(CSV)
+            yield from self.split_backward_problems(CSV)
 
-    def of_stages(self, stages: int) -> Iterator[Problem]:
+    def stage_problems(self, stages: int) -> Iterator[Problem]:
         config, layers = self.config, self.layers
         pp, name = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
         schedule = SCHEDULES[name]
@@ -153,7 +153,7 @@ class Planned:
         hint = f"use {' or '.join(map(str, sorted(use)))}" if use else "leave it out"
         yield Problem(LAYERS, f"it cuts {layers} layers into {stages} stages; {message}; {hint}")
 
-    def of_cut(self, stages: int) -> Iterator[Problem]:
+    def cut_problems(self, stages: int) -> Iterator[Problem]:
         config, spec = self.config, self.spec
         if config.module_fqns_per_model_part:
             known = units(spec, self.network)
@@ -169,7 +169,7 @@ class Planned:
             )
             yield Problem(key, message)
 
-    def of_microbatches(self, stages: int) -> Iterator[Problem]:
+    def microbatch_problems(self, stages: int) -> Iterator[Problem]:
         pp, name = self.config.pipeline_parallel_degree, self.config.pipeline_parallel_schedule
         schedule, microbatches = SCHEDULES[name], self.microbatches
         if schedule.runs(microbatches, stages, pp):
@@ -193,12 +193,12 @@ class Planned:
         )
         yield Problem(SCHEDULE, message)
 
-    def of_split_backward(self, key: str) -> Iterator[Problem]:
+    def split_backward_problems(self, key: str) -> Iterator[Problem]:
         """Find features that torch lacks with a split backward (seen with torch 2.11 to 2.13)."""
-        for reason in self.against_split_backward():
+        for reason in self.split_backward_conflicts():
             yield Problem(key, f"it runs each backward in two parts, {reason}")
 
-    def against_split_backward(self) -> Iterator[str]:
+    def split_backward_conflicts(self) -> Iterator[str]:
         if self.compile.compiles("model"):
             yield (
                 "and the backward of a compiled block can run only once; use Interleaved1F1B, "

@@ -116,12 +116,12 @@ class Float8(LinearConverterConfig):
 
     def _gathers(self, target: ConversionTarget) -> str:
         """Describe what is gathered in Float8, or why it is not although requested."""
-        said = ""
+        note = ""
         if self.enable_fsdp_float8_all_gather:
-            said += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
+            note += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
         if self.enable_tensor_parallel_float8_all_gather:
-            said += ", activations gathered in Float8"
-        return said
+            note += ", activations gathered in Float8"
+        return note
 
     def has_converted(self, module: nn.Module) -> bool:
         from torchao.float8.float8_linear import Float8Linear

@@ -176,11 +176,11 @@ Each adds a section of that name, so `[data.NAME]` may also be written where it 
 """
 
 
-def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
+def data_class(section: Mapping[str, Any]) -> type[DataConfig]:
     """Return the settings class of a section `[data]` with these keys, by data set or sections."""
-    name = said.get("dataset")
+    name = section.get("dataset")
     dataset = DATASETS.get(name) if isinstance(name, str) else None
-    kinds = (dataset.content, *said) if dataset else said
+    kinds = (dataset.content, *section) if dataset else section
     return next((DATA[kind] for kind in kinds if kind in DATA), DataConfig)
 
 

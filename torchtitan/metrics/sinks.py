@@ -179,15 +179,15 @@ class Jsonl:
         while self.waiting:
             self.waiting = self.waiting[self.file.write(self.waiting) :]
 
-    def _beside(self, tag: str | int) -> Path:
+    def _sibling(self, tag: str | int) -> Path:
         return self.path.with_name(f"{self.path.stem}.{tag}.jsonl")
 
     def _set_aside(self) -> None:
         number = 1
-        while self._beside(number).exists():
+        while self._sibling(number).exists():
             number += 1
-        self.path.rename(self._beside(number))
-        logger.info("%s: an earlier run's file, renamed %s", self.path, self._beside(number).name)
+        self.path.rename(self._sibling(number))
+        logger.info("%s: an earlier run's file, renamed %s", self.path, self._sibling(number).name)
 
     def _drop_after(self, start_step: int) -> None:
         kept, superseded = [], []
@@ -203,12 +203,12 @@ class Jsonl:
             else:
                 kept.append(line)
         if superseded:
-            beside = self._beside("superseded")
-            with beside.open("a", encoding="utf-8") as file:
+            moved_to = self._sibling("superseded")
+            with moved_to.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in superseded)
             logger.info(
                 "%s: %d rows past step %d moved to %s",
-                *(self.path, len(superseded), start_step, beside.name),
+                *(self.path, len(superseded), start_step, moved_to.name),
             )
         whole = self.path.with_name(f"{self.path.name}.new")
         whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

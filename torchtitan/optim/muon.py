@@ -200,8 +200,8 @@ class Muon(OptimizerConfig):
         own = [a for a in assign(parameters, self) if a.chosen is self]
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
-        lying = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        plan = UpdatePlan(lying, matrices, self.cost, self.limit)
+        shardings = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
+        plan = UpdatePlan(shardings, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
 
     def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:

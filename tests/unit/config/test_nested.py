@@ -246,7 +246,7 @@ def test_help_has_each_section_once() -> None:
         '[optimizer] with name = "SGD": One rate.',
         '[optimizer] with name = "Muon": Matrices.',
         "[[optimizer.groups]]: Some parameters.",
-        "[optimizer.adamw]: (Of Muon only.) What the other does not do.",
+        "[optimizer.adamw]: (Only for Muon.) What the other does not do.",
         "[communication]: What is sent.",
         '[communication.weights] with name = "plain": Sent as it is.',
         '[communication.weights] with name = "quantized": Sent in few bits.',

@@ -130,7 +130,7 @@ PARTS = {
         "layers.1, layers.2, layers.3, norm, output; did you mean layers.3?"
     ),
     (NAMES[:3], NAMES[4:]): "layers.2 is in no part",
-    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output stand in no part",
+    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output are in no part",
     (NAMES[:4], NAMES[3:]): "layers.2 is in several parts",
     (NAMES[3:], NAMES[:3]): (
         "layers.2 is in the place of tok_embeddings; wanted the order of the model"

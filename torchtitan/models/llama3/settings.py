@@ -77,11 +77,11 @@ class Llama3Config(TextConfig):
         return args
 
     def over(self, args: Llama3Args) -> Llama3Args:  # type: ignore[override]
-        said = self.said()
-        scaling = {name: said.pop(key) for key, name in ROPE.items() if key in said}
+        overrides = self.overrides()
+        scaling = {name: overrides.pop(key) for key, name in ROPE.items() if key in overrides}
         changed = dataclasses.replace(args.rope_scaling or RopeScaling(factor=1.0), **scaling)
         kept = changed if changed.factor > 1 else None
-        return dataclasses.replace(args, **said, rope_scaling=kept)
+        return dataclasses.replace(args, **overrides, rope_scaling=kept)
 
     def size_problems(self, args: Llama3Args) -> Iterator[Problem]:
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
