@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torchtitan.job import JobConfig
 from torchtitan.tools.compare.gather import Candidate, sent_bytes
-from torchtitan.tools.compare.launch import is_done
-from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.prepare import Ready, prepare, tasks
+from torchtitan.tools.compare.running import is_done
 from torchtitan.tools.compare.study import Study
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,11 +28,13 @@ LAST = 30
 class Variant:
     """Its finished runs, by seed."""
 
-    def __init__(self, name: str, job: JobConfig, ranks: int, runs: Mapping[int, Measured]) -> None:
+    def __init__(
+        self, name: str, job: JobConfig, ranks: int, runs: Mapping[int, MeasuredRun]
+    ) -> None:
         self.name, self.job, self.ranks, self.runs = name, job, ranks, dict(sorted(runs.items()))
 
     @property
-    def first(self) -> Measured:
+    def first(self) -> MeasuredRun:
         return next(iter(self.runs.values()))
 
     @property
@@ -66,11 +68,11 @@ def finished(study: Study) -> dict[str, Variant]:
     """The variants that have runs."""
     conditions = study.conditions
     warmup, last = conditions.warmup_steps, conditions.warmup_steps + conditions.steps
-    found: dict[str, dict[int, Measured]] = {}
+    found: dict[str, dict[int, MeasuredRun]] = {}
     ready: dict[str, Ready] = {}
     for task in tasks(study, prepare(study)):
         if is_done(task):
-            run = Measured(task.folder, task.round, task.seed, warmup, last)
+            run = MeasuredRun(task.folder, task.round, task.seed, warmup, last)
             found.setdefault(task.ready.name, {}).setdefault(task.seed, run)
             ready[task.ready.name] = task.ready
     return {

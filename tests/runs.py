@@ -151,3 +151,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> dict[int, float]:
     """Training loss by step."""
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
+
+
+def off(found: list[Trace], expected: Trace) -> float:
+    """The 2-norm of what weights are off, over that of how far they moved."""
+    error = moved = 0.0
+    for rank in found:
+        for name, part in rank.weights[-1].items():
+            first, last = (part.of(expected.weights[step][name]) for step in (0, -1))
+            error += (part.local - last).square().sum().item()
+            moved += (last - first).square().sum().item()
+    return (error / moved) ** 0.5

@@ -46,7 +46,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
-    *("plotly", "jinja2", "fsspec"),
+    *("plotly", "markdown_it", "fsspec"),
 ]
 FAMILY = ("model", "spec", "hugging_face", "meta")
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
@@ -209,7 +209,8 @@ def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
     assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
 
 
-WORDS = {"common", "images", "modelled", "random", "rotated", "slicing", "striding"}
+WORDS = {"bfloat16", "common", "float8", "images", "modelled", "random", "rotated", "slicing"}
+WORDS |= {"striding"}
 """Names in research/ that are words of every day."""
 HAS_SYSTEMS = (PACKAGE / "research").is_dir()
 SYSTEMS = {

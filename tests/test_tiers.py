@@ -65,7 +65,7 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
     assert ci == [
         './run_train.sh --job.dump_folder "$(mktemp -d)"',
         "./scripts/test",
-        "./scripts/test -m gate",
+        "./scripts/test -n auto -m gate",
     ]
     assert {"./run_train.sh", "./scripts/test"} <= set(readme)
 

@@ -11,13 +11,12 @@ from functools import partial
 import torch
 
 from torchtitan.checkpoint import TrainState
+from torchtitan.config import Registry
 from torchtitan.device import collect_garbage
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.optim.qk_clip import QKClip, heads_of
 from torchtitan.parallel import stages
-from torchtitan.parallel.attention_logits import LargestLogits, attentions
 from torchtitan.parts import Parts
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.step import Flag, StepBatch, UpdateGuard
@@ -49,6 +48,10 @@ class Hooks:
     """Context that is open while the run trains."""
 
 
+FEATURES = Registry[Callable[[Parts], Hooks]]("feature", {})
+"""Functions that return the hooks of a feature, by the names in `OptimizerConfig.features`."""
+
+
 def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     """Yield the hooks of all features that are on, in the order in which they are called."""
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
@@ -63,8 +66,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     if job.auxiliary_losses:
         weigh = model.auxiliary.begin
         yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
-    if job.optimizer.logit_limit:
-        yield LogitLimit(parts).hooks
+    for name in job.optimizer.features:
+        yield FEATURES[name](parts)
     replicas = job.communication.replicas
     if world.degrees.dp_replicate > 1 and (replicas.runs_apart or replicas.steps_verified):
         yield Hooks(after_update=model.after_update)
@@ -109,6 +112,7 @@ def observer(parts: Parts) -> Hooks:
     return Hooks(
         before_step=lambda: parts.observer.before_step(parts.state.step + 1),
         after_step=parts.observer.after_step,
+        session=parts.observer.session,
     )
 
 
@@ -141,42 +145,6 @@ def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
             parts.optimizers.zero_grad()
 
     return measure
-
-
-class LogitLimit:
-    """Limiter of attention logits: measures them in a step, and scales heads after the update."""
-
-    def __init__(self, parts: Parts) -> None:
-        job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
-        self.meter = parts.meter
-        parameters = [assigned.parameter for assigned in parts.optimizers.assignments]
-        assert spec.queries_and_keys is not None, "the recipe was checked"
-        queries = spec.queries_and_keys[0]
-        own = {
-            name: heads_of(parameters, f"{name}.{queries}")
-            for part in parts.model.parts
-            for name, _ in attentions(part)
-        }
-        heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
-        self.logits = LargestLogits(parts.model.parts, heads, world, job.parallelism)
-        self.clip = QKClip(
-            job.optimizer.logit_limit, parameters, spec.queries_and_keys, self.logits.places
-        )
-        self.largest = self.logits.all
-        self.hooks = Hooks(
-            before_forward=lambda batch: self.logits.begin(),
-            after_backward=self.measure,
-            after_update=self.apply,
-        )
-
-    def measure(self, batch: StepBatch) -> None:
-        """Agree on the largest logits of the step, and record the largest of all."""
-        self.largest = self.logits.agree()
-        self.meter.record(max_attention_logit=self.largest.max())
-
-    def apply(self) -> None:
-        """Scale down the heads whose logits were above the limit."""
-        self.clip.apply(self.largest)
 
 
 class StatisticsProbe:

@@ -28,6 +28,7 @@ from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim import (
+    OPTIMIZER_KEYS,
     OPTIMIZERS,
     SCHEDULES,
     AdamW,
@@ -35,6 +36,7 @@ from torchtitan.optim import (
     ScheduleConfig,
     WarmupStableDecay,
     learning_rate_factor,
+    without_idle_keys,
 )
 from torchtitan.parallel import (
     FSDP2,
@@ -170,7 +172,7 @@ class JobConfig(Config):
     convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
     data: Annotated[DataConfig, Discriminated(DataConfig, DATA, data_class)] = DataConfig()
     training: TrainingSection = TrainingSection()
-    optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW")] = AdamW()
+    optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW", OPTIMIZER_KEYS)] = AdamW()
     loss: LossConfig = LossConfig()
     auxiliary_losses: Annotated[tuple[AuxiliaryLossConfig, ...], ListOf(AUXILIARY_LOSSES)] = ()
     lr_scheduler: Annotated[ScheduleConfig, OneOf(SCHEDULES, "warmup_stable_decay")] = (
@@ -261,4 +263,4 @@ class JobConfig(Config):
     def flat(self) -> dict[str, Any]:
         """Return the values by dotted key, as in TOML; `convert.0.name` is in a list."""
         values = {".".join(path): value for path, value in flat(self).items()}
-        return without_idle_sections(values)
+        return without_idle_keys(without_idle_sections(values))

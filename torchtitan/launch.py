@@ -163,9 +163,8 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
         words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
     ).config
     if nodes[-1] == 1:  # else ranks of another node may have started
-        choose(job)
-        with lock(local_path(job.job.dump_folder)):
-            pass  # the folder has no other writer
+        with lock(local_path(job.job.dump_folder)):  # which has no other writer
+            choose(job)
     return job
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,8 @@ class Observer:
     after_step: Callable[[TrainState], None] = lambda state: None
     sinks: Sequence[Sink] | None = None
     """Sinks that replace those of the recipe."""
+    session: AbstractContextManager[None] | None = None
+    """Context in which steps run; entered once the run's state is loaded."""
 
 
 class Parts:

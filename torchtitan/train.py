@@ -6,7 +6,7 @@ was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from torchtitan.build import build
@@ -19,7 +19,7 @@ from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
-from torchtitan.parallel import Launch, open_world
+from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
@@ -71,9 +71,11 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
         folder = local_path(job.job.dump_folder)
-        start = choose(job) if launch.rank == 0 else None
+        start = None
         if launch.rank == 0:
+            # First the lock: a run that is ending may still write the checkpoint to start from.
             held.enter_context(lock(folder))
+            start = choose(job)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
@@ -93,11 +95,9 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     try:
         with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
             start = world.broadcast_object(start)
-            made = build(job, world, Observer(before_step=recorder.step), stop)
+            session = described(job, folder, world) if world.rank == 0 else None
+            made = build(job, world, Observer(before_step=recorder.step, session=session), stop)
             with closing(made.batches):
-                if world.rank == 0:
-                    write_provenance(folder, job, world.size, device)
-                    report_reference(job)
                 Trainer(made).train(start)
     except ConfigError as error:
         return refuse(error)
@@ -111,6 +111,17 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             *(skips, made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
+
+
+@contextmanager
+def described(job: JobConfig, folder: Path, world: World) -> Iterator[None]:
+    """Write the recipe and the environment of a run, once its state is loaded.
+
+    A start that is refused leaves those of the last run.
+    """
+    write_provenance(folder, job, world.size, world.device)
+    report_reference(job)
+    yield
 
 
 def exit_status(job: JobConfig, step: int, stop: StopSignal, launch: Launch) -> int:

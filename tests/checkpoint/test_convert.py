@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_pat
     assert sum(sizes) == index["metadata"]["total_size"]
     assert max(sizes) <= 80_000
     assert len(files) <= sum(sizes) / 60_000
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        run(saved(tmp_path / "ours"), tmp_path / "hf")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "hf").iterdir())
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
 def test_dtype_is_that_asked_for(tmp_path: Path) -> None:

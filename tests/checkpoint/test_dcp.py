@@ -489,13 +489,17 @@ def line_of(text: str, path: Path) -> str:
     return next(" ".join(line.split()) for line in text.splitlines() if str(path) in line)
 
 
-def test_ls_says_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("folder", ["outputs", "a name as long as a path may well be, " * 5])
+def test_ls_says_what_it_holds(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / folder.strip()
     counters = {"step": torch.tensor(3), "ntokens_seen": torch.tensor(98_304)}
     state = {"weight": torch.ones(1000), "optimizer": {"state": {"weight": {"m": torch.ones(1)}}}}
-    run = save(tmp_path / "step-3", {**state, "train_state": counters})
-    weights = save(tmp_path / "step-4", {"weight": torch.ones(1000)})
-    (save(tmp_path / "step-5", state) / ".metadata").unlink()
-    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    run = save(where / "step-3", {**state, "train_state": counters})
+    weights = save(where / "step-4", {"weight": torch.ones(1000)})
+    (save(where / "step-5", state) / ".metadata").unlink()
+    assert main(["checkpoint", "ls", str(where)]) == 0
     said = capsys.readouterr().out
     assert line_of(said, run) == f"{run} 3 run 1 DCP 98,304 0.0 MB complete"
     assert line_of(said, weights) == f"{weights} weights 1 DCP 0.0 MB complete"

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SAVED_BY, LOADED_BY = 8, 48
 NOISE = 16 * 2**20
 """Bytes that Python and the allocator may need besides."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h: from how many bytes on a block is mapped by itself."""
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -98,9 +101,15 @@ def world() -> Iterator[DeviceMesh]:
 
 
 def give_back() -> None:
-    """What was freed before goes to the kernel, so that a tensor made later counts when written."""
+    """What was freed before goes to the kernel, so that a tensor made later counts when written.
+
+    From now on what is large is given back as soon as it is freed: what glibc would keep of it
+    depends on the tests that this process ran before.
+    """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+    libc.malloc_trim(0)
 
 
 def share_of(
@@ -130,11 +139,12 @@ def anonymous() -> int:
 
 
 class Watched:
-    """A source that remembers the most memory there was while a block of it was there."""
+    """A source that remembers the most memory there was, and the bytes asked of files."""
 
     def __init__(self, source: TensorSource) -> None:
         give_back()
         self.source, self.before, self.most, self.largest = source, anonymous(), 0, 0
+        self.asked: list[int] = []
 
     def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         return self.source.shapes()
@@ -143,27 +153,31 @@ class Watched:
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         block = self.source.read(name, offsets, sizes)
-        self.most = max(self.most, anonymous() - self.before)
+        self.look()
         self.largest = max(self.largest, block.nbytes)
         return block
 
+    def look(self) -> None:
+        self.most = max(self.most, anonymous() - self.before)
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that are asked of files, by each call."""
-    counts: list[int] = []
-    read = MappedFiles.read
+
+def load_watched(tensors: dict[str, Tensor], source: TensorSource) -> Watched:
+    """Load them, and look at the memory before each read, after each block, and at the end."""
+    watched, read = Watched(source), MappedFiles.read
 
     def counted(files: MappedFiles, name: str, begin: int, end: int) -> memoryview:
-        counts.append(end - begin)
+        watched.asked.append(end - begin)
+        watched.look()
         return read(files, name, begin, end)
 
-    monkeypatch.setattr(MappedFiles, "read", counted)
-    return counts
+    with patch.object(MappedFiles, "read", counted):
+        load_into(tensors, watched)
+    watched.look()
+    return watched
 
 
 def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
-    large: Path, world: DeviceMesh, asked: list[int]
+    large: Path, world: DeviceMesh
 ) -> None:
     source = DcpCheckpoint(large)
     total = sum(math.prod(shape) for shape in shapes().values()) * 4
@@ -171,26 +185,25 @@ def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
     tensors = share_of(source, source.shapes(), 0, world)
     share = sum(local(tensor).nbytes for tensor in tensors.values())
     assert share < 1.01 * total / LOADED_BY
-    watched = Watched(source)
-    load_into(tensors, watched)
+    watched = load_watched(tensors, source)
     assert watched.largest < 23e6  # of the embedding: 1 GB whole, 131 MB each item
-    assert share < watched.most < share + watched.largest + NOISE
+    # Some of the small tensors are in memory that was there before.
+    assert share - NOISE < watched.most < share + watched.largest + NOISE
     headers = 4000 * sum(len(entry.chunks) for entry in source.contents.tensors.values())
-    assert share < sum(asked) < share + headers
-    assert max(asked) == watched.largest
+    assert share < sum(watched.asked) < share + headers
+    assert max(watched.asked) == watched.largest
 
 
 def test_of_long_rows_a_part_is_taken_without_memory_for_all_of_them(
-    large: Path, world: DeviceMesh, asked: list[int]
+    large: Path, world: DeviceMesh
 ) -> None:
     """Columns: the rows that they are in are read through, a part at a time."""
     source = DcpCheckpoint(large)
     name = "tok_embeddings.weight"
     tensors = share_of(source, [name], 1, world)
     share = local(tensors[name]).nbytes
-    watched = Watched(source)
-    load_into(tensors, watched)
+    watched = load_watched(tensors, source)
     assert watched.largest == share < 23e6
-    assert share < watched.most < 2 * (share + SPAN) + NOISE  # an allocator may keep one
-    assert max(asked) <= SPAN
-    assert sum(asked) < math.prod(shapes()[name]) * 4 + 10**6
+    assert share < watched.most < share + SPAN + NOISE
+    assert max(watched.asked) <= SPAN
+    assert sum(watched.asked) < math.prod(shapes()[name]) * 4 + 10**6

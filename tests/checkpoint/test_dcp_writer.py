@@ -254,18 +254,6 @@ def test_only_a_run_has_an_optimizer(
     )
 
 
-@pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
-def test_moments_in_few_bits_are_what_they_stand_for(dtype: str, tmp_path: Path) -> None:
-    optimizer, model = {"state_dtype": dtype}, {"flavor": "square"}
-    run_ranks(eager, 1, recipe(tmp_path, case(batch=8), optimizer=optimizer, model=model))
-    name = "output.weight.exp_avg"
-    wanted = SavedTensors(tmp_path / "checkpoint/step-3").read(f"optimizer.{name}")
-    state = {"optimizer": {f"state.{name}": torch.zeros(wanted.shape)}}
-    dcp.load(state, checkpoint_id=converted(tmp_path, 3), no_dist=True)
-    assert wanted.any()
-    assert torch.equal(state["optimizer"][f"state.{name}"], wanted.float())
-
-
 # --- and back ---
 
 

@@ -3,13 +3,13 @@
 import math
 import random
 
-from torchtitan.tools.compare.report import (
+from torchtitan.tools.compare.results import (
     Collectives,
-    Curve,
     CurveDifference,
     FinishedRun,
     Parity,
     Report,
+    RunCurve,
     Spread,
     Variant,
 )
@@ -36,7 +36,7 @@ def spread(values: list[float]) -> Spread:
     return Spread(at(0.5), at(0.25), at(0.75), ordered[0], ordered[-1], len(ordered))
 
 
-def curve(off: float, seed: int, tokens: int, start: float, end: float) -> Curve:
+def curve(off: float, seed: int, tokens: int, start: float, end: float) -> RunCurve:
     """A descent with noise that is the same in all runs of a seed, times 1 + off at the end."""
     noise = random.Random(seed)
     values = [
@@ -44,7 +44,7 @@ def curve(off: float, seed: int, tokens: int, start: float, end: float) -> Curve
         * (1 + off * step / len(STEPS))
         for step in STEPS
     ]
-    return Curve(STEPS, tuple(step * tokens for step in STEPS), tuple(values))
+    return RunCurve(STEPS, tuple(step * tokens for step in STEPS), tuple(values))
 
 
 def ran(

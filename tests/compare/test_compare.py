@@ -14,17 +14,17 @@ from torchtitan.device import GIB
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders
-from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.markdown import markdown
+from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
-from torchtitan.tools.compare.render import markdown
-from torchtitan.tools.compare.report import Curve, Spread
+from torchtitan.tools.compare.results import RunCurve, Spread
 
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
 
 
-def curve(values: list[float | None]) -> Curve:
+def curve(values: list[float | None]) -> RunCurve:
     steps = tuple(range(1, len(values) + 1))
-    return Curve(steps, tuple(100 * step for step in steps), tuple(values))
+    return RunCurve(steps, tuple(100 * step for step in steps), tuple(values))
 
 
 def verdict(ours: list[float | None], theirs: list[float | None], **more: Any) -> str:
@@ -100,7 +100,7 @@ def test_seeds_are_the_yardstick_of_what_rounds_otherwise() -> None:
 
 def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:
     rows = [row(1, 1.0), row(2, 10.0), row(3, 20.0), row(4, 30.0), row(5, 1.0)]
-    run = Measured(leave(tmp_path / "run", rows), 1, 0, 1, 4)
+    run = MeasuredRun(leave(tmp_path / "run", rows), 1, 0, 1, 4)
     assert run.tps == [10.0, 20.0, 30.0]
     assert run.curve("loss").steps == (1, 2, 3, 4)
 
@@ -108,7 +108,7 @@ def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:
 def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
     phases = {"time/forward": 1.0, "time/backward": 2.0}
     rows = [row(1, 1.0, **phases), row(3, 1.0, **phases, checkpoint_s=4.0), row(4, 1.0, **phases)]
-    run = Measured(leave(tmp_path / "run", rows), 1, 0, 1, None)
+    run = MeasuredRun(leave(tmp_path / "run", rows), 1, 0, 1, None)
     # Three steps, of which two share a row.
     assert run.seconds_by_phase() == {"forward": 3.0, "backward": 6.0, "checkpoint": 4.0}
 

@@ -8,8 +8,8 @@ from tests.recipes.test_recipes import FOLDER, main_road, tokenizer  # noqa: F40
 from torchtitan.checkpoint import lock
 from torchtitan.config import RecipeError
 from torchtitan.tools.cli import main
-from torchtitan.tools.compare.launch import launch_all
 from torchtitan.tools.compare.prepare import prepare, tasks
+from torchtitan.tools.compare.running import launch_all
 from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
 
 DEBUG = FOLDER / "debug_model.toml"

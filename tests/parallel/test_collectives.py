@@ -6,6 +6,7 @@ be: the run is the same, only slower. So there is no tolerance.
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch.distributed.fsdp
@@ -130,12 +131,16 @@ MUON: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
 def test_muon_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an update, and of the logits that it limits."""
+    """Of an update."""
+    muon_sends_what_the_formulas_say(MUON[name], monkeypatch)
+
+
+def muon_sends_what_the_formulas_say(
+    layout: Case, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
-    layout = MUON[name]
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
-    optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1}
-    optimizer |= {"qk_clip": 1.0 if layout.pp * layout.cp > 1 else 0.0}
+    optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1, **settings}
     job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))
     for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
         assert sum(n for m, n in found.expected.items() if m.operation == "all_to_all") > 4

@@ -108,13 +108,17 @@ CASES: dict[str, tuple[Case, int]] = {
 @pytest.mark.gate
 @pytest.mark.parametrize("recompute", [{}, OPERATORS], ids=["", "operators recomputed"])
 def test_muon_is_compiled_with_the_rest(recompute: dict[str, Any]) -> None:
-    """Its iteration, and the logits that are watched in the blocks."""
+    """Its iteration."""
+    muon_is_compiled_with_the_rest(recompute)
+
+
+def muon_is_compiled_with_the_rest(recompute: dict[str, Any], **more: Any) -> None:
     optimizer = {"name": "Muon", "lr": 1e-3, "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
 
     def made(layout: Case, **settings: Any) -> JobConfig:
         sections = {"training": {"steps": 2}, "compile": settings}
-        clipped = optimizer | {"qk_clip": 0.02 if recompute else 0.0}
-        return tiny.job(**layout.recipe(model={"flavor": "deep"}, optimizer=clipped, **sections))
+        deep = {"flavor": "deep"}
+        return tiny.job(**layout.recipe(model=deep, optimizer=optimizer | more, **sections))
 
     (expected,) = run_ranks(trace, 1, made(layouts.ONE), True)
     layout = case(shard=2, recompute=recompute)

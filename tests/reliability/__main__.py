@@ -35,7 +35,7 @@ class Outcomes:
         elif report.skipped:
             self.skipped.append(report.nodeid)
         elif report.when == "call":
-            self.rows += [value for name, value in report.user_properties if name == PROPERTY]
+            self.rows += [Row(*row) for name, row in report.user_properties if name == PROPERTY]
 
     def text(self, seconds: float) -> str:
         """The table, with what it is of."""

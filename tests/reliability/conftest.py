@@ -41,6 +41,7 @@ def tell(record_property: Callable[[str, object], None]) -> Tell:
     """Enter a trial into the table."""
 
     def enter(trial: str, expected: str, outcome: str, number: int = 1) -> None:
-        record_property(PROPERTY, Row(trial, expected, outcome, number))
+        # A plain tuple, which a worker of pytest-xdist can send.
+        record_property(PROPERTY, tuple(Row(trial, expected, outcome, number)))
 
     return enter

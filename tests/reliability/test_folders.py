@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.reliability.trials import (
     recipe,
 )
 from torchtitan import train
-from torchtitan.checkpoint import manifest
+from torchtitan.checkpoint import folder, manifest
 from torchtitan.checkpoint.store import Disk
 from torchtitan.provenance import to_toml
 
@@ -78,12 +79,59 @@ def test_a_second_run_on_a_folder_is_refused(
     tell("a second run on the same folder", "refused with status 2 before it writes", "as expected")
 
 
+def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
+    tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+) -> None:
+    """It comes while the first is in its sixth step, and waits until that has finished."""
+    run, started = tmp_path / "run", tmp_path / "started"
+    (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
+    if not (second := os.fork()):
+        folder.LOCK_SECONDS = 60.0
+        with (tmp_path / "second.log").open("w") as sys.stderr:
+            while not (run / "checkpoint/step-4").exists():
+                time.sleep(0.01)
+            started.touch()
+            os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
+
+    def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
+        while not started.exists():
+            time.sleep(0.01)
+        time.sleep(1)  # it would have chosen step 4
+        return step(*arguments)
+
+    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)})
+    assert played.status == 0, played.log
+    status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+    said = (tmp_path / "second.log").read_text()
+    assert status == 0, said
+    assert "nothing to do: all 8 steps are done" in said
+    assert not (run / "metrics.superseded.jsonl").exists()
+    End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
+    tell("a second run that waits for the first", "starts from its last checkpoint", "as expected")
+
+
+def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path: Path, tell: Tell) -> None:
+    """Weights of other sizes are met only when they are loaded."""
+    run = tmp_path / "run"
+    assert play(recipe(run)).status == 0
+    before = state_of(run)
+    other = {"model": {"flavor": "flat", "n_layers": 1}}
+    for how in ("auto", "must"):
+        played = play(recipe(run, checkpoint={"resume": how}, **other))
+        assert played.status == 2, played.log
+        assert "--checkpoint.resume must" not in played.log  # which would be refused, too
+    changed = {path for path, state in state_of(run).items() if before.get(path) != state}
+    assert {path for path in changed if "comm_traces" not in path} <= {str(run), str(run / "lock")}
+    tell("a start that is refused", "leaves the folder as it was", "as expected")
+
+
 # --- formats ---
 
 
 def refused(run: Path, tmp_path: Path) -> Iterator[Played]:
     """Everything that may start from the checkpoints of a run."""
     before = state_of(run)
+    before.pop(str(run / "lock"), None)  # has the name of the process that held it last
     newest = max((run / "checkpoint").iterdir())
     for path in (run / "checkpoint", newest):
         initial = {"initial_load_path": str(path), "enable": False}

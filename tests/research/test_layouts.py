@@ -25,7 +25,6 @@ from tests.parallel import (
     test_muon,
     test_optimizers,
     test_parity,
-    test_qk_clip,
     test_slow_link,
 )
 from tests.ranks import run_ranks
@@ -119,11 +118,6 @@ def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
 
 
 GATHERED_IN_GRAPH = {name: layout for name, layout in SHARDED.items() if "rotated" not in name}
-
-
-@pytest.mark.parametrize("name", tiers(GATHERED_IN_GRAPH, []))
-def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name: str) -> None:
-    test_qk_clip.is_the_run_of_one_rank(GATHERED_IN_GRAPH[name])
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ RANKS = {
     "galore": 1,
     "hadamard_attention": 1,
     "loco": 2,
+    "low_bit": 1,
+    "qk_clip": 1,
     "qsdp": 2,
     "ranger21": 1,
     "rtp": 2,
@@ -70,8 +72,8 @@ def losses(job: JobConfig) -> list[float]:
 @pytest.mark.parametrize(
     "name",
     [
-        # Inductor compiles the whole model.
-        pytest.param(name, marks=pytest.mark.gate) if name == "simple_fsdp" else name
+        # Inductor compiles the whole model, or the updates.
+        pytest.param(name, marks=pytest.mark.gate) if name in ("simple_fsdp", "low_bit") else name
         for name in SYSTEMS
     ],
 )

@@ -88,16 +88,6 @@ def test_a_section_that_is_nearly_it(tmp_path: Path) -> None:
         load_job(recipe, (), None, "cpu")
 
 
-def test_a_limit_of_attention_logits_is_refused() -> None:
-    model = {"name": "vit_mae", "flavor": "debugmodel"}
-    job = tiny.job(
-        optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
-    )
-    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
-    message = "vit_mae does not define the weights of its queries and keys"
-    assert message in found["optimizer.qk_clip"]
-
-
 def test_a_run_of_text_from_before_resumes_without_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

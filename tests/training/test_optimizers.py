@@ -1,9 +1,7 @@
-"""Optimizer states in few bits, and steps in the backward, in whole runs: saved, resumed, ended."""
+"""Optimizer states in host memory, and steps in the backward, in whole runs: saved, ended."""
 
 import math
-import shutil
 import statistics
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 from tests import tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
-from tests.runs import losses, train
+from tests.runs import train
 from torchtitan.build import Run, build
 from torchtitan.checkpoint import InMemoryState, saved_steps, staging
 from torchtitan.checkpoint.storage import SavedTensors
@@ -25,7 +23,6 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 from torchtitan.trainer import Trainer
 
@@ -53,49 +50,6 @@ def eager(job: JobConfig) -> dict[str, Tensor]:
     return train(job)
 
 
-@pytest.mark.parametrize("dtype", ["8bit", pytest.param("4bit", marks=pytest.mark.slow)])
-def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_path: Path) -> None:
-    few = {"state_dtype": dtype}
-    whole = run_ranks(eager, 2, recipe(tmp_path / "whole", FSDP, optimizer=few))[0]
-    run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, 2, optimizer=few))
-    saved = SavedTensors(saved_steps(tmp_path / "halves" / "checkpoint")[2])
-    assert saved.shapes()["optimizer.output.weight.exp_avg"] == (torch.float32, (320, 128))
-
-    # On one rank, with plain states: they load, and the run goes on much as it would have.
-    shutil.copytree(tmp_path / "halves", tmp_path / "other")
-    plain = recipe(tmp_path / "other", ALONE, 3, optimizer={"state_dtype": "parameter"})
-    run_ranks(eager, 1, plain)
-    # And from there with few bits again.
-    run_ranks(eager, 1, recipe(tmp_path / "other", ALONE, optimizer=few))
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "other") == pytest.approx(expected, rel=1e-2)
-    assert losses(tmp_path / "other")[3] == pytest.approx(expected[3], rel=1e-3)
-
-    halves = run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, optimizer=few))[0]
-    assert losses(tmp_path / "halves") == expected
-    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
-
-
-def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
-    torch.compiler.set_stance("force_eager")  # in the ranks too, which are forked
-    sizes = ["--model.name=tiny", "--model.flavor=square", "--training.seq_len=32"]
-    words = ["verify-resume", *sizes, "--optimizer.state_dtype=4bit", "--steps=1"]
-    try:
-        assert main([*words, "--world-size=1"]) == 0
-        assert main([*words, "--world-size=1", "--then=2"]) == 2
-    finally:
-        torch.compiler.set_stance("default")
-    said = capsys.readouterr()
-    why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
-    assert f"  resumed in the same layout only: {why}" in said.out
-    assert "killed after step 1 of 2 and resumed on one rank, to the bit\n" in said.out
-    assert f"--then: {why}; add --optimizer.state_dtype parameter" in said.err
-
-
 def in_memory(run: Run) -> InMemoryState:
     """The state of a run, to be handed over."""
     return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
@@ -115,11 +69,9 @@ def handed_over(job: JobConfig) -> bool:
         return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("optimizer", [{"state_dtype": "8bit"}, {"offload_states": True}])
-def test_another_replica_group_takes_the_state_over(
-    optimizer: dict[str, Any], tmp_path: Path
-) -> None:
-    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE, optimizer=optimizer)) == [True]
+def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
+    host = {"offload_states": True}
+    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE, optimizer=host)) == [True]
 
 
 EARLY = {"early_step_in_backward": True}

@@ -47,7 +47,9 @@ class Checkpointer:
     # --- loading ---
 
     def load(self, start: ResumePoint) -> None:
-        """Load the state that `start` specifies; without a path, change nothing.
+        """Load the state that `start` specifies, then set damaged checkpoints aside.
+
+        If the state is refused, every checkpoint is where it was.
 
         Raises:
             ConfigError: if the checkpoint does not match the model, the optimizer or the data, or
@@ -80,6 +82,8 @@ class Checkpointer:
                     "a run that is stopped at one of these steps cannot be saved",
                     ", ".join(f"step-{step}" for step in sorted(self.foreign)),
                 )
+        for path, why in start.damaged:
+            self._set_aside(path, why)
         for change in start.changes:
             logger.info("changed since the checkpoint: %s", change)
         if start.skip_samples:
@@ -116,14 +120,13 @@ class Checkpointer:
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
             start = on_rank_0(self.world, lambda: self.choice.start(damaged))
-        for path, why in start.damaged:
-            if self.config.load_only:
-                logger.error("%s", why)
-            else:
-                self._set_aside(path, why)
         return start
 
     def _set_aside(self, path: Path, why: str) -> None:
+        if self.config.load_only:
+            logger.error("%s", why)
+            return
+
         def set_aside() -> None:
             logger.error("%s; set aside as %s", why, self.store.set_aside(path))
 

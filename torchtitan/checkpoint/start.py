@@ -13,7 +13,7 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
 from torchtitan.data import without_idle_sections
 from torchtitan.models import with_sizes
-from torchtitan.optim import OptimizerConfig
+from torchtitan.optim import OptimizerConfig, without_idle_keys
 
 
 class ResumePolicy(NamedTuple):
@@ -80,16 +80,21 @@ def choose_own(
             f'resume = "auto" or checkpoint.load_step = {_step(path)} to go on from '
             f"{path.name}:\n{_lines(newer)}"
         )
-    saved = with_sizes(without_idle_sections(read_state(path, read_manifest(path))["recipe"]))
+    saved = read_state(path, read_manifest(path))["recipe"]
+    saved = with_sizes(without_idle_keys(without_idle_sections(saved)))
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())
         if saved.get(key) != recipe.get(key)
     }
-    if config.resume == "auto" and (foreign := [changes[k] for k in changes if k in same_run]):
+    if config.resume == "auto" and (foreign := [key for key in changes if key in same_run]):
+        # Weights of other sizes cannot be loaded.
+        fits = not any(key.startswith("model.") for key in foreign)
         raise ConfigError(
-            f"checkpoint.resume: {path} is of another run ({'; '.join(foreign)}); choose another "
-            'job.dump_folder, or write resume = "must" to go on from it all the same'
+            f"checkpoint.resume: {path} is of another run "
+            f"({'; '.join(changes[key] for key in foreign)}); choose another job.dump_folder"
+            + ", or resume from it anyway with --checkpoint.resume must"
+            * fits
         )
     told, aside = tuple(changes.values()), tuple(newer.items())
     return ResumePoint(path, is_resume=True, changes=told, damaged=aside)

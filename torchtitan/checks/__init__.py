@@ -76,7 +76,6 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     optimizing.copies_after_backward,
     optimizing.states_in_host_memory,
     optimizing.clipped_twice,
-    optimizing.attention_logits,
     optimizing.groups,
     optimizing.schedule,
     writing.folders,

@@ -9,7 +9,6 @@ from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem, show
 from torchtitan.job import JobConfig
 from torchtitan.optim import group_problems, name_parameters
-from torchtitan.parallel.attention_logits import attentions
 
 EARLY = "optimizer.early_step_in_backward"
 NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
@@ -98,46 +97,6 @@ def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             "replace it; use 0 to disable it"
         )
         yield Problem("training.max_norm", message, ("optimizer.adaptive_clip",), "note")
-
-
-NOT_WITH_LOGITS: Mapping[str, tuple[Any, str]] = {
-    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits"),
-    "compile.cuda_graphs": (False, "CUDA graphs have not been tested with the largest logits"),
-}
-"""Keys ruled out by a limit of attention logits: the one allowed value, and why."""
-
-
-def attention_logits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that the largest logits of all heads, and the weights of these heads, are available."""
-    key, model, values = "optimizer.qk_clip", model_of(job), job.flat()
-    if not job.optimizer.logit_limit or model is None:
-        return
-    heads = [
-        model.spec.heads(model.args, f"{name}.{linear}.weight")
-        for name, _ in attentions(model.empty())
-        for linear in model.spec.queries_and_keys or ()
-    ]
-    if not heads or None in heads:
-        message = (
-            f"{job.model.name} does not define the weights of its queries and keys "
-            "(queries_and_keys, heads); use 0"
-        )
-        yield Problem(key, message, ("model",))
-    for other, (allowed, why) in NOT_WITH_LOGITS.items():
-        if values[other] != allowed:
-            yield Problem(other, f"with {key}, {why}; use {str(allowed).lower()}", (key,))
-    if job.sharding.never_whole:
-        message = (
-            f'with {key}, a rank needs all weights of a head, and "{job.sharding.name}" moves '
-            'them between ranks; use "fsdp2"'
-        )
-        yield Problem("sharding.name", message, (key,))
-    if job.communication.replicas.runs_apart and job.degrees(world.ranks).dp_replicate > 1:
-        message = (
-            f"with {key}, replicas must scale the same heads, and these make updates of their "
-            "own; use every = 1"
-        )
-        yield Problem("communication.replicas.name", message, (key, *DEGREES))
 
 
 def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

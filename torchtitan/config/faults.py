@@ -181,7 +181,8 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     what = "section" if not above and settings[path].value == {} else "key"
     if isinstance(parent, OneOf):
         name = settings.get((*above, "name"))
-        what += f" of {name.value if name else parent.default}"
+        chosen = str(name.value if name else parent.default)
+        what, section = f"{what} of {chosen}", parent.widest(chosen)
     if isinstance(parent, Discriminated) and section is parent.base:
         section = parent.widest
     known = list(section.model_fields)

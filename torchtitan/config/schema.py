@@ -59,14 +59,12 @@ def class_at(
     kind: Kind | None, path: KeyPath, settings: Mapping[KeyPath, Setting]
 ) -> type[Config] | None:
     """Return the settings class at a path; None if it is not a section, or its name is invalid."""
+    if not isinstance(kind, OneOf | Discriminated):
+        return kind if isinstance(kind, type) else None
+    found = {key: s.value for (*above, key), s in settings.items() if above == [*path]}
     if isinstance(kind, OneOf):
-        name = settings.get((*path, "name"))
-        return kind.choice(name.value if name else kind.default)
-    if isinstance(kind, Discriminated):
-        return kind.choose(
-            {key: s.value for (*above, key), s in settings.items() if above == [*path]}
-        )
-    return kind if isinstance(kind, type) else None
+        return kind.choice(found.get("name", kind.default), found)
+    return kind.choose(found)
 
 
 class SettingsNode(NamedTuple):
@@ -91,7 +89,11 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
             continue
         if isinstance(kind, Discriminated):
             kind = kind.widest
-        choices = kind.registry if isinstance(kind, OneOf) else {None: kind}
+        choices: dict[str | None, type[Config]]
+        if isinstance(kind, OneOf):
+            choices = {name: kind.widest(name) for name in kind.registry}
+        else:
+            choices = {None: kind}
         for name, settings in choices.items():
             yield SettingsNode(".".join(here), name, settings, "")
         for name, settings in choices.items():

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
@@ -67,15 +68,29 @@ class Config(BaseModel):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a section whose `name` picks its settings class from a registry."""
+    """Annotation of a section whose `name` picks its settings class from a registry.
+
+    A class of `extended` is imported when a recipe has its key; help and hints import all of them.
+    """
 
     registry: Mapping[str, type[Config]]
     default: str | None
     """Default name; None if a section must name its class."""
+    extended: Mapping[str, type[Config]] = field(default_factory=dict)
+    """Classes that extend one of the registry by a key, by `NAME.key`."""
 
-    def choice(self, name: Any) -> type[Config] | None:
-        """Return the settings class called `name`, None if there is none."""
-        return self.registry.get(name) if isinstance(name, str) else None
+    def choice(self, name: Any, keys: Iterable[str] = ()) -> type[Config] | None:
+        """Return the settings class called `name`, with `keys`; None if there is none."""
+        if not isinstance(name, str) or name not in self.registry:
+            return None
+        paths = (f"{name}.{key}" for key in keys)
+        added = tuple(self.extended[path] for path in paths if path in self.extended)
+        return _joined(added or (self.registry[name],))
+
+    def widest(self, name: str) -> type[Config]:
+        """Return the settings class called `name`, with the keys of all that extend it."""
+        keys = (key.partition(".")[2] for key in self.extended if key.startswith(f"{name}."))
+        return self.choice(name, keys) or self.registry[name]
 
     def _validate(self, value: Any) -> Config:
         if isinstance(value, Config):
@@ -83,7 +98,7 @@ class OneOf:
         if not isinstance(value, dict):
             raise PydanticCustomError("model_type", "wanted a section")
         got = value.get("name", self.default)
-        settings = self.choice(got)
+        settings = self.choice(got, value)
         if settings is None:
             allowed = allowed_names(got, self.registry)
             message = f"it has no name; {allowed}" if got is None else f"got {show(got)}; {allowed}"
@@ -97,7 +112,8 @@ class OneOf:
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         choices = []
-        for name, settings in self.registry.items():
+        for name in self.registry:
+            settings = self.widest(name)
             choice = dict(handler.resolve_ref_schema(handler(settings.__pydantic_core_schema__)))
             named = choice["properties"]["name"] | {"const": name, "default": name}
             choice["properties"] = choice["properties"] | {"name": named}
@@ -105,6 +121,24 @@ class OneOf:
                 choice["required"] = [*choice.get("required", ()), "name"]
             choices.append(choice)
         return {"oneOf": choices, "description": f"One of {', '.join(self.registry)}."}
+
+
+@dataclass(frozen=True)
+class KeyOf:
+    """Annotation of a string that is a key of a registry."""
+
+    registry: Mapping[str, Any]
+
+    def _validate(self, value: str) -> str:
+        if value not in self.registry:
+            raise PydanticCustomError("literal_error", "no key of the registry")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "enum": list(self.registry)}
 
 
 @dataclass(frozen=True)
@@ -162,6 +196,14 @@ class ListOf:
         names = ", ".join(self.registry)
         items = self.item.__get_pydantic_json_schema__(schema, handler)
         return {"type": "array", "items": items, "description": f"In order, each one of {names}."}
+
+
+@cache
+def _joined(bases: tuple[type[Config], ...]) -> type[Config]:
+    """Return a settings class with the keys of all `bases`."""
+    if len(bases) == 1:
+        return bases[0]
+    return type(bases[0].__name__, bases, {"__doc__": bases[0].__doc__})
 
 
 def _chosen_by(validate: Callable[[Any], Config]) -> CoreSchema:

@@ -64,6 +64,9 @@ def train_tokenizer(
     """Learn a tokenizer from up to `documents` documents of a data set, each read once.
 
     `output` is a folder, or a file that ends in .json; the path of the file written is returned.
+
+    Raises:
+        ConfigError: if that file exists.
     """
     config = DataConfig.model_validate(
         {"dataset": dataset, "dataset_path": dataset_path, "text_key": text_key}
@@ -71,6 +74,11 @@ def train_tokenizer(
     path = local_path(output)
     if path.suffix != ".json":
         path = path / "tokenizer.json"
+    if path.exists():
+        raise ConfigError(
+            f"{path}: exists already, and runs may depend on it; choose another --output, or "
+            "delete the file"
+        )
     texts = itertools.islice(_one_epoch(config, seed), documents)
     train_bpe(_counted(texts), vocab_size, path, show_progress=True)
     logger.info("wrote %s", path)

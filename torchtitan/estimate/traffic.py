@@ -17,7 +17,6 @@ from torchtitan.comm import Unit
 from torchtitan.estimate import traffic_formulas as formulas
 from torchtitan.models.attention import SelfAttention
 from torchtitan.optim import OptimizerConfig, name_parameters
-from torchtitan.parallel.attention_logits import attentions
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.sharding import ShardingConfig
 from torchtitan.parallel.work import Part, Traffic, Work
@@ -50,10 +49,9 @@ def of_step(
         for loss in layout.auxiliary_losses:
             found += loss.messages(part.module, work)
         if work.degrees.cp > 1:
-            found += _of_attention(part, with_logits=bool(optimizer.logit_limit))
+            found += _of_attention(part)
     found += _of_update(optimizer, sharding, parts, rank)
-    if optimizer.logit_limit:
-        found += _of_logits(work)
+    found += optimizer.messages(parts)
     counts: Counter[Traffic] = Counter()
     for one in found:
         counts[replace(one, count=0)] += one.count
@@ -128,8 +126,8 @@ def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
             yield from formulas.of_norms(weight.numel() * dtype.itemsize, sums=sums)
 
 
-def _of_attention(part: Part, with_logits: bool) -> Iterator[Traffic]:
-    """Yield the traffic of context parallelism, and that of the largest logits."""
+def _of_attention(part: Part) -> Iterator[Traffic]:
+    """Yield the traffic of context parallelism."""
     work, degrees, compute = part.work, part.work.degrees, part.work.precision.compute.itemsize
     modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
     # Selective recomputation keeps attention.
@@ -137,13 +135,6 @@ def _of_attention(part: Part, with_logits: bool) -> Iterator[Traffic]:
     heads = work.args.n_kv_heads // degrees.tp if modules else 0
     keys = work.tokens() * heads * work.spec.head_dim(work.args)
     ring = work.parallelism.context_parallel_rotate_method == "ring"
-    if with_logits:
-        yield from formulas.of_keys(
-            keys * compute,
-            ranks=degrees.cp,
-            fetches=len(modules) * work.times + again,
-            ring=ring,
-        )
     yield from formulas.of_keys_and_values(
         2 * keys,
         ranks=degrees.cp,
@@ -172,15 +163,6 @@ def _of_update(
     sizes = optimizer.sent_bytes([*owner], lambda p: sharding.sharding_of(owner[p], p), rank)
     for size in sizes:
         yield Traffic(axis, "momentum and updates", "all_to_all", size, 1)
-
-
-def _of_logits(work: Work) -> Iterator[Traffic]:
-    """Yield the traffic of the largest attention logit of each head, which all ranks receive."""
-    spec = work.spec
-    assert spec.queries_and_keys is not None, "the recipe was checked"
-    of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(work.model))
-    heads = sum(found[1] for name in of_queries if (found := spec.heads(work.args, name)))
-    yield Traffic("all", "attention logits", "all_reduce", heads * formulas.FP32, 1)
 
 
 def _of_borders(work: Work, mine: int) -> Iterator[Traffic]:

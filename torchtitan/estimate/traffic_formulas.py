@@ -92,20 +92,6 @@ def of_keys_and_values(
         yield Traffic("cp", "their gradients", "reduce_scatter", ranks * back, returns)
 
 
-def of_keys(size: int, *, ranks: int, fetches: int, ring: bool) -> Iterator[Traffic]:
-    """Yield context parallelism's exchange of keys for the largest logits of attention.
-
-    Args:
-        size: bytes of one rank's keys in a layer.
-        fetches: number in a step: for a layer's forward and recomputed forward.
-        ring: whether they are sent from one rank to the next, instead of all at once.
-    """
-    if ring:
-        yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)
-    else:
-        yield Traffic("cp", "keys", "all_gather", ranks * size, fetches)
-
-
 def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:
     """Yield a pipeline's hidden states forward and their gradients back (arXiv:1811.06965).
 

@@ -1,6 +1,7 @@
 """Optimizers by the name used in a recipe; adding one is a file here and a line below."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,8 +41,24 @@ OPTIMIZERS = Registry[type[OptimizerConfig]](
     },
 )
 
+OPTIMIZER_KEYS = Registry[type[OptimizerConfig]]("optimizer_key", {})
+"""Settings classes that extend one of `OPTIMIZERS` by a key, by `NAME.key`."""
+
+
+def without_idle_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop each key of `OPTIMIZER_KEYS` that has its default from a recipe (dotted keys)."""
+    kept = dict(recipe)
+    for path in OPTIMIZER_KEYS:
+        key = path.partition(".")[2]
+        value = kept.get(f"optimizer.{key}")
+        if value is not None and value == OPTIMIZER_KEYS[path].model_fields[key].default:
+            del kept[f"optimizer.{key}"]
+    return kept
+
+
 __all__ = [
     "OPTIMIZERS",
+    "OPTIMIZER_KEYS",
     "SCHEDULES",
     "SGD",
     "Adam",
@@ -62,6 +79,7 @@ __all__ = [
     "name_parameters",
     "open_optimizers",
     "state_bytes",
+    "without_idle_keys",
 ]
 
 

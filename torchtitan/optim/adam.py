@@ -1,18 +1,70 @@
 """Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
-arXiv:1711.05101), as torch implements them, or with states in fewer bits, by torchao."""
+arXiv:1711.05101), as torch implements them, or with moments that are stored in another way."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.config import Context, Problem
+from torchtitan.config import Context, KeyOf, Problem, Registry
 from torchtitan.device import compiles_for_cpu
-from torchtitan.optim import low_bit
+from torchtitan.optim.norm import local
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
 from torchtitan.torch_private.optimizers import without_compiler
+
+Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], None]
+"""Function that updates a weight, given its gradient, state and group, all of plain tensors."""
+
+
+class MomentStorage:
+    """Storage of Adam's moments; of this class, as the parameters are."""
+
+    rounds = False
+    """Whether moments are stored in fewer bits than they are computed in."""
+    is_compiled = False
+    """Whether updates need a compiler."""
+
+    def build(self, rule: "AdamRule", groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        """Build the optimizer over `groups`."""
+        kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
+        how: dict[str, Any] = rule.how()
+        return without_compiler(kind, [group.options() for group in groups], **how)
+
+    def zeros(self, part: Tensor, *, signed: bool) -> Tensor:
+        """Return a zero moment with the shape of `part`, a plain tensor."""
+        return torch.zeros_like(part)
+
+    def update(self) -> Update | None:
+        """Return AdamW's update of plain tensors with such moments; None if it is torch's."""
+        return None
+
+    def values(self, part: Tensor) -> Tensor:
+        """Return the values of a moment, a plain tensor."""
+        return part
+
+    def saved(self, state: Tensor) -> Tensor:
+        """Return the checkpoint form of a state; see `UpdateRule`."""
+        return state
+
+    def restore(self, state: Tensor, saved: Tensor) -> None:
+        """Restore a state from the tensor of `saved`."""
+
+    def size(self, state: Tensor) -> int:
+        """Return the bytes of a state on this rank."""
+        return local(state).nbytes
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        """Return a lower bound on the bytes of both moments per parameter."""
+        return 2.0 * parameter_bytes
+
+    def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Describe the states, for the initial log."""
+
+
+STATE_DTYPES = Registry[MomentStorage]("state_dtype", {"parameter": MomentStorage()})
+"""Storage of moments by the name used in a recipe."""
 
 
 class AdamRule(Implemented):
@@ -24,41 +76,45 @@ class AdamRule(Implemented):
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    state_dtype: low_bit.StateDtype = Field(
+    state_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = Field(
         "parameter",
-        description="Format of the moments: that of the parameters (training.dtype), or 16, 8 "
-        "or 4 bits; a run may resume with another.",
+        description="Format of the moments: that of the parameters (training.dtype), or fewer "
+        "bits; a run may resume with another.",
     )
+
+    @property
+    def storage(self) -> MomentStorage:
+        """Storage of the moments."""
+        return STATE_DTYPES[self.state_dtype]
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}
 
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
-        if self.state_dtype != "parameter":
-            return low_bit.LowBitAdam(groups, self.state_dtype, decoupled=self.decoupled)
-        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
-        how: dict[str, Any] = self.how()
-        return without_compiler(kind, [group.options() for group in groups], **how)
+        return self.storage.build(self, groups)
 
     def state_names(self) -> frozenset[str]:
         return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def saved(self, state: Tensor) -> Tensor:
-        return low_bit.values(state)
+        return self.storage.saved(state)
 
     def restore(self, state: Tensor, saved: Tensor) -> None:
-        low_bit.fill(state, saved)
+        self.storage.restore(state, saved)
+
+    def size(self, state: Tensor) -> int:
+        return self.storage.size(state)
 
     def state_bytes(self, parameter_bytes: int) -> float:
-        return low_bit.BYTES.get(self.state_dtype, 2 * parameter_bytes)
+        return self.storage.state_bytes(parameter_bytes)
 
     @property
     def rounds_state(self) -> bool:
-        return self.state_dtype != "parameter"
+        return self.storage.rounds
 
     @property
     def is_compiled(self) -> bool:
-        return self.state_dtype != "parameter"
+        return self.storage.is_compiled
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)
@@ -74,9 +130,7 @@ class AdamRule(Implemented):
             yield Problem("state_dtype", message)
 
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
-        if self.state_dtype == "parameter":
-            return None
-        return low_bit.describe(self.state_dtype, states)
+        return self.storage.describe(states)
 
 
 class AdamWRule(AdamRule):

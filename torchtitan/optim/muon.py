@@ -101,12 +101,6 @@ class Muon(OptimizerConfig):
         description="Treat each attention head as a separate matrix: rows of queries, keys "
         "and values, columns of the output.",
     )
-    qk_clip: float = Field(
-        0.0,
-        ge=0,
-        description="Limit of attention logits: after each update, the queries and keys of a head "
-        "whose largest logit in the step was above it are scaled down to it; 0: no limit.",
-    )
     adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
     groups: tuple[MuonGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
@@ -137,10 +131,6 @@ class Muon(OptimizerConfig):
             optimizer.iterate = _for_any_shape(compiled(newton_schulz))
         how = "compiled" if compiled else "not compiled, as [compile] is off"
         logger.info("%s; Newton-Schulz in %s is %s", optimizer.exchange, self.ns_dtype, how)
-
-    @property
-    def logit_limit(self) -> float:
-        return self.qk_clip
 
     @property
     def rounds_state(self) -> bool:
@@ -203,10 +193,6 @@ class Muon(OptimizerConfig):
         shardings = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
         plan = UpdatePlan(shardings, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
-
-    def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
-        if self.qk_clip:
-            yield f"heads are scaled down whose attention logits are above {self.qk_clip:g}"
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
         """Return the areas of a parameter that are orthogonalized separately."""

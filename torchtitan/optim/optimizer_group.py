@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.optim.grouping import Assignment, assign, build_all
-from torchtitan.optim.low_bit import size
 from torchtitan.optim.norm import global_norm, local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
@@ -86,8 +85,8 @@ class Optimizers:
     def state_dict(self) -> dict[str, Tensor]:
         """Return `{"<parameter>.<state>": tensor}`, to save or to load into.
 
-        The tensors are live, except states stored in few bits. Call `load_state_dict` after
-        loading.
+        The tensors are live, except states that are saved in another form. Call `load_state_dict`
+        after loading.
         """
         for optimizer, rule in self.rules.items():
             if not optimizer.state:
@@ -110,7 +109,7 @@ class Optimizers:
 
     def state_bytes(self) -> int:
         """Return the bytes of all states on this rank, as stored."""
-        return sum(size(state) for _, state in self.states())
+        return sum(rule.size(state) for _, rule, state in self._states())
 
     def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
         for optimizer, rule in self.rules.items():

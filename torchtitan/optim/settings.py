@@ -16,6 +16,7 @@ from torch import Size, Tensor
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.optim.matrices import MatrixSharding
+from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -66,6 +67,10 @@ class UpdateRule(Config):
 
     def restore(self, state: Tensor, saved: Tensor) -> None:
         """Restore a state from the tensor of `saved`, after a checkpoint was read into it."""
+
+    def size(self, state: Tensor) -> int:
+        """Return the bytes of a state on this rank."""
+        return local(state).nbytes
 
     def state_bytes(self, parameter_bytes: int) -> float:
         """Return a lower bound on the bytes of state per parameter."""
@@ -174,9 +179,13 @@ class OptimizerConfig(UpdateRule):
     )
 
     @property
-    def logit_limit(self) -> float:
-        """Maximum attention logit, above which heads are scaled down; 0 disables scaling."""
-        return 0.0
+    def features(self) -> tuple[str, ...]:
+        """Names of the features that a run with it has: keys of `torchtitan.features.FEATURES`."""
+        return ()
+
+    @property
+    def title(self) -> str:
+        return self.name
 
     @property
     def rounded_by(self) -> str:
@@ -200,6 +209,10 @@ class OptimizerConfig(UpdateRule):
         """
         if self.sends:
             raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+        return iter(())
+
+    def messages(self, parts: Sequence[Any]) -> Iterator[Any]:
+        """Yield other communication for it in a step: `Traffic`, by each `Part` on a rank."""
         return iter(())
 
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:

@@ -93,6 +93,10 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
     block.forward = recomputed
 
 
+KEPT_OPERATORS = set[Any]()
+"""Operators whose results selective recomputation keeps too, from modules that define them."""
+
+
 def _save_expensive_operators() -> Any:
     """Create the contexts of one block's forward and recomputation.
 
@@ -100,13 +104,12 @@ def _save_expensive_operators() -> Any:
     """
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
-    dear = {
+    dear = KEPT_OPERATORS | {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torchtitan.context_attention.default,
-        torch.ops.torchtitan.largest_logits.default,
         # A reduce-scatter's output is small and blocks every rank; an all-gather's is large.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }

@@ -180,6 +180,8 @@ def test_training_learns_words(tmp_path: Path) -> None:
     path = train_tokenizer(str(documents), None, 266, str(tmp_path / "out"), documents=10)
     assert path == tmp_path / "out" / "tokenizer.json"
     assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
+    with pytest.raises(ConfigError, match=rf"{path}: exists already"):
+        train_tokenizer(str(documents), None, 300, str(tmp_path / "out"))
     tokenizer = load_tokenizer(str(path.parent))
     assert tokenizer.vocab_size == 266
     assert len(tokenizer.encode("hello hello world")) < 8 < len(tokenizer.encode("quixotic jazz"))

@@ -15,7 +15,7 @@ from torchtitan.tools import cli
 from torchtitan.tools.explain.advice import MEASURING, RULES, Advice, advise
 from torchtitan.tools.explain.facts import Facts, Traces, read_facts
 from torchtitan.tools.explain.page import page
-from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
+from torchtitan.tools.explain.slowest_ranks import Slowest, slowest_by_phase
 
 RECIPE = """
 [model]

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.config import ConfigError
 from torchtitan.tools.explain.intervals import length, union, within, without
-from torchtitan.tools.explain.trace import Operator, Share, read_trace
+from torchtitan.tools.explain.trace_summary import Operator, Share, read_trace
 
 MAIN, WORKER = 1, 2
 

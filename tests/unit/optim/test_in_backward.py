@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from tests.named import named
 from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.in_backward import InBackward
-from torchtitan.optim.low_bit import StateDtype
 
 
 def network() -> nn.Module:
@@ -29,14 +28,16 @@ def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[
 
 CONFIGS = [
     AdamW(lr=0.1, no_weight_decay_on=("norms",)),
-    AdamW(lr=0.1, state_dtype="bfloat16"),
-    AdamW(lr=0.1, state_dtype="8bit"),
     SGD(lr=0.01, momentum=0.9),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_it_is_the_step_after_the_backward(config: OptimizerConfig) -> None:
+    is_the_step_after_the_backward(config)
+
+
+def is_the_step_after_the_backward(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("force_eager")
     after, during = network(), network()
     expected, norms = train(after, Optimizers(named(after), config))
@@ -48,8 +49,11 @@ def test_it_is_the_step_after_the_backward(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.parametrize("dtype", ["parameter", "bfloat16"])
-def test_one_gradient_is_alive_at_a_time(dtype: StateDtype) -> None:
+def test_one_gradient_is_alive_at_a_time() -> None:
+    one_gradient_is_alive_at_a_time(AdamW())
+
+
+def one_gradient_is_alive_at_a_time(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("force_eager")
     alive: list[int] = []
     model = network()
@@ -59,7 +63,7 @@ def test_one_gradient_is_alive_at_a_time(dtype: StateDtype) -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
-    train(model, InBackward(named(model), AdamW(state_dtype=dtype), None, lambda parameters: None))
+    train(model, InBackward(named(model), config, None, lambda parameters: None))
     largest = max(parameter.nbytes for parameter in model.parameters())
     assert len(alive) == 4 * 12
     assert max(alive) == largest

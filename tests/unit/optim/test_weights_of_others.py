@@ -12,6 +12,7 @@ from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, OptimizerConfig, Optimizers
+from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.offload import Offloaded
 from torchtitan.step import StepOptimizers
@@ -22,11 +23,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {},
     "offloaded": {"offload_states": True},
     "in the backward": {"early_step_in_backward": True},
-    "low bit": {"state_dtype": "8bit"},
-    "low bit, offloaded": {"state_dtype": "8bit", "offload_states": True},
-    "low bit, in the backward": {"state_dtype": "8bit", "early_step_in_backward": True},
-    "low bit part": {"adamw": {"state_dtype": "8bit"}},
 }
+STORAGES = [name for name in STATE_DTYPES if name != "parameter"]
+for storage in STORAGES:
+    few = {"state_dtype": storage}
+    WAYS |= {
+        storage: few,
+        f"{storage}, offloaded": {**few, "offload_states": True},
+        f"{storage}, in the backward": {**few, "early_step_in_backward": True},
+        f"{storage} part": {"adamw": few},
+    }
 RATE = 1e-3
 FAR = 5.0
 """Much farther than updates at this rate take a weight."""
@@ -81,7 +87,7 @@ def backward(network: nn.Module, optimizers: StepOptimizers) -> None:
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchao would compile takes a minute."""
-    monkeypatch.setattr("torchtitan.optim.low_bit.torch.compile", lambda function, **_: function)
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
@@ -129,4 +135,4 @@ def test_weights_that_are_loaded_are_updated_next(name: str, way: str) -> None:
 def test_the_cases_include_every_optimizer() -> None:
     assert {case.values[0] for case in CASES} == OPTIMIZERS.keys()
     ways = {case.values for case in CASES}
-    assert {("AdamW", way) for way in ("offloaded", "in the backward", "low bit")} <= ways
+    assert {("AdamW", way) for way in ("offloaded", "in the backward", *STORAGES)} <= ways

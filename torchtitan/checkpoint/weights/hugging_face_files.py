@@ -136,6 +136,8 @@ def write_hugging_face(
         file = file if len(shards) > 1 else "model.safetensors"
         # Unnamed, so that the tensors are freed before the next are read.
         save_file({name: weights.read(name) for name in names}, folder / file, {"format": "pt"})
+        # safetensors makes files that only their owner can read, whatever the umask.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         places |= dict.fromkeys(names, file)
         logger.info("wrote %s", file)
     if len(shards) > 1:

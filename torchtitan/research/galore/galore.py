@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Context, Problem
-from torchtitan.optim import low_bit
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.norm import local
@@ -169,7 +168,7 @@ class GaLore(AdamWRule, OptimizerConfig):
     def describe(self, states: Iterable[tuple[str, Tensor]]) -> str | None:
         found = list(states)
         sizes = {
-            key: sum(low_bit.size(state) for name, state in found if name.endswith(f".{key}"))
+            key: sum(self.size(state) for name, state in found if name.endswith(f".{key}"))
             for key in ("exp_avg", "exp_avg_sq", "projector")
         }
         moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
@@ -202,7 +201,8 @@ class LowRankAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[ParameterGroup], config: GaLore) -> None:
         super().__init__([group.options() for group in groups], {})
         self.config = config
-        self.adam = low_bit.CompiledAdam(decoupled=True) if config.is_compiled else adam
+        self.storage = config.storage
+        self.adam = self.storage.update() or adam
         self.projections: dict[Tensor, Projection] = {}
         for group in groups:
             rule: Any = group.rule
@@ -214,9 +214,9 @@ class LowRankAdamW(torch.optim.Optimizer):
 
     def _zeros(self, projection: Projection) -> dict[str, Tensor]:
         weight = local(projection.parameter.tensor).detach()
-        part, dtype = weight.new_zeros(projection.rows, projection.rank), self.config.state_dtype
+        part = weight.new_zeros(projection.rows, projection.rank)
         moments = {
-            name: projection.state(low_bit.zeros(part, dtype, signed=name == "exp_avg"))
+            name: projection.state(self.storage.zeros(part, signed=name == "exp_avg"))
             for name in ("exp_avg", "exp_avg_sq")
         }
         columns = projection.columns.stop - projection.columns.start
@@ -252,7 +252,7 @@ class LowRankAdamW(torch.optim.Optimizer):
                 turn = projection.turned(old, basis)
                 for name, by in (("exp_avg", turn), ("exp_avg_sq", turn.square())):
                     moment = local(state[name])
-                    moment.copy_(low_bit.dequantized(moment).to(by.dtype) @ by)
+                    moment.copy_(self.storage.values(moment).to(by.dtype) @ by)
             old.copy_(basis)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:

@@ -42,7 +42,8 @@ def list_checkpoints(paths: Paths) -> None:
     """List checkpoints: step, layout, size, digest, and whether their files are there."""
     from rich.console import Console
 
-    console = Console(width=None if on_terminal() else 200)
+    # Without a terminal every checkpoint has one line, whatever the length of its path.
+    console = Console(width=None if on_terminal() else 10_000)
     console.print(inspection.table([p for folder in paths for p in find(folder)]))
 
 

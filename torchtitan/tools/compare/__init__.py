@@ -2,10 +2,10 @@
 
 study      the variants to compare: a file, recipes, or one recipe varied
 prepare    checks each variant, and plans its runs
-launch     starts the runs, one after the other
-measure    numbers of a run; parity: whether two runs train the same
-gather     builds the report from all of them
-contents   the content of a report; render: the page and the Markdown
+running    starts the runs, one after the other
+measured_run  numbers of a run; parity: whether two runs train the same
+gather     builds the report (results) from all of them
+markdown   the report as text, with its verdict; html_page: the page, with plots
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,18 +18,19 @@ from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.tools.compare import render, words
 from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
-from torchtitan.tools.compare.launch import (
+from torchtitan.tools.compare.html_page import html_page
+from torchtitan.tools.compare.markdown import MISSING, byte_size, markdown, span
+from torchtitan.tools.compare.measured_run import MeasuredRun
+from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
+from torchtitan.tools.compare.results import Report
+from torchtitan.tools.compare.running import (
     is_done,
     launch_all,
     read_outcome,
     terminable,
     write_whole,
 )
-from torchtitan.tools.compare.measure import Measured
-from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
-from torchtitan.tools.compare.report import Report
 from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
 from torchtitan.tools.history import METRICS_FILE
 
@@ -78,7 +79,7 @@ def foreseen(job: JobConfig, ranks: int) -> str:
     """Estimate the memory of a rank and the bytes that it sends, by formula."""
     held, sent = of_rank(job, ranks), formulas(job, ranks)
     memory = "" if held is None else f"about {held.estimate().total / GIB:.3g} GiB a rank"
-    sends = "" if sent is None else words.byte_size(sum(size for _, size in sent.values()))
+    sends = "" if sent is None else byte_size(sum(size for _, size in sent.values()))
     return "; ".join(filter(None, (memory, sends and f"rank 0 sends {sends} a step")))
 
 
@@ -145,8 +146,8 @@ def summary(found: Report) -> Iterator[str]:
     for each in found.variants:
         line: str = each.status
         if each.tps is not None:
-            ratio = f"{each.ratio.median:.2f}" if each.ratio else words.MISSING
-            rounds = f" ({span})" if (span := words.span(each.ratio)) else ""
+            ratio = f"{each.ratio.median:.2f}" if each.ratio else MISSING
+            rounds = f" ({range})" if (range := span(each.ratio)) else ""
             speed = f"{each.tps.median:10,.0f} {each.unit}/s/device  x {ratio}{rounds}"
             line = f"{speed}  {each.parity.verdict}"
         yield f"{each.name:<{width}}  {line}"
@@ -156,8 +157,8 @@ def write(found: Report, folder: Path) -> None:
     """Write a report in all formats."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", found.to_json())
-    write_whole(folder / "report.md", render.markdown(found))
-    write_whole(folder / "report.html", render.html(found))
+    write_whole(folder / "report.md", markdown(found))
+    write_whole(folder / "report.html", html_page(found))
 
 
 def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int) -> Candidate:
@@ -166,7 +167,7 @@ def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int)
     if ready.problems:
         return Candidate(name, job, ranks, "cannot run", ready.problems)
     done = [task for task in own if is_done(task) and (task.folder / METRICS_FILE).is_file()]
-    runs = [(task, Measured(task.folder, task.round, task.seed, warmup, last)) for task in done]
+    runs = [(task, MeasuredRun(task.folder, task.round, task.seed, warmup, last)) for task in done]
     rounds = tuple(run for task, run in runs if task.folder.name.startswith("round"))
     seeds = tuple(run for task, run in runs if task.folder.name.startswith("seed"))
     failed = [(task, outcome) for task in own if (outcome := read_outcome(task.folder))]

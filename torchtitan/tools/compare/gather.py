@@ -20,9 +20,9 @@ from torchtitan.models import MODELS
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
-from torchtitan.tools.compare.measure import Measured, spread
+from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import compare_curves
-from torchtitan.tools.compare.report import Collectives, Parity, Report, Spread, Status, Variant
+from torchtitan.tools.compare.results import Collectives, Parity, Report, Spread, Status, Variant
 from torchtitan.tools.history import RunHistory, median
 
 SHARING = {
@@ -48,8 +48,8 @@ class Candidate:
     ranks: int
     status: Status
     reasons: tuple[str, ...] = ()
-    runs: tuple[Measured, ...] = ()
-    other_seeds: tuple[Measured, ...] = ()
+    runs: tuple[MeasuredRun, ...] = ()
+    other_seeds: tuple[MeasuredRun, ...] = ()
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
     if not history.reports:
         return Candidate(name, job, ranks, "failed", ("it ended before its first report",))
     seed = job.debug.seed if job else 0
-    run = Measured(folder, 1, seed, warmup, None)
+    run = MeasuredRun(folder, 1, seed, warmup, None)
     return Candidate(name, job, ranks, "ran", reasons, (run,))
 
 
@@ -159,7 +159,7 @@ def _ratio(each: Candidate, base: Candidate) -> Spread | None:
     return spread([ours / other for ours, other in pairs if ours and other])
 
 
-def _shares(runs: Sequence[Measured]) -> dict[str, float]:
+def _shares(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for run in runs:
         for name, each in run.seconds_by_phase().items():

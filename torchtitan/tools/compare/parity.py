@@ -18,23 +18,25 @@ import statistics
 from collections.abc import Sequence
 
 from torchtitan.job import JobConfig
-from torchtitan.tools.compare.report import Curve, CurveDifference, Parity
+from torchtitan.tools.compare.results import CurveDifference, Parity, RunCurve
 
 GROWTH = {"float32": 2.0**-20, "bfloat16": 2.0**-12}
 NORM = 30.0
 JUDGED = 10
+ALONG = ("steps", "units")
+"""Horizontal axes of a curve."""
 LAST = 3
 """One over the share of the last steps whose mean loss is compared with other seeds."""
 
 
 def compare_curves(
-    ours: Curve,
-    theirs: Curve,
-    our_norms: Curve,
-    their_norms: Curve,
+    ours: RunCurve,
+    theirs: RunCurve,
+    our_norms: RunCurve,
+    their_norms: RunCurve,
     jobs: Sequence[JobConfig],
-    others: Sequence[Curve],
-    our_others: Sequence[Curve] = (),
+    others: Sequence[RunCurve],
+    our_others: Sequence[RunCurve] = (),
 ) -> Parity:
     """Decide whether a variant trains the same run as the baseline.
 
@@ -75,26 +77,35 @@ def coarsest(jobs: Sequence[JobConfig]) -> str | None:
     return max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
 
 
-def difference(ours: Curve, theirs: Curve, growth: float) -> CurveDifference | None:
+def difference(ours: RunCurve, theirs: RunCurve, growth: float) -> CurveDifference | None:
     """Find the largest difference relative to its tolerance; None without common steps.
 
     The tolerance is `growth` times the step, in the steps that are judged; if `growth` is 0,
     nothing is judged and all steps are compared.
     """
-    baseline = dict(zip(theirs.steps, theirs.values, strict=True))
-    found: list[tuple[float, CurveDifference]] = []
-    for step, value in zip(ours.steps, ours.values, strict=True):
-        other = baseline.get(step)
-        if value is None or not other or (growth and step > JUDGED):
-            continue
-        apart, allowed = abs(value - other) / abs(other), growth * step
-        found.append((apart / allowed if allowed else apart, CurveDifference(apart, step, allowed)))
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    found = [
+        CurveDifference(apart, step, growth * step)
+        for step, apart in relative_differences(ours, theirs).items()
+        if not growth or step <= JUDGED
+    ]
+    return max(found, key=lambda one: one.largest / (one.tolerance or 1.0), default=None)
+
+
+def relative_differences(
+    ours: RunCurve, theirs: RunCurve, along: str = "steps"
+) -> dict[int, float]:
+    """Compute the differences by step, or by units, where both curves have a value."""
+    baseline = dict(zip(getattr(theirs, along), theirs.values, strict=True))
+    return {
+        place: abs(value - other) / abs(other)
+        for place, value in zip(getattr(ours, along), ours.values, strict=True)
+        if value is not None and (other := baseline.get(place))
+    }
 
 
 def _by_seeds(
-    ours: Sequence[Curve],
-    theirs: Sequence[Curve],
+    ours: Sequence[RunCurve],
+    theirs: Sequence[RunCurve],
     differences: tuple[CurveDifference | None, CurveDifference | None],
 ) -> Parity:
     """Judge by the spread over seeds; both lists start with the seed of the study."""
@@ -114,7 +125,7 @@ def _by_seeds(
     return Parity("within seeds" if apart <= chance else "differs", rule, *differences)
 
 
-def loss_at_end(curve: Curve) -> float | None:
+def loss_at_end(curve: RunCurve) -> float | None:
     """The mean over the last third of the steps; None if one of them is not finite."""
     last = curve.values[-max(len(curve.values) // LAST, 1) :]
     finite = [value for value in last if value is not None]

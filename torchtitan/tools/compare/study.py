@@ -124,54 +124,37 @@ def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
     settings = read_file(path, problems)
     if problems:
         raise RecipeError(problems)
-    common = _below(settings, ("common",))
+    known = "; and [common], [[variants]]"
     own = {key: value for key, value in settings.items() if key[0] not in ("common", "variants")}
     written, faults, _ = validate_all(Conditions, own)
-    for key, text in faults.items():
-        known = "; and [common], [[variants]]" if text.startswith("unknown") else ""
-        problems.append(f"{own[key].origin}: {'.'.join(key)}: {text}{known}")
+    problems += [
+        f"{own[key].origin}: {'.'.join(key)}: {text}{known * text.startswith('unknown')}"
+        for key, text in faults.items()
+    ]
     conditions = _changed(written, changes)
-    plans = list(_plans(path, settings, conditions, common, flags, problems))
-    if problems:
-        raise RecipeError(problems)
-    return _study(
-        path.stem, conditions, plans, str(path), settings.get(("baseline",), Setting("", "")).origin
-    )
-
-
-def _plans(
-    path: Path,
-    settings: Settings,
-    conditions: Conditions,
-    common: Settings,
-    flags: Sequence[str],
-    problems: list[str],
-) -> Iterator[VariantPlan]:
-    variants = settings.get(("variants",), Setting([], ""))
-    for number in range(len(variants.value) if isinstance(variants.value, list) else 0):
-        section = _below(settings, ("variants", str(number)))
+    common, plans = _below(settings, ("common",)), []
+    variants = settings.get(("variants",), Setting([], "")).value
+    for number in map(str, range(len(variants) if isinstance(variants, list) else 0)):
+        section = _below(settings, ("variants", number))
         keys: Settings = {
-            (name,): section.pop((name,)) for name in VariantKeys.model_fields if (name,) in section
+            (key,): section.pop((key,)) for key in VariantKeys.model_fields if (key,) in section
         }
-        header = settings["variants", str(number)].origin
         if ("name",) not in keys:
-            problems.append(f"{header}: variants.{number}: it has no name")
-            continue
+            origin = settings["variants", number].origin
+            problems.append(f"{origin}: variants.{number}: it has no name")
         variant, faults, _ = validate_all(VariantKeys, keys)
         problems += [
             f"{keys[key].origin}: variants.{number}.{key[0]}: {text}"
             for key, text in faults.items()
         ]
-        if faults:
-            continue
         recipe = variant.recipe or conditions.recipe
-        yield VariantPlan(
-            variant.name,
-            path.parent / recipe if recipe else None,
-            variant.ranks or conditions.ranks or 0,
-            (common, section),
-            tuple(flags),
-        )
+        place = path.parent / recipe if recipe else None
+        ranks = variant.ranks or conditions.ranks or 0
+        plans.append(VariantPlan(variant.name, place, ranks, (common, section), tuple(flags)))
+    if problems:
+        raise RecipeError(problems)
+    origin = settings.get(("baseline",), Setting("", "")).origin
+    return _study(path.stem, conditions, plans, str(path), origin)
 
 
 def of_recipes(
@@ -188,23 +171,19 @@ def of_recipes(
         wanted = "a study, recipes, a recipe and --vary, or folders of runs"
         raise RecipeError([f"compare: got nothing to compare; wanted {wanted}"])
     conditions = _changed(Conditions(), changes)
-    choices = [list(_choices(variation)) for variation in variations]
     plans = []
     several: list[Path | None] = [*paths] or [None]
-    for path in several:
-        for combination in itertools.product(*choices):
-            words = [word for _, word in combination]
-            names = [name for name, _ in combination]
-            if path is not None and (len(paths) > 1 or not names):
-                names.insert(0, path.stem)
-            plans.append(
-                VariantPlan(", ".join(names), path, conditions.ranks or 0, (), (*flags, *words))
-            )
+    combinations = list(itertools.product(*map(_choices, variations)))
+    for path, choices in itertools.product(several, combinations):
+        names = [name for name, _ in choices]
+        if path is not None and (len(paths) > 1 or not names):
+            names.insert(0, path.stem)
+        all_flags = (*flags, *(flag for _, flag in choices))
+        plans.append(VariantPlan(", ".join(names), path, conditions.ranks or 0, (), all_flags))
     stem = "_".join([path.stem for path in paths] or ["defaults"])
     if variations:
-        stem += "_by_" + "_".join(
-            variation.partition("=")[0].split(".")[-1] for variation in variations
-        )
+        keys = (variation.partition("=")[0].rpartition(".")[2] for variation in variations)
+        stem += "_by_" + "_".join(keys)
     return _study(stem, conditions, plans, "", "--baseline")
 
 
@@ -235,19 +214,18 @@ def _study(
     for name in names:
         if not slug(name):
             problems.append(f"{where}: a variant is called {show(name)}; wanted letters or digits")
-        elif slug(name) in taken:
-            other = taken[slug(name)]
-            problems.append(
-                f"{where}: variants {show(other)} and {show(name)} would share a folder"
-            )
+        elif other := taken.get(slug(name)):
+            both = f"{show(other)} and {show(name)}"
+            problems.append(f"{where}: variants {both} would share a folder")
         taken[slug(name)] = name
     baseline = conditions.baseline or (names[0] if names else "")
-    if names and baseline not in names:
-        got = f"{baseline_at or where}: baseline: got {show(baseline)}"
-        problems.append(f"{got}; {allowed_names(baseline, names)}")
-    for name in set(conditions.seeds_of) - set(names):
-        got = f"{where}: seeds_of: got {show(name)}"
-        problems.append(f"{got}; {allowed_names(name, names)}")
+    chosen = [(f"{baseline_at or where}: baseline", baseline)] if names else []
+    chosen += [(f"{where}: seeds_of", name) for name in conditions.seeds_of]
+    problems += [
+        f"{key}: got {show(name)}; {allowed_names(name, names)}"
+        for key, name in chosen
+        if name not in names
+    ]
     if problems:
         raise RecipeError(problems)
     return Study(

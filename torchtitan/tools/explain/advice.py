@@ -5,7 +5,7 @@ A rule names the keys of the recipe that would change the numbers. Some rules ne
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from torchtitan.tools.explain.facts import Facts
@@ -43,77 +43,9 @@ class Advice(NamedTuple):
         return list(dict.fromkeys(KEY.findall(self.attempt)))
 
 
-Rule = Callable[[Facts], Iterator[Advice]]
-
-
 def advise(facts: Facts) -> list[Advice]:
     """All advice that follows from the numbers, in the order of the rules."""
     return [advice for rule in RULES for advice in rule(facts)]
-
-
-def _data(facts: Facts) -> Iterator[Advice]:
-    if facts.share("data") > DATA:
-        workers = facts.recipe.get("data.num_workers")
-        yield Advice(
-            f"waiting for data takes {facts.share('data'):.0%} of a step",
-            f"read further ahead: data.num_workers (now {workers}), data.prefetch_factor; or put "
-            "the data on a faster disk",
-        )
-
-
-def _bubble(facts: Facts) -> Iterator[Advice]:
-    # A rank that is done with a batch waits for the others in `sync`.
-    share = facts.share("pipeline") + facts.share("sync")
-    if facts.layout.get("pp", 1) > 1 and share > BUBBLE:
-        schedule = facts.recipe.get("parallelism.pipeline_parallel_schedule")
-        yield Advice(
-            f"pipeline stages wait for each other {share:.0%} of a step",
-            "more microbatches in a batch: a larger training.local_batch_size, or a smaller "
-            "parallelism.pipeline_parallel_microbatch_size; or a schedule with a smaller bubble "
-            f"in parallelism.pipeline_parallel_schedule (now {schedule})",
-        )
-
-
-def _exposed(facts: Facts) -> Iterator[Advice]:
-    if facts.traces is None or not facts.traces.exposed:
-        return
-    # A rank that waits for a slow one has more of it.
-    share = min(facts.traces.exposed.values())
-    if share <= EXPOSED:
-        return
-    because = f"in the trace, exposed communication takes {share:.0%} of the time"
-    if facts.layout.get("dp_shard", 1) > 1:
-        reshard = facts.recipe.get("parallelism.fsdp_reshard_after_forward")
-        attempt = "a larger training.local_batch_size, so that there is more to compute for each"
-        if reshard != "never":
-            attempt += (
-                '; if memory allows, parallelism.fsdp_reshard_after_forward = "never" (now '
-                f'"{reshard}"), which gathers once less'
-            )
-        attempt += (
-            "; fewer ranks to gather from, with copies between: "
-            "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree"
-        )
-        yield Advice(because, attempt)
-    if facts.layout.get("tp", 1) > 1:
-        yield Advice(
-            because,
-            "fewer ranks in parallelism.tensor_parallel_degree (now "
-            f"{facts.layout['tp']}), which communicates within each layer"
-            + (", or parallelism.enable_async_tensor_parallel" if facts.on_cuda else ""),
-        )
-
-
-def _idle(facts: Facts) -> Iterator[Advice]:
-    if not facts.on_cuda or facts.traces is None or not facts.traces.idle:
-        return
-    share = min(facts.traces.idle.values())
-    if share > IDLE:
-        yield Advice(
-            f"in the trace, the device has nothing to do for {share:.0%} of the time",
-            "larger kernels, by a larger training.local_batch_size; or fewer to start, by "
-            "compile.enable, and compile.cuda_graphs where it can be",
-        )
 
 
 def _stragglers(facts: Facts) -> Iterator[Advice]:
@@ -137,9 +69,25 @@ def _stragglers(facts: Facts) -> Iterator[Advice]:
             )
 
 
-def _agree(facts: Facts) -> Iterator[Advice]:
-    has_others = (facts.ranks or 1) > 1 and facts.layout.get("pp", 1) == 1
-    if facts.share("sync") > AGREE and has_others:
+def _waiting(facts: Facts) -> Iterator[Advice]:
+    if facts.share("data") > DATA:
+        yield Advice(
+            f"waiting for data takes {facts.share('data'):.0%} of a step",
+            f"read further ahead: data.num_workers (now {facts.recipe.get('data.num_workers')}), "
+            "data.prefetch_factor; or put the data on a faster disk",
+        )
+    has_stages = facts.layout.get("pp", 1) > 1
+    # A rank that is done with a batch waits for the others in `sync`.
+    share = facts.share("pipeline") + facts.share("sync")
+    if has_stages and share > BUBBLE:
+        schedule = facts.recipe.get("parallelism.pipeline_parallel_schedule")
+        yield Advice(
+            f"pipeline stages wait for each other {share:.0%} of a step",
+            "more microbatches in a batch: a larger training.local_batch_size, or a smaller "
+            "parallelism.pipeline_parallel_microbatch_size; or a schedule with a smaller bubble "
+            f"in parallelism.pipeline_parallel_schedule (now {schedule})",
+        )
+    if not has_stages and (facts.ranks or 1) > 1 and facts.share("sync") > AGREE:
         yield Advice(
             f"ranks wait {facts.share('sync'):.0%} of a step to agree on it",
             "one of them comes late: see the slowest ranks above, and the data, which is read "
@@ -147,82 +95,97 @@ def _agree(facts: Facts) -> Iterator[Advice]:
         )
 
 
+def _traced(facts: Facts) -> Iterator[Advice]:
+    if facts.traces is None or not facts.traces.exposed:
+        return
+    # A rank that waits for a slow one has more of it.
+    exposed, idle = min(facts.traces.exposed.values()), min(facts.traces.idle.values())
+    because = f"in the trace, exposed communication takes {exposed:.0%} of the time"
+    if exposed > EXPOSED and facts.layout.get("dp_shard", 1) > 1:
+        reshard = facts.recipe.get("parallelism.fsdp_reshard_after_forward")
+        once_less = (
+            '; if memory allows, parallelism.fsdp_reshard_after_forward = "never" (now '
+            f'"{reshard}"), which gathers once less'
+        )
+        yield Advice(
+            because,
+            "a larger training.local_batch_size, so that there is more to compute for each"
+            f"{once_less * (reshard != 'never')}"
+            "; fewer ranks to gather from, with copies between: "
+            "parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree",
+        )
+    if exposed > EXPOSED and facts.layout.get("tp", 1) > 1:
+        yield Advice(
+            because,
+            "fewer ranks in parallelism.tensor_parallel_degree (now "
+            f"{facts.layout['tp']}), which communicates within each layer"
+            + (", or parallelism.enable_async_tensor_parallel" if facts.on_cuda else ""),
+        )
+    if facts.on_cuda and idle > IDLE:
+        yield Advice(
+            f"in the trace, the device has nothing to do for {idle:.0%} of the time",
+            "larger kernels, by a larger training.local_batch_size; or fewer to start, by "
+            "compile.enable, and compile.cuda_graphs where it can be",
+        )
+
+
 def _optimizer(facts: Facts) -> Iterator[Advice]:
     share, recipe = facts.share("optimizer"), facts.recipe
-    if share <= OPTIMIZER:
-        return
-    ways = [f"a larger training.global_batch_size has fewer updates for as many {facts.unit}"]
-    if recipe.get("optimizer.implementation", "fused") != "fused":
-        ways.insert(0, 'optimizer.implementation = "fused"')
-    for key in ("optimizer.offload_states", "training.enable_cpu_offload"):
-        if recipe.get(key):
-            ways.insert(0, f"{key} = false, if memory allows: the host makes the updates")
-    yield Advice(f"updates take {share:.0%} of a step", "; or ".join(ways))
+    if share > OPTIMIZER:
+        ways = [
+            f"{key} = false, if memory allows: the host makes the updates"
+            for key in ("training.enable_cpu_offload", "optimizer.offload_states")
+            if recipe.get(key)
+        ]
+        if recipe.get("optimizer.implementation", "fused") != "fused":
+            ways.append('optimizer.implementation = "fused"')
+        ways.append(
+            f"a larger training.global_batch_size has fewer updates for as many {facts.unit}"
+        )
+        yield Advice(f"updates take {share:.0%} of a step", "; or ".join(ways))
 
 
-def _checkpoint(facts: Facts) -> Iterator[Advice]:
-    share = facts.share_of_pause("checkpoint")
+def _between_steps(facts: Facts) -> Iterator[Advice]:
+    recipe, share = facts.recipe, facts.share_of_pause("checkpoint")
     if share > CHECKPOINT:
-        mode, interval = (facts.recipe.get(f"checkpoint.{k}") for k in ("async_mode", "interval"))
-        attempt = f"save less often: checkpoint.interval (now {interval})"
-        if mode == "disabled":
-            attempt = (
-                f'checkpoint.async_mode = "async", which writes beside the training; or {attempt}'
-            )
-        because = f"saving checkpoints takes {share:.0%} of the time"
-        yield Advice(because, attempt)
-
-
-def _measuring(facts: Facts) -> Iterator[Advice]:
+        in_background = 'checkpoint.async_mode = "async", which writes beside the training; or '
+        yield Advice(
+            f"saving checkpoints takes {share:.0%} of the time",
+            in_background * (recipe.get("checkpoint.async_mode") == "disabled")
+            + f"save less often: checkpoint.interval (now {recipe.get('checkpoint.interval')})",
+        )
     for pause, key in MEASURING.items():
         if facts.share_of_pause(pause) > MEASURED:
             yield Advice(
                 f"{pause} takes {facts.share_of_pause(pause):.0%} of the time",
-                f"a larger {key} (now {facts.recipe.get(key)})",
+                f"a larger {key} (now {recipe.get(key)})",
             )
+    startup, compiling = facts.startup_s, facts.compile_s or 0.0
+    if startup is not None and compiling > STARTUP * (startup + facts.reported_s):
+        yield Advice(
+            f"the compiler takes {compiling / (startup + facts.reported_s):.0%} of the time so far",
+            "compile.cache_folder on a disk that stays, so that the next start finds the graphs",
+        )
 
 
-def _memory(facts: Facts) -> Iterator[Advice]:
-    if not facts.on_cuda or facts.memory_pct is None:
-        return
+def _device(facts: Facts) -> Iterator[Advice]:
     mode = facts.recipe.get("activation_checkpoint.mode")
-    if facts.memory_pct < ROOM:
-        less = (
-            ""
-            if mode == "none"
-            else f'less recomputation: activation_checkpoint.mode (now "{mode}"); or '
-        )
+    now = f'activation_checkpoint.mode (now "{mode}")'
+    used = facts.memory_pct if facts.on_cuda else None
+    if used is not None and used < ROOM:
         yield Advice(
-            f"at most {facts.memory_pct:.0f}% of the device's memory is used",
-            f"{less}a larger training.local_batch_size",
+            f"at most {used:.0f}% of the device's memory is used",
+            f"less recomputation: {now}; or " * (mode != "none")
+            + "a larger training.local_batch_size",
         )
-    elif facts.memory_pct > TIGHT:
+    if used is not None and used > TIGHT:
         yield Advice(
-            f"{facts.memory_pct:.0f}% of the device's memory is used, and torch may spend time on "
-            "finding more",
-            "a smaller training.local_batch_size, or more recomputation: "
-            f'activation_checkpoint.mode (now "{mode}")',
+            f"{used:.0f}% of the device's memory is used, and torch may spend time on finding more",
+            f"a smaller training.local_batch_size, or more recomputation: {now}",
         )
-
-
-def _compile(facts: Facts) -> Iterator[Advice]:
     is_low = facts.mfu is not None and facts.mfu < LOW_MFU
     if facts.on_cuda and is_low and facts.recipe.get("compile.enable") is False:
-        yield Advice(
-            f"MFU is {facts.mfu:.1%}, and nothing is compiled",
-            "compile.enable = true",
-        )
-
-
-def _startup(facts: Facts) -> Iterator[Advice]:
-    startup, compiling = facts.startup_s, facts.compile_s or 0.0
-    if startup is None or compiling <= STARTUP * (startup + facts.reported_s):
-        return
-    share = compiling / (startup + facts.reported_s)
-    yield Advice(
-        f"the compiler takes {share:.0%} of the time so far",
-        "compile.cache_folder on a disk that stays, so that the next start finds the graphs",
-    )
+        yield Advice(f"MFU is {facts.mfu:.1%}, and nothing is compiled", "compile.enable = true")
 
 
 def _skipped(facts: Facts) -> Iterator[Advice]:
@@ -234,7 +197,4 @@ def _skipped(facts: Facts) -> Iterator[Advice]:
         )
 
 
-RULES: Final[tuple[Rule, ...]] = (
-    *(_stragglers, _data, _bubble, _exposed, _idle, _agree, _optimizer),
-    *(_checkpoint, _measuring, _startup, _memory, _compile, _skipped),
-)
+RULES: Final = (_stragglers, _waiting, _traced, _optimizer, _between_steps, _device, _skipped)

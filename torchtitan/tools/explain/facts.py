@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.device import peak_flops
-from torchtitan.tools.explain.stragglers import Slowest, slowest_by_phase
-from torchtitan.tools.explain.trace import read_trace
+from torchtitan.tools.explain.slowest_ranks import Slowest, slowest_by_phase
+from torchtitan.tools.explain.trace_summary import read_trace
 from torchtitan.tools.history import Row, RunHistory, RunState, median, seconds_of, traces_in
 
 # A trace may be of hundreds of megabytes.

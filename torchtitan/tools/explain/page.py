@@ -7,7 +7,7 @@ from typing import Final
 
 from torchtitan.tools.explain.advice import Advice
 from torchtitan.tools.explain.facts import Facts, Traces
-from torchtitan.tools.explain.stragglers import Slowest
+from torchtitan.tools.explain.slowest_ranks import Slowest
 from torchtitan.tools.history import show
 
 WIDTH: Final = 100

@@ -29,28 +29,28 @@ def slowest_by_phase(events: Mapping[int, Sequence[Row]], stages: int = 1) -> li
 
     Ranks of different pipeline `stages` have different work.
     """
-    rows = {rank: steps_of_last_launch(of_rank) for rank, of_rank in events.items()}
-    if len(rows) < 2:
+    logs = {rank: _reports_of_last_launch(events[rank]) for rank in sorted(events)}
+    if len(logs) < 2:
         return []
-    common = sorted(set.intersection(*(set(of_rank) for of_rank in rows.values())))[1:]
-    percents: defaultdict[str, defaultdict[int, list[float]]]
-    percents = defaultdict(lambda: defaultdict(list))
-    ranks = sorted(rows)
+    common = sorted(set.intersection(*map(set, logs.values())))[1:]
+    percents: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for step in common:
-        each = [rows[rank][step] for rank in ranks]
-        seconds = {phase: [_work(phase, row) for row in each] for phase in WORK}
-        whole = statistics.fmean(_step_seconds(row) for row in each)
-        for one in slowest(seconds, whole, stages):
-            percents[one.phase][ranks[one.rank]].append(one.percent)
+        reports = [log[step] for log in logs.values()]
+        work = {phase: [_seconds(phase, row) for row in reports] for phase in WORK}
+        wall = statistics.fmean(
+            sum(row["wall"].get(phase, 0.0) for phase in PHASES) / row["steps"] for row in reports
+        )
+        for one in slowest(work, wall, stages):
+            percents[one.phase].append(([*logs][one.rank], one.percent))
     found = []
-    for phase, by_rank in percents.items():
-        counts = Counter({rank: len(of_rank) for rank, of_rank in by_rank.items()})
-        [(rank, times)] = counts.most_common(1)
-        found.append(Slowest(phase, rank, statistics.median(by_rank[rank]), times / len(common)))
+    for phase, each in percents.items():
+        [(rank, times)] = Counter(rank for rank, _ in each).most_common(1)
+        percent = statistics.median(percent for other, percent in each if other == rank)
+        found.append(Slowest(phase, rank, percent, times / len(common)))
     return found
 
 
-def steps_of_last_launch(events: Sequence[Row]) -> dict[int, Row]:
+def _reports_of_last_launch(events: Sequence[Row]) -> dict[int, Row]:
     """The reports of a rank by step, since its process was last started."""
     found: dict[int, Row] = {}
     for row in events:
@@ -62,10 +62,6 @@ def steps_of_last_launch(events: Sequence[Row]) -> dict[int, Row]:
     return found
 
 
-def _work(phase: str, row: Row) -> float:
+def _seconds(phase: str, row: Row) -> float:
     spent = Spent(row["wall"].get(phase, 0.0), row["busy"].get(phase, 0.0))
     return worked(phase, spent) / int(row["steps"])
-
-
-def _step_seconds(row: Row) -> float:
-    return sum(float(row["wall"].get(phase, 0.0)) for phase in PHASES) / int(row["steps"])

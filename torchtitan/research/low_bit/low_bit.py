@@ -17,12 +17,14 @@ Loaded into the blocks it came from, it is the same to the bit: see `fill`.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from torchtitan.optim.adam import AdamRule, MomentStorage, Update
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import ParameterGroup
@@ -30,7 +32,7 @@ from torchtitan.torch_private.compiler import any_number_of_shapes
 from torchtitan.torch_private.dtensor import laid_out_as
 from torchtitan.torch_private.torchao import quiet_torchao
 
-StateDtype = Literal["parameter", "bfloat16", "float8", "8bit", "4bit"]
+StateDtype = Literal["bfloat16", "float8", "8bit", "4bit"]
 
 SMALLEST = 4096
 """Minimum number of elements of a quantized tensor."""
@@ -38,6 +40,70 @@ BLOCK = {"float8": 256, "8bit": 256, "4bit": 128}
 """Elements per block."""
 BYTES = {"bfloat16": 4.0, "float8": 2 + 8 / 256, "8bit": 2 + 8 / 256, "4bit": 1 + 8 / 128}
 """Bytes per parameter of both moments: codes, and a scale of 4 bytes per block."""
+
+
+@dataclass(frozen=True)
+class LowBitStorage(MomentStorage):
+    """Storage of Adam's moments in few bits."""
+
+    dtype: StateDtype
+    rounds = True
+    is_compiled = True
+
+    def build(self, rule: AdamRule, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        return LowBitAdam(groups, self, decoupled=rule.decoupled)
+
+    def zeros(self, part: Tensor, *, signed: bool) -> Tensor:
+        """Return a zero moment with the shape of `part`; quantized if worthwhile."""
+        if self.dtype == "bfloat16":
+            return torch.zeros_like(part, dtype=torch.bfloat16)
+        if part.numel() < SMALLEST or part.numel() % BLOCK[self.dtype]:
+            return torch.zeros_like(part)
+        return _quantized_zeros(part, self.dtype, signed)
+
+    def update(self) -> Update:
+        return CompiledAdam(decoupled=True)
+
+    def values(self, part: Tensor) -> Tensor:
+        own: Any = part
+        found: Tensor = own.dequantize() if is_quantized(part) else part
+        return found
+
+    def saved(self, state: Tensor) -> Tensor:
+        """Return the values of a state: itself, or a dequantized float32 copy in host memory."""
+        if not is_quantized(state):
+            return state
+        return laid_out_as(state, self.values(local(state)).cpu())
+
+    def restore(self, state: Tensor, saved: Tensor) -> None:
+        fill(state, saved)
+
+    def size(self, state: Tensor) -> int:
+        own: Any = local(state)
+        return own.codes.nbytes + own.scale.nbytes if is_quantized(state) else super().size(state)
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return BYTES[self.dtype]
+
+    def describe(self, states: Iterable[tuple[str, Tensor]]) -> str:
+        """Describe the bytes stored on this rank, and the states left unquantized and why."""
+        moments = [moment for name, moment in states if not name.endswith(".step")]
+        elements = sum(local(moment).numel() for moment in moments)
+        few = [moment for moment in moments if is_quantized(moment)]
+        bits = sum(local(moment).numel() for moment in few)
+        message = (
+            f"optimizer states in {self.dtype}: {sum(map(self.size, moments)):,} bytes for "
+            f"{elements:,} values"
+        )
+        if self.dtype != "bfloat16":
+            rest = len(moments) - len(few)
+            message += (
+                f"; {bits:,} values in {len(few)} tensors are quantised, {elements - bits:,} in "
+                f"{rest} stay as the parameters are (embeddings, and tensors of which this rank "
+                f"has fewer than {SMALLEST} elements, or no multiple of the block of "
+                f"{BLOCK[self.dtype]})"
+            )
+        return f"{message}; the update is compiled in the first step, once for each shape"
 
 
 class LowBitAdam(torch.optim.Optimizer):
@@ -51,7 +117,7 @@ class LowBitAdam(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
-        dtype: StateDtype,
+        storage: LowBitStorage,
         *,
         decoupled: bool,
     ) -> None:
@@ -61,7 +127,7 @@ class LowBitAdam(torch.optim.Optimizer):
         super().__init__(tensors, {})
         self.update = CompiledAdam(decoupled)
         for parameter in (parameter for group in groups for parameter in group.parameters):
-            made = partial(_zeros, parameter, dtype)
+            made = partial(_zeros, parameter, storage)
             moments = {"exp_avg": made(signed=True), "exp_avg_sq": made(signed=False)}
             self.state[parameter.tensor] = {"step": torch.tensor(0.0), **moments}
 
@@ -118,23 +184,12 @@ class CompiledAdam:
         )
 
 
-def _zeros(parameter: NamedParameter, dtype: StateDtype, *, signed: bool) -> Tensor:
+def _zeros(parameter: NamedParameter, storage: LowBitStorage, *, signed: bool) -> Tensor:
     """Return a zero moment of a parameter, laid out as the parameter is."""
     part = local(parameter.tensor).detach()
-    is_embedding = parameter.role == "embedding" and dtype != "bfloat16"
-    made = torch.zeros_like(part) if is_embedding else zeros(part, dtype, signed=signed)
+    is_embedding = parameter.role == "embedding" and storage.dtype != "bfloat16"
+    made = torch.zeros_like(part) if is_embedding else storage.zeros(part, signed=signed)
     return laid_out_as(parameter.tensor, made)
-
-
-def zeros(part: Tensor, dtype: StateDtype, *, signed: bool) -> Tensor:
-    """Return a zero moment with the shape of `part`, a plain tensor; quantized if worthwhile."""
-    if dtype == "parameter":
-        return torch.zeros_like(part)
-    if dtype == "bfloat16":
-        return torch.zeros_like(part, dtype=torch.bfloat16)
-    if part.numel() < SMALLEST or part.numel() % BLOCK[dtype]:
-        return torch.zeros_like(part)
-    return _quantized_zeros(part, dtype, signed)
 
 
 def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
@@ -155,20 +210,6 @@ def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
 def is_quantized(state: Tensor) -> bool:
     """Whether a state, or this rank's part of it, is stored as codes."""
     return hasattr(local(state), "codes")
-
-
-def values(state: Tensor) -> Tensor:
-    """Return the values of a state: itself, or a dequantized float32 copy in host memory."""
-    if not is_quantized(state):
-        return state
-    return laid_out_as(state, dequantized(local(state)).cpu())
-
-
-def dequantized(part: Tensor) -> Tensor:
-    """Return the values of a plain tensor, dequantized if it is quantized."""
-    own: Any = part
-    found: Tensor = own.dequantize() if is_quantized(part) else part
-    return found
 
 
 @torch.no_grad()
@@ -229,27 +270,7 @@ def _packed(own: Any, codes: Tensor) -> Tensor:
     return (codes[:, ::2] << 4) | codes[:, 1::2] if len(own.qmap) == 16 else codes
 
 
-def size(state: Tensor) -> int:
-    """Return the bytes of a state on this rank."""
-    own: Any = local(state)
-    kept = (own.codes, own.scale) if is_quantized(state) else (own,)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-
-def describe(dtype: StateDtype, states: Iterable[tuple[str, Tensor]]) -> str:
-    """Describe the bytes stored on this rank by format, and the states left unquantized and why."""
-    moments = [moment for name, moment in states if not name.endswith(".step")]
-    elements = sum(local(moment).numel() for moment in moments)
-    few = [moment for moment in moments if is_quantized(moment)]
-    bits = sum(local(moment).numel() for moment in few)
-    message = (
-        f"optimizer states in {dtype}: {sum(map(size, moments)):,} bytes for {elements:,} values"
-    )
-    if dtype != "bfloat16":
-        rest = len(moments) - len(few)
-        message += (
-            f"; {bits:,} values in {len(few)} tensors are quantised, {elements - bits:,} in {rest} "
-            "stay as the parameters are (embeddings, and tensors of which this rank has fewer than "
-            f"{SMALLEST} elements, or no multiple of the block of {BLOCK[dtype]})"
-        )
-    return f"{message}; the update is compiled in the first step, once for each shape"
+BFLOAT16 = LowBitStorage("bfloat16")
+FLOAT8 = LowBitStorage("float8")
+EIGHT_BITS = LowBitStorage("8bit")
+FOUR_BITS = LowBitStorage("4bit")

@@ -1,14 +1,9 @@
-"""A comparison in words: the verdict as sentences, and the notation of numbers.
-
-The text is plain, for any form of a report; the only thing computed is which ratio is the greatest.
-A number that was not measured is `MISSING`, never zero.
-"""
+"""The results of a comparison in sentences; only the greatest ratio is computed."""
 
 from collections.abc import Iterable
 
-from torchtitan.tools.compare.report import Report, Spread, Variant
+from torchtitan.tools.compare.results import Report, Variant
 
-MISSING = "-"
 SAME = ("baseline", "same", "within seeds")
 """Verdicts of variants that train the run that the baseline trains."""
 
@@ -81,48 +76,3 @@ def quoted(name: str) -> str:
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(map(quoted, names))
-
-
-def count(value: float | None) -> str:
-    """Format units, or units per second: 12,345; small numbers with three digits."""
-    if value is None:
-        return MISSING
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def digits(value: float | None, unit: str = "") -> str:
-    """Format a number with four significant digits."""
-    return MISSING if value is None else f"{value:.4g}{unit and ' ' + unit}"
-
-
-def share(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.1%}".replace("%", " %")
-
-
-def byte_size(value: float | None) -> str:
-    """Format bytes in powers of 1000, as on the axes of plots."""
-    if value is None:
-        return MISSING
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.4g} {unit}"
-
-
-def median(spread: Spread | None) -> str:
-    return MISSING if spread is None else count(spread.median)
-
-
-def quartiles(spread: Spread | None) -> str:
-    """The range of the middle half of the values, if there are several."""
-    if spread is None or spread.count == 1:
-        return ""
-    return f"{count(spread.quartile_1)} to {count(spread.quartile_3)}"
-
-
-def span(spread: Spread | None) -> str:
-    """The minimum and maximum of ratios, if they are not all the same."""
-    if spread is None or spread.least == spread.most:
-        return ""
-    return f"{spread.least:.3f} to {spread.most:.3f}"

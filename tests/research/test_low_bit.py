@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.named import named
+from tests.recipes.test_bad_recipes import lacks
+from tests.unit.optim import test_in_backward
+from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
-from torchtitan.optim.low_bit import StateDtype, is_quantized, size
 from torchtitan.optim.optimizer_group import local
+from torchtitan.research.low_bit.low_bit import StateDtype, is_quantized
 
 QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]
 LOW: list[StateDtype] = ["bfloat16", *QUANTIZED]
@@ -142,9 +145,12 @@ BYTES = {"parameter": 8.0, "bfloat16": 4.0, "float8": 2.0312, "8bit": 2.0312, "4
 def test_bytes_of_a_parameter(dtype: Any) -> None:
     """The table of docs/optimizers.md."""
     layer = nn.Linear(512, 512, bias=False)
-    optimizers = Optimizers(named(layer), AdamW(state_dtype=dtype))
+    config = AdamW(state_dtype=dtype)
+    optimizers = Optimizers(named(layer), config)
     optimizers.state_dict()  # makes what torch makes later
-    kept = sum(size(state) for name, state in optimizers.states() if not name.endswith("step"))
+    kept = sum(
+        config.size(state) for name, state in optimizers.states() if not name.endswith("step")
+    )
     assert kept / layer.weight.numel() == pytest.approx(BYTES[dtype], abs=1e-4)
 
 
@@ -152,6 +158,8 @@ COMPILED = """
 import torch
 from torch import nn
 from tests.named import named
+from tests.recipes.test_bad_recipes import lacks
+from tests.unit.optim import test_in_backward
 from torchtitan.optim import AdamW, Optimizers
 
 found = []
@@ -177,3 +185,23 @@ def test_compiled_it_is_the_same_and_says_nothing() -> None:
     )
     assert not any(noise in done.stderr for noise in ("torchao", "Enum", "Warning"))
     assert float(done.stdout) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+def test_updates_in_the_backward_are_those_after_it(dtype: StateDtype) -> None:
+    test_in_backward.is_the_step_after_the_backward(AdamW(lr=0.1, state_dtype=dtype))
+
+
+def test_one_gradient_is_alive_at_a_time() -> None:
+    test_in_backward.one_gradient_is_alive_at_a_time(AdamW(state_dtype="bfloat16"))
+
+
+def test_states_that_a_cpu_cannot_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(None, ["--optimizer.state_dtype", "4bit"], 1, "cpu").config
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert lacks(job, "cpu") == []
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert lacks(job, "cuda") == []
+    (problem,) = lacks(job, "cpu")
+    assert problem.path == "optimizer.state_dtype"
+    assert problem.message.startswith("its update is compiled, which on a CPU needs g++")

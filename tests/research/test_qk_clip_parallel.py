@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.layouts import FULL, OPERATORS, RING, ZBV, Case, case
-from tests.parallel import test_muon
+from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
+from tests.research import layouts
+from tests.research.layouts import installed
 from tests.runs import Part, Trace, assert_complete, compare, losses, parts, train
 from tests.tiers import tiers
 from torchtitan.device import Device
@@ -77,6 +79,33 @@ def is_the_run_of_one_rank(layout: Case) -> None:
     for rank, (trace, logits) in enumerate(found):
         assert logits == pytest.approx(largest, rel=1e-5)
         compare(trace, expected, f"rank {rank}")
+
+
+SIMPLE = installed({"SimpleFSDP 2": case(shard=2, sharding=layouts.SIMPLE)})
+
+
+@pytest.mark.parametrize("name", tiers(SIMPLE, []))
+def test_parameters_that_are_gathered_in_a_graph(name: str) -> None:
+    is_the_run_of_one_rank(SIMPLE[name])
+
+
+SENDING = {
+    "PP": test_collectives.MUON["FSDP 2 x PP 2"],
+    "CP": test_collectives.MUON["CP 2, ring, full recomputation"],
+    "CP, all at once": case(cp=2),
+    "CP, operators recomputed": case(cp=2, batch=4, recompute=OPERATORS),
+}
+
+
+@pytest.mark.parametrize("name", tiers(SENDING, ["CP, operators recomputed"]))
+def test_it_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.muon_sends_what_the_formulas_say(SENDING[name], monkeypatch, qk_clip=1.0)
+
+
+@pytest.mark.gate
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_logits_are_watched_in_compiled_blocks() -> None:
+    test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
 
 
 def scaled_rows(before: dict[str, Part], after: dict[str, Part]) -> dict[str, list[bool]]:

@@ -1,4 +1,4 @@
-"""The largest attention logit of each head in a step, for `optim.qk_clip`, which limits it.
+"""The largest attention logit of each head in a step, for `scaling`, which limits it.
 
 A logit is q k' / sqrt(E), an input of attention's softmax. Attention kernels do not keep logits, so
 they are computed again, one tile of the S x S at a time, without a gradient. Only logits of keys
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
+from torchtitan.parallel.activation_checkpoint import KEPT_OPERATORS
 from torchtitan.parallel.context import Cut
 from torchtitan.parallel.context_rotation import ROTATIONS
 from torchtitan.parallel.settings import ParallelismConfig
@@ -140,6 +141,9 @@ def largest_logits(
 @largest_logits.register_fake
 def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[1:2], dtype=torch.float32)
+
+
+KEPT_OPERATORS.add(torch.ops.torchtitan.largest_logits.default)
 
 
 def _largest(

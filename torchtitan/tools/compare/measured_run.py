@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.compare.launch import read_outcome
-from torchtitan.tools.compare.report import Curve, FinishedRun, Spread
-from torchtitan.tools.explain.trace import read_trace
+from torchtitan.tools.compare.results import FinishedRun, RunCurve, Spread
+from torchtitan.tools.compare.running import read_outcome
+from torchtitan.tools.explain.trace_summary import read_trace
 from torchtitan.tools.history import RunHistory, seconds_of
 
 NOT_RECORDED = "the run did not record its collectives (comm.trace_buf_size, save_events)"
@@ -23,7 +23,7 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(middle, low, high, min(values), max(values), len(values))
 
 
-class Measured:
+class MeasuredRun:
     """A finished run: its numbers in the steps that are measured."""
 
     def __init__(self, folder: Path, round: int, seed: int, warmup: int, last: int | None) -> None:
@@ -76,9 +76,9 @@ class Measured:
         )
         return phases | pauses if phases else {}
 
-    def curve(self, key: str) -> Curve:
+    def curve(self, key: str) -> RunCurve:
         """A value over all steps, including those that are not measured."""
-        return Curve(
+        return RunCurve(
             tuple(row["step"] for row in self.all),
             tuple(row["tokens"] for row in self.all),
             tuple(_finite(row[key]) for row in self.all),

@@ -59,7 +59,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceSummary:
     """The traced steps of one rank, in seconds, all steps together."""
 
     steps: int
@@ -85,7 +85,7 @@ class Event(NamedTuple):
     end: float
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> TraceSummary:
     """Summarize a Chrome trace of torch's profiler.
 
     Raises:
@@ -108,7 +108,7 @@ def read_trace(path: Path) -> Trace:
     return summarize(events)
 
 
-def summarize(events: Sequence[Event]) -> Trace:
+def summarize(events: Sequence[Event]) -> TraceSummary:
     """Summarize the events of one rank."""
     steps = [e for e in events if e.category == "user_annotation" and e.name.startswith(STEP)]
     on_device = [e for e in events if e.category in ON_DEVICE]
@@ -120,7 +120,7 @@ def summarize(events: Sequence[Event]) -> Trace:
         name: Share(*map(length, (own, within(own, compute), within(own, exposed))))
         for name, own in _phases(events, "gpu_" if on_device else "").items()
     }
-    return Trace(
+    return TraceSummary(
         steps=len({step.name for step in steps}),
         span=length(whole),
         compute=length(compute),

@@ -24,7 +24,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Curve:
+class RunCurve:
     """One value over the steps of a run, in the order of the steps."""
 
     steps: tuple[int, ...]
@@ -122,9 +122,9 @@ class Variant:
     startup_s: float | None
     compile_s: float | None
     parity: Parity
-    loss: Curve | None
+    loss: RunCurve | None
     """Loss of the first finished run with the seed of the study."""
-    grad_norm: Curve | None
+    grad_norm: RunCurve | None
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
     """Estimated memory of a rank in GiB, by purpose."""

@@ -1,0 +1,51 @@
+"""QK-clip as a feature of a run: logits are measured in a step, and heads scaled after it."""
+
+from torchtitan.features import Hooks
+from torchtitan.models import MODELS
+from torchtitan.parts import Parts
+from torchtitan.research.qk_clip.attention_logits import LargestLogits, attentions
+from torchtitan.research.qk_clip.scaling import QKClip, heads_of
+from torchtitan.research.qk_clip.settings import MuonClip
+from torchtitan.step import StepBatch
+
+
+def logit_limit(parts: Parts) -> Hooks:
+    """Return the hooks of the limiter."""
+    return LogitLimit(parts).hooks
+
+
+class LogitLimit:
+    """Limiter of attention logits: measures them in a step, and scales heads after the update."""
+
+    def __init__(self, parts: Parts) -> None:
+        job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
+        assert isinstance(job.optimizer, MuonClip)
+        self.meter = parts.meter
+        parameters = [assigned.parameter for assigned in parts.optimizers.assignments]
+        assert spec.queries_and_keys is not None, "the recipe was checked"
+        queries = spec.queries_and_keys[0]
+        own = {
+            name: heads_of(parameters, f"{name}.{queries}")
+            for part in parts.model.parts
+            for name, _ in attentions(part)
+        }
+        heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
+        self.logits = LargestLogits(parts.model.parts, heads, world, job.parallelism)
+        self.clip = QKClip(
+            job.optimizer.qk_clip, parameters, spec.queries_and_keys, self.logits.places
+        )
+        self.largest = self.logits.all
+        self.hooks = Hooks(
+            before_forward=lambda batch: self.logits.begin(),
+            after_backward=self.measure,
+            after_update=self.apply,
+        )
+
+    def measure(self, batch: StepBatch) -> None:
+        """Agree on the largest logits of the step, and record the largest of all."""
+        self.largest = self.logits.agree()
+        self.meter.record(max_attention_logit=self.largest.max())
+
+    def apply(self) -> None:
+        """Scale down the heads whose logits were above the limit."""
+        self.clip.apply(self.largest)

@@ -1,0 +1,113 @@
+"""The key `qk_clip` of Muon (MuonClip; Kimi Team, 2025, arXiv:2507.20534)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from torchtitan.checks.divisibility import DEGREES
+from torchtitan.checks.model import model_of
+from torchtitan.config import Context, Problem, between
+from torchtitan.estimate.traffic_formulas import FP32
+from torchtitan.models.attention import SelfAttention
+from torchtitan.optim import Muon, NamedParameter
+from torchtitan.parallel.work import Part, Traffic, Work
+from torchtitan.research.qk_clip.attention_logits import attentions
+
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits"),
+    "compile.cuda_graphs": (False, "CUDA graphs have not been tested with the largest logits"),
+}
+"""Keys ruled out by a limit of attention logits: the one allowed value, and why."""
+
+
+class MuonClip(Muon):
+    """Orthogonal updates of matrices, with AdamW for other parameters."""
+
+    qk_clip: float = Field(
+        0.0,
+        ge=0,
+        description="Limit of attention logits: after each update, the queries and keys of a head "
+        "whose largest logit in the step was above it are scaled down to it; 0: no limit.",
+    )
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return ("qk_clip",) if self.qk_clip else ()
+
+    def summary(self, parameters: Sequence[NamedParameter]) -> Iterator[str]:
+        if self.qk_clip:
+            yield f"heads are scaled down whose attention logits are above {self.qk_clip:g}"
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
+        if self.qk_clip and context.recipe is not None:
+            yield from between(self._conflicts(context))
+
+    def _conflicts(self, context: Context) -> Iterator[Problem]:
+        """Find whether the largest logits of all heads, and the weights of these, are available."""
+        job, key = context.recipe, f"{context.key}.qk_clip"
+        model, values = model_of(job), job.flat()
+        if model is None:
+            return
+        heads = [
+            model.spec.heads(model.args, f"{name}.{linear}.weight")
+            for name, _ in attentions(model.empty())
+            for linear in model.spec.queries_and_keys or ()
+        ]
+        if not heads or None in heads:
+            message = (
+                f"{job.model.name} does not define the weights of its queries and keys "
+                "(queries_and_keys, heads); use 0"
+            )
+            yield Problem(key, message, ("model",))
+        for other, (allowed, why) in REFUSED.items():
+            if values[other] != allowed:
+                yield Problem(other, f"with {key}, {why}; use {str(allowed).lower()}", (key,))
+        if job.sharding.never_whole:
+            message = (
+                f'with {key}, a rank needs all weights of a head, and "{job.sharding.name}" '
+                'moves them between ranks; use "fsdp2"'
+            )
+            yield Problem("sharding.name", message, (key,))
+        copies = job.degrees(context.world.ranks).dp_replicate
+        if job.communication.replicas.runs_apart and copies > 1:
+            message = (
+                f"with {key}, replicas must scale the same heads, and these make updates of their "
+                "own; use every = 1"
+            )
+            yield Problem("communication.replicas.name", message, (key, *DEGREES))
+
+    def messages(self, parts: Sequence[Part]) -> Iterator[Traffic]:
+        """Yield the keys that context ranks fetch, and the largest logit of each head for all."""
+        if self.qk_clip:
+            for part in parts:
+                yield from _of_keys(part)
+            yield _of_logits(parts[0].work)
+
+
+def _of_keys(part: Part) -> Iterator[Traffic]:
+    """Yield context parallelism's exchange of keys in forwards and recomputed forwards."""
+    work, ranks = part.work, part.work.degrees.cp
+    modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
+    if ranks == 1 or not modules:
+        return
+    # Selective recomputation keeps attention.
+    again = 0 if work.recomputation.by_operator else sum(map(part.recomputations, modules))
+    fetches = len(modules) * work.times + again
+    heads = work.args.n_kv_heads // work.degrees.tp
+    elements = work.tokens() * heads * work.spec.head_dim(work.args)
+    size = elements * work.precision.compute.itemsize
+    if work.parallelism.context_parallel_rotate_method == "ring":
+        yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)
+    else:
+        yield Traffic("cp", "keys", "all_gather", ranks * size, fetches)
+
+
+def _of_logits(work: Work) -> Traffic:
+    """Return the traffic of the largest attention logit of each head, which all ranks receive."""
+    spec = work.spec
+    assert spec.queries_and_keys is not None, "the recipe was checked"
+    of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(work.model))
+    heads = sum(found[1] for name in of_queries if (found := spec.heads(work.args, name)))
+    return Traffic("all", "attention logits", "all_reduce", heads * FP32, 1)
