@@ -163,7 +163,7 @@ class Jsonl:
 
     def picture(self, step: int, picture: Tensor) -> None:
         """Beside it, in `pictures/`."""
-        path = self.path.parent / "pictures" / f"step-{step:06}.png"
+        """Write the picture into `pictures/`, next to the file of rows."""
         try:
             write_png(path, picture)
         except OSError as error:
