@@ -162,8 +162,8 @@ class Jsonl:
             logger.error("%s: %s; unwritten rows are kept in memory", self.path, error.strerror)
 
     def picture(self, step: int, picture: Tensor) -> None:
-        """Beside it, in `pictures/`."""
         """Write the picture into `pictures/`, next to the file of rows."""
+        path = self.path.parent / "pictures" / f"step-{step:06}.png"
         try:
             write_png(path, picture)
         except OSError as error:
