@@ -416,7 +416,7 @@ def job_on_gpus(keys: Mapping[str, Any]) -> JobConfig:
     flags = [f"{key}={value}" for key, value in keys.items()]
     batches = {"local": ON_GPU["sequences"], "global": RANKS * ON_GPU["sequences"]}
     flags += [f"--training.{scope}_batch_size={size}" for scope, size in batches.items()]
-    return load_job(RECIPE, flags, RANKS, "cuda", spared=("model.tokenizer_path",)).config
+    return load_job(RECIPE, flags, RANKS, "cuda", exempt=("model.tokenizer_path",)).config
 
 
 def draw(found: Mapping[str, Measured]) -> Picture:

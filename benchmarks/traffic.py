@@ -43,8 +43,8 @@ def row(name: str) -> str:
     sizes = LAYOUTS[name]
     degrees = [f"--parallelism.{a}_degree={n}" for a, n in zip(keys(), sizes, strict=True)]
     batch = [f"--training.{scope}_batch_size={n}" for scope, n in batches(sizes).items()]
-    spared = ("model.tokenizer_path",)
-    job = load_job(RECIPE, [*degrees, *batch], RANKS, "cuda", spared=spared).config
+    exempt = ("model.tokenizer_path",)
+    job = load_job(RECIPE, [*degrees, *batch], RANKS, "cuda", exempt=exempt).config
     of_axis = job.degrees(RANKS)._asdict() | {"fsdp": job.degrees(RANKS).fsdp}
     sent: dict[str, float] = defaultdict(float)
     messages = 0

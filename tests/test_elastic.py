@@ -268,13 +268,13 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
         "defaults: checkpoint.enable: got false; a restart continues from the newest checkpoint; "
         "write true",
         "defaults: training.global_batch_size: got -1; it would change with the number of ranks; "
-        "24 fits all from 2 to 6",
+        "use 24, which fits all from 2 to 6",
     ]
     batch = f"{enabled} --training.global_batch_size=8"
     assert refused(capsys, f"--processes=1 {several}=1:3 {batch} --training.seq_len=0") == [
         "--training.seq_len: training.seq_len: got 0; wanted an integer >= 1",
         "--training.global_batch_size: training.global_batch_size: got 8; it does not fit 3 "
-        "ranks; 12 fits all from 1 to 3",
+        "ranks; use 12, which fits all from 1 to 3",
     ]
     layout = "--parallelism.tensor_parallel_degree=2"
     assert refused(capsys, f"--processes=1 {several}=1:4 {batch} {layout}") == [

@@ -94,7 +94,7 @@ def test_the_smallest_of_the_devices_of_a_run_is_its_limit(
 ) -> None:
     large = ["check", "--here", "--model.flavor", "405B", "--training.steps", "1"]
     assert main([*large, "--world-size", "2"]) == 2
-    assert "at the least, and H100 has 16.0" in capsys.readouterr().err
+    assert "GiB, and H100 has 16.0" in capsys.readouterr().err
     assert contexts == []
 
 

@@ -15,7 +15,9 @@ HEADLESS = re.compile(r"(What|Of|Where|Which|How|Who|Whose|Those|That)\b")
 TWISTED = re.compile(r"\b(what of|of what|of those|that of which)\b", re.IGNORECASE)
 ODD = re.compile(
     r"\b(anew|dear|dearer|dearest|come out even|comes out even|the least|the most of|whoever|nobody"
-    r"|be told|is told|are told|be said|has to be said|at the begin|the begin of)\b",
+    r"|be told|is told|are told|be said|has to be said|at the begin|the begin of|beside|at the most"
+    r"|stands in|stands? on|come out|comes out|goes on|lies on|lie on|lying|dealt out|of late"
+    r"|steps? over|stepped over)\b",
     re.IGNORECASE,
 )
 """Words that say in a private way what the field has a term for."""

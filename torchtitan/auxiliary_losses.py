@@ -28,7 +28,7 @@ class AuxiliaryLossConfig(Config):
     name: str = Field(
         description="Which loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."
     )
-    weight: float = Field(ge=0, description="What it is multiplied with in what is trained on.")
+    weight: float = Field(ge=0, description="Weight in the training loss.")
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the weight rises linearly from 0."
     )
@@ -45,7 +45,7 @@ class AuxiliaryLossConfig(Config):
     def problems(self, context: Context) -> Iterator[Problem]:
         if (self.final_weight is None) != (self.final_step == 0):
             key = "final_weight" if self.final_weight is None else "final_step"
-            message = "self.final_weight and self.final_step go together: which weight, and when"
+            message = "self.final_weight and self.final_step must be set together"
             yield Problem(key, message, ("final_weight", "final_step"))
         elif self.final_step and self.warmup_steps + self.decay_steps > self.final_step:
             message = (
@@ -54,7 +54,7 @@ class AuxiliaryLossConfig(Config):
             )
             yield Problem("final_step", message, ("warmup_steps", "decay_steps"))
         elif self.final_weight is None and self.decay_steps:
-            message = "there is no self.final_weight that it could change to"
+            message = "it has no effect without self.final_weight"
             yield Problem("decay_steps", message, ("final_weight",))
 
     @property
@@ -121,7 +121,7 @@ class ZLoss(AuxiliaryLossConfig):
 
     name: Literal["z_loss"] = Field("z_loss", description="Which loss.")
     weight: float = Field(
-        1e-4, ge=0, description="What it is multiplied with; 0: it is reported alone."
+        1e-4, ge=0, description="Weight in the training loss; 0: it is only reported."
     )
 
 
@@ -159,9 +159,11 @@ class MultiToken(ModelLossConfig):
 
     name: Literal["multi_token"] = Field("multi_token", description="Which loss.")
     weight: float = Field(
-        0.3, ge=0, description="What their mean is multiplied with; 0: they are left out."
+        0.3,
+        ge=0,
+        description="Weight of their mean in the training loss; 0: they are not computed.",
     )
-    depth: int = Field(1, ge=1, le=8, description="How many tokens after the next are predicted.")
+    depth: int = Field(1, ge=1, le=8, description="Number of tokens after the next to predict.")
 
     def weights(self, step: int) -> dict[str, float]:
         each = self.weight_at(step) / self.depth

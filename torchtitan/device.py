@@ -122,17 +122,17 @@ class Device:
             torch.cuda.synchronize(self.index)
 
     @contextmanager
-    def beside(self) -> Iterator[torch.Event]:
+    def side_stream(self) -> Iterator[torch.Event]:
         """Run work queued inside after earlier work, concurrently with later work; CUDA only.
 
         The event marks its end: `wait` makes later work wait, `synchronize` the host.
         """
         now = torch.cuda.current_stream(self.index)
-        aside, done = torch.Stream(f"cuda:{self.index}"), torch.Event("cuda")
-        aside.wait_stream(now)
-        with aside:
+        stream, done = torch.Stream(f"cuda:{self.index}"), torch.Event("cuda")
+        stream.wait_stream(now)
+        with stream:
             yield done
-            done.record(aside)
+            done.record(stream)
 
     def stamp(self, clock: Callable[[], float] = time.perf_counter) -> Stamp:
         """Record a moment on the device's own timeline, without synchronization."""

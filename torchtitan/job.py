@@ -77,7 +77,7 @@ class JobSection(Config):
 
     config_file: str | None = Field(None, description="The recipe to read; a flag only.")
     dump_folder: str = Field("outputs", description="Folder that everything is written to.")
-    description: str = Field("", description="A line for people to read.")
+    description: str = Field("", description="Description of the run; it has no effect.")
     print_config: bool = Field(False, description="Print the resolved recipe at the start.")
     imports: tuple[str, ...] = Field(
         (),
@@ -87,14 +87,14 @@ class JobSection(Config):
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.config_file is not None:
-            message = 'only a flag can say it; in a recipe, wanted extends = "other.toml"'
+            message = 'it can only be a flag; in a recipe, use extends = "other.toml"'
             yield Problem("config_file", message)
         dump = local_path(self.dump_folder)
         existing = next(filter(os.path.exists, (dump, *dump.parents)), None)
         if existing and not existing.is_dir():
             yield Problem("dump_folder", f"{existing} is a file; wanted a folder")
         if not self.dump_folder.strip():
-            message = 'everything would lie about in the current folder; wanted a name, or "."'
+            message = 'must not be empty; use "." for the current folder'
             yield Problem("dump_folder", message)
 
 
@@ -151,15 +151,16 @@ class TrainingSection(Config):
 class DebugSection(Config):
     """Seed and determinism."""
 
-    seed: int = Field(0, ge=0, lt=2**63, description="Weights and data order follow from it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the data order.")
     deterministic: bool = Field(False, description="Only deterministic algorithms; slower on CUDA.")
     deterministic_warn_only: bool = Field(
-        False, description="Warn of an operation that has no deterministic algorithm."
+        False,
+        description="Warn about operations without a deterministic algorithm instead of failing.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.deterministic_warn_only and not self.deterministic:
-            message = "it means nothing without self.deterministic = true"
+            message = "it has no effect without self.deterministic = true"
             yield Problem("deterministic_warn_only", message, ("deterministic",))
 
 

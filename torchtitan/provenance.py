@@ -68,7 +68,7 @@ def to_toml(job: JobConfig) -> str:
     return text.replace("[model]\n", f"[model]\n# in effect: {sizes_shown}\n", 1)
 
 
-def write_beside(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:
+def write_provenance(folder: Path, job: JobConfig, ranks: int, device: Device) -> None:
     """Write the resolved recipe and the environment, keeping the files of earlier launches.
 
     `recipe.toml` and `environment.json` are of the latest launch, `recipe.1.toml` and so on of

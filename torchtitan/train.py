@@ -29,7 +29,7 @@ from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
-from torchtitan.provenance import to_toml, write_beside
+from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import (
     DIVERGED,
@@ -127,7 +127,7 @@ def described(job: JobConfig, folder: Path, world: World) -> Iterator[None]:
 
     A start that is refused leaves those of the last run.
     """
-    write_beside(folder, job, world.size, world.device)
+    write_provenance(folder, job, world.size, world.device)
     report_reference(job)
     yield
 

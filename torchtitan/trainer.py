@@ -22,8 +22,8 @@ class Trainer:
         run.checkpoint.load(start)
         if run.is_finished():
             logger.info(
-                "nothing to do: all %d steps are done; to train on, raise training.steps, and to "
-                "start over, choose another job.dump_folder",
+                "nothing to do: all %d steps are done; to continue, increase training.steps; "
+                "to start over, choose another job.dump_folder",
                 state.step,
             )
             return

@@ -37,8 +37,9 @@ class ValidationConfig(Config):
     )
     unit: Literal["global", "local"] = Field(
         "global",
-        description="What steps counts. global: batches of as many sequences as an optimizer step "
-        "has; local: batches of local_batch_size sequences on each data-parallel rank.",
+        description="Kind of batches that `steps` counts. global: batches of as many "
+        "sequences as an optimizer step has; local: batches of local_batch_size "
+        "sequences on each data-parallel rank.",
     )
     local_batch_size: int | None = Field(
         None,
@@ -75,7 +76,7 @@ class ValidationConfig(Config):
         if self.steps == 0:
             yield Problem("steps", "wanted -1 or an integer >= 1")
         if self.local_batch_size and self.unit == "global":
-            message = 'a global batch is that of training; write self.unit = "local"'
+            message = 'a global batch has the size of training; set self.unit = "local"'
             yield Problem("local_batch_size", message, ("unit",))
         names, several = self.datasets, self.data(context.recipe.data)
         if len(names) == 1:
@@ -86,7 +87,7 @@ class ValidationConfig(Config):
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield Problem("dataset", f'"{name}" is named twice')
         if self.dataset_path is not None:
-            message = "it is of one data set; name files and folders in self.dataset"
+            message = "it is for a single data set; list files and folders in self.dataset"
             yield Problem("dataset_path", message, ("dataset",))
             return
         for name, config in several.items():

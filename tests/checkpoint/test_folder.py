@@ -446,6 +446,6 @@ def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
     run(recipe(tmp_path, steps=2))
     (told,) = run_ranks(words_of_a_finished_run, 1, recipe(tmp_path, steps=2))
     assert told[-1] == (
-        "nothing to do: all 2 steps are done; to train on, raise training.steps, and to start "
+        "nothing to do: all 2 steps are done; to continue, increase training.steps; to start "
         "over, choose another job.dump_folder"
     )

@@ -22,7 +22,7 @@ from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import Step, TensorDifference
-from torchtitan.tools.verify.ranks import SPARED
+from torchtitan.tools.verify.ranks import EXEMPT
 from torchtitan.tools.verify.recipe import Checked, as_checked
 from torchtitan.tools.verify.report import Comparison
 
@@ -154,7 +154,7 @@ def test_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:
-    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     return as_checked(recipe, world_size=world_size, steps=None, shrink=True)
 
 
@@ -211,7 +211,7 @@ def test_what_is_not_there_is_replaced() -> None:
     Path("r.toml").write_text(
         '[model]\ntokenizer_path = "none"\n[data]\ndataset = "text"\ndataset_path = "none"\n'
     )
-    recipe = load_job("r.toml", [], None, "cuda", spared=SPARED)
+    recipe = load_job("r.toml", [], None, "cuda", exempt=EXEMPT)
     job = as_checked(recipe, world_size=None, steps=7, shrink=False).job
     assert (job.model.tokenizer_path, job.data.dataset_path) == (None, None)
     assert job.data.dataset == "python_stdlib"

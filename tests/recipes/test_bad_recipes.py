@@ -261,7 +261,7 @@ def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints
         load_job(None, [*words, "--training.global_batch_size=64"], range(2, 5, 2), "cpu")
     assert error.value.lines == [
         "--fault_tolerance.enable: fault_tolerance.enable: got true; the run may have 2 or 4 "
-        "ranks; all replica groups need as many"
+        "ranks; all replica groups need the same number"
     ]
 
 

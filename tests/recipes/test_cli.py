@@ -56,8 +56,8 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     assert main(["check", path, *words]) == 0
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments == [
-        "# r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, and all of "
-        "them warm up",
+        "# r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, all of "
+        "which are warm-up",
         "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
         "# 32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
         "# 65,536 tokens per step, 655,360 in 10 steps",

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, RANKS
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.tools.verify.ranks import SPARED
+from torchtitan.tools.verify.ranks import EXEMPT
 
 # A rank of each kind: the first, and in a pipeline the last too.
 SLOW = [("llama3_70b", 0), ("llama3_405b", 511)]
@@ -25,11 +25,11 @@ CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b"
 def step_of(path: Path, ranks: int, rank: int) -> dict[str, int]:
     """A step on fake ranks; what there was to see."""
     flags = ["--compile.enable", "false"]
-    job = load_job(path, flags, ranks, "cpu", spared=SPARED).config
+    job = load_job(path, flags, ranks, "cpu", exempt=EXEMPT).config
     degrees = job.degrees(ranks)
     if degrees.pp > 1:
         flags += ["--training.local_batch_size", str(degrees.pp)]
-        job = load_job(path, flags, ranks, "cpu", spared=SPARED).config
+        job = load_job(path, flags, ranks, "cpu", exempt=EXEMPT).config
     return step(job, ranks, rank)
 
 
@@ -37,7 +37,7 @@ def step_of(path: Path, ranks: int, rank: int) -> dict[str, int]:
 def test_recipe_takes_a_step_at_its_real_size(name: str, rank: int) -> None:
     ranks = RANKS[name]
     (seen,) = run_ranks(step_of, 1, FOLDER / f"{name}.toml", ranks, rank)
-    job = load_job(FOLDER / f"{name}.toml", [], ranks, "cpu", spared=SPARED).config
+    job = load_job(FOLDER / f"{name}.toml", [], ranks, "cpu", exempt=EXEMPT).config
     degrees = job.degrees(ranks)
     assert seen["gradients"] == seen["tensors"] > 0
     assert seen["stages"] == (2 if degrees.pp > 1 else 1)

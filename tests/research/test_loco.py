@@ -144,7 +144,7 @@ NEVER = {"replicas": {"name": "none"}, **LOCO}
 def test_few_bits_that_nobody_gets_are_noted() -> None:
     flags = ["--communication.gradients.name=loco", "--training.steps=1"]
     alone, shared = (load_job(None, flags, ranks, "cpu").notices for ranks in (1, 2))
-    said = "no two ranks share gradients, so none are sent, and this does nothing"
+    said = "no two ranks share gradients, so this has no effect"
     assert [said in line for line in alone].count(True) == 1
     assert not any(said in line for line in shared)
 

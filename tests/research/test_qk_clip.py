@@ -141,20 +141,20 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
     (
         {"fault_tolerance": {"enable": True, "group_size": 2}, "sharding": {"name": "rotated"}},
         {
-            "fault_tolerance.enable": "with optimizer.qk_clip, groups do not tell each other",
-            "sharding.name": '"rotated" has them travel; use "fsdp2"',
+            "fault_tolerance.enable": "with optimizer.qk_clip, replica groups do not exchange",
+            "sharding.name": '"rotated" moves them between ranks; use "fsdp2"',
         },
     ),
     (
         {"compile": {"enable": True, "cuda_graphs": True}},
-        {"compile.cuda_graphs": "with optimizer.qk_clip, nobody has recorded"},
+        {"compile.cuda_graphs": "with optimizer.qk_clip, CUDA graphs have not been tested"},
     ),
     (
         {
             "communication": {"replicas": {"every": 4}},
             "parallelism": {"data_parallel_replicate_degree": 2},
         },
-        {"communication.replicas.name": "copies scale the same heads, and these run apart"},
+        {"communication.replicas.name": "replicas must scale the same heads, and these make"},
     ),
 ]
 
@@ -176,7 +176,7 @@ def test_a_model_that_does_not_name_its_queries_and_keys_is_refused() -> None:
         optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
     )
     found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
-    message = "vit_mae does not say which weights make the queries and keys"
+    message = "vit_mae does not define the weights of its queries and keys"
     assert message in found["optimizer.qk_clip"]
 
 

@@ -290,8 +290,8 @@ def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
     with pytest.raises(CannotRun) as error:
         load_job(recipe, [], 2, "cpu")
     assert error.value.lines == [
-        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" sends '
-        'weights in its own way; use "plain", or "fsdp2" there'
+        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" has '
+        'its own communication of weights; use "plain", or "fsdp2" there'
     ]
 
 

@@ -156,9 +156,9 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     said = " ".join(message for _, message in found)
     for words in (
         "use loss.vocabulary_chunk above 0",
-        "no token of a sequence of 8 is followed by 8 more",
+        "no token of a sequence of 8 is followed by 8 more; use a smaller depth",
         "a weight that changes at once: warmup_steps = 0",
-        "auxiliary_losses.1 is the same",
+        "auxiliary_losses.1 has the same name",
     ):
         assert words in said
 

@@ -131,7 +131,7 @@ def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.Monk
     assert [problem[:2] for problem in tiny.problems(tiny.job(**keys))] == [
         (
             "loss.vocabulary_chunk",
-            "plain does not end in LinearLoss, which makes the chunks; use 0",
+            "plain does not end in a LinearLoss, which computes the chunks; use 0",
         )
     ]
 
@@ -140,7 +140,7 @@ def test_a_setting_that_changes_nothing_is_told() -> None:
     keys = {"loss": {"vocabulary_chunk": 64}, "parallelism": {"disable_loss_parallel": True}}
     (note,) = tiny.problems(tiny.job(**keys), severity="note")
     assert note.path == "parallelism.disable_loss_parallel"
-    assert note.message.startswith("with loss.vocabulary_chunk no")
+    assert note.message.startswith("it has no effect with loss.vocabulary_chunk")
 
 
 def allocations(function: Callable[[], object]) -> tuple[int, int]:

@@ -82,5 +82,5 @@ def test_a_window_that_never_fills_is_told(steps, is_told):
     job = tiny.job(spikes={"sigma": 6}, training={"steps": steps})
     notes = tiny.problems(job, severity="note")
     messages = [note.message for note in notes if note.path == "spikes.window"]
-    expected = f"it fills only after 128 good steps, and there are {steps}"
+    expected = f"it is full only after 128 good steps, and there are {steps}"
     assert [message.split(";")[0] for message in messages] == [expected] * is_told

@@ -70,7 +70,7 @@ class Staging:
             copying = SaveThread(lambda: self._copy(pieces))
             self._release = copying.wait
         else:
-            with self.device.beside() as copied:
+            with self.device.side_stream() as copied:
                 copies = self._copy(pieces)
             # The memory of the pieces must not be reused before they are copied.
             copying = SaveThread(lambda: after(copied, copies, self.device, pieces))

@@ -71,7 +71,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     converting.converters,
     converting.loss,
     auxiliary.losses,
-    auxiliary.of_blocks,
+    auxiliary.block_losses,
     optimizing.updates_in_backward,
     optimizing.copies_after_backward,
     optimizing.states_in_host_memory,
@@ -101,7 +101,7 @@ def load_job(
     is_here: bool = False,
     may_restart: bool = False,
     local_ranks: int | None = None,
-    spared: Collection[str] = (),
+    exempt: Collection[str] = (),
     over: Sequence[Settings] = (),
 ) -> Recipe[JobConfig]:
     """Read and check a recipe for a number of ranks; None: for any number that fits it.
@@ -111,7 +111,7 @@ def load_job(
         is_here: whether capabilities that this machine lacks are mistakes, too.
         may_restart: whether failed processes are restarted; with a range they are.
         local_ranks: number of ranks that share this machine, whose memory must suffice.
-        spared: keys that need not fit the others and this machine.
+        exempt: keys that need not fit the others and this machine.
         over: settings that win over those of the recipe.
 
     Raises:
@@ -124,7 +124,7 @@ def load_job(
             found = problems_of_range(job, ranks, replace(world, may_restart=True))
         else:
             found = problems(job, replace(world, ranks=ranks))
-        return (problem for problem in found if problem.path not in spared)
+        return (problem for problem in found if problem.path not in exempt)
 
     gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
     follow_tokenizer(gathered)
@@ -152,12 +152,12 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if too_large := list(limits.numbers(job, world)):
         yield from too_large
         return
-    yield from of_sections(job, job, world)
+    yield from section_problems(job, job, world)
     for rule in RULES:
         yield from rule(job, world)
 
 
-def of_sections(
+def section_problems(
     config: Config, job: JobConfig, world: PlannedWorld, path: KeyPath = ()
 ) -> Iterator[Problem]:
     """Find the problems reported by each section and those within it."""
@@ -166,10 +166,10 @@ def of_sections(
         yield problem.within(name)
     for key, value in config:
         if isinstance(value, Config):
-            yield from of_sections(value, job, world, (*path, key))
+            yield from section_problems(value, job, world, (*path, key))
         for number, item in enumerate(value) if isinstance(value, tuple) else ():
             if isinstance(item, Config):
-                yield from of_sections(item, job, world, (*path, key, str(number)))
+                yield from section_problems(item, job, world, (*path, key, str(number)))
 
 
 def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iterator[Problem]:
@@ -183,7 +183,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
         if problem.path != batch:
             yield problem._replace(message=on + problem.message)
     if job.fault_tolerance.enable and len(sizes) > 1:
-        message = f"the run may have {_count(sizes)}; all replica groups need as many"
+        message = f"the run may have {_count(sizes)}; all replica groups need the same number"
         yield Problem("fault_tolerance.enable", message)
     misfits = sorted(
         {size for problem, at in found.items() if problem.path == batch for size in at}
@@ -197,7 +197,7 @@ def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iter
     once = [each * job.data_ranks(job.degrees(size)) for size in sizes]
     fits = math.lcm(*filter(None, once))
     near = max(round(job.training.global_batch_size / fits), 1) * fits
-    message = f"{why}; {near} fits all from {sizes[0]} to {sizes[-1]}"
+    message = f"{why}; use {near}, which fits all from {sizes[0]} to {sizes[-1]}"
     yield Problem(batch, message, ("training.local_batch_size", *divisibility.DEGREES))
 
 

@@ -19,34 +19,37 @@ def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for number, config in enumerate(job.auxiliary_losses):
         key = f"auxiliary_losses.{number}"
         if config.name in seen:
-            message = f"auxiliary_losses.{seen[config.name]} is the same; leave one of the two out"
+            message = (
+                f"auxiliary_losses.{seen[config.name]} has the same name; remove one of the two"
+            )
             yield Problem(f"{key}.name", message)
         seen.setdefault(config.name, number)
         if model is None:
             continue
-        for reason in against(config, job, model) if config.reported else ():
+        for reason in conflicts(config, job, model) if config.reported else ():
             yield Problem(f"{key}.name", reason, SECTIONS)
         if isinstance(config, ModelLossConfig) and not config.is_on:
-            message = "it is left out of the model, and not reported"
+            message = "with weight 0 it is not part of the model, and not reported"
             yield Problem(f"{key}.weight", message, SECTIONS, "note")
 
 
-def of_blocks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+def block_losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that losses of a model's own blocks are summed once, also with recomputation."""
     model, recompute = model_of(job), job.activation_checkpoint
     if model is None or not (recompute.every or recompute.by_operator):
         return
     if not job.compile.compiles("model") or counts_once_where_recomputed():
         return
-    if of_own_blocks(model):
+    if has_block_losses(model):
         message = (
-            f"this version of torch cannot compile the blocks of {job.model.name}, which recompute "
-            'what they add to the loss; use activation_checkpoint.mode = "none", or torch 2.13'
+            f"this version of torch cannot compile the blocks of {job.model.name}, which "
+            'recompute their auxiliary losses; use activation_checkpoint.mode = "none", or '
+            "torch 2.13"
         )
         yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
 
 
-def of_own_blocks(model: RecipeModel) -> bool:
+def has_block_losses(model: RecipeModel) -> bool:
     """Whether the blocks of a model have losses of their own."""
     return any(auxiliary_losses(each) for each in model.spec.blocks(model.empty()).values())
 
@@ -62,42 +65,45 @@ def in_graphs(job: JobConfig) -> bool:
     if model is None or not job.compile.compiles("model"):
         return False
     inside = any(is_inside(each, job) for each in job.auxiliary_losses if each.reported)
-    return (job.compile.granularity == "model" and inside) or of_own_blocks(model)
+    return (job.compile.granularity == "model" and inside) or has_block_losses(model)
 
 
-def against(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
+def conflicts(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
     """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
     if in_one and is_inside(config, job) and (config.warmup_steps or config.decay_steps):
         yield (
-            "its weight is a constant of the graph that the whole model is, which would be "
-            'compiled again for each; use compile.granularity = "block", or a weight that changes '
-            "at once: warmup_steps = 0, decay_steps = 0"
+            "its weight is a constant of the graph of the whole model, which would be "
+            'compiled again for each value; use compile.granularity = "block", or a weight '
+            "that changes at once: warmup_steps = 0, decay_steps = 0"
         )
     if isinstance(config, ZLoss):
         if not task.has_logits:
-            yield f"the outputs of the task {model.spec.task} are no logits; leave it out"
+            yield f"the outputs of the task {model.spec.task} are not logits; remove this loss"
         if chunk and job.sharding.never_whole:
             yield (
                 f'with sharding.name = "{job.sharding.name}" no rank has whole rows of logits '
-                'where chunks of them are made; use sharding.name = "fsdp2", or '
+                'when they are computed in chunks; use sharding.name = "fsdp2", or '
                 "loss.vocabulary_chunk = 0"
             )
         return
     assert isinstance(config, ModelLossConfig)
     if not config.is_in(model.args):
-        yield f"{job.model.name} does not have what it takes; leave it out"
+        yield f"{job.model.name} does not support this loss; remove it"
         return
     if isinstance(config, MultiToken):
-        yield from _against_depths(config, job)
+        yield from _depth_conflicts(config, job)
 
 
-def _against_depths(config: MultiToken, job: JobConfig) -> Iterator[str]:
+def _depth_conflicts(config: MultiToken, job: JobConfig) -> Iterator[str]:
     if not job.loss.vocabulary_chunk:
         yield (
-            "each depth would hold logits of its own, as many as the model; use "
-            "loss.vocabulary_chunk above 0, as 8192"
+            "each depth would hold as many logits as the model; use loss.vocabulary_chunk "
+            "above 0, such as 8192"
         )
     if config.depth >= job.training.seq_len:
-        yield f"no token of a sequence of {job.training.seq_len} is followed by {config.depth} more"
+        yield (
+            f"no token of a sequence of {job.training.seq_len} is followed by {config.depth} "
+            "more; use a smaller depth"
+        )

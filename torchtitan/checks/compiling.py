@@ -10,7 +10,7 @@ from torchtitan.torch_private.compiler import compiles_recomputed_attention
 
 SECTIONS = ("compile", "parallelism", "training", "sharding")
 OVERWRITE = (
-    "would each write over what the one before it left for the step "
+    "would each overwrite the results of the one before it "
     "(https://github.com/pytorch/pytorch/issues/169545)"
 )
 
@@ -22,8 +22,8 @@ def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Pr
         return
     if not c.compiles("model"):
         message = (
-            "the compiler does it, so it needs compile.enable = true with "
-            '"model" in compile.components'
+            'it is done by the compiler, so it needs compile.enable = true with "model" in '
+            "compile.components"
         )
         yield Problem(key, message, ("compile",))
     elif c.backend != "inductor":
@@ -42,7 +42,7 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         )
         yield Problem(key, message, also)
     elif config.mode == "memory_budget" and c.backend == "eager":
-        message = 'compile.backend = "eager" leaves the backward as it is; use "inductor"'
+        message = 'compile.backend = "eager" does not change the backward; use "inductor"'
         yield Problem(key, message, also)
     # Context parallelism has its own attention operator, which is not affected.
     on_a_mesh = p.tensor_parallel_degree > 1 or job.sharding.in_graph
@@ -56,9 +56,9 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         and not compiles_recomputed_attention(device_type)
     ):
         message = (
-            "on a CPU this version of torch cannot compile a block that is split over tensor "
-            "ranks, or gathered in the graph, and recomputes its attention; use "
-            'mode = "selective" with selective_ac_option = "op", or leave "model" out of '
+            "on a CPU this version of torch cannot compile a block that is split over "
+            "tensor-parallel ranks, or gathered in the graph, and recomputes its attention; "
+            'use mode = "selective" with selective_ac_option = "op", or leave "model" out of '
             "compile.components"
         )
         yield Problem(key, message, also)
@@ -74,7 +74,7 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
     c, p, t, degrees = job.compile, job.parallelism, job.training, job.degrees(world.ranks)
     if not c.enable or c.backend != "inductor":
         needs = 'compile.enable = true and compile.backend = "inductor"'
-        yield f"graphs of the compiler are recorded, so it needs {needs}"
+        yield f"it records graphs of the compiler, so it needs {needs}"
     if p.pipeline_parallel_degree > 1:
         yield f"the microbatches of a pipeline {OVERWRITE}"
     elif (accumulation := job.accumulation(degrees)) > 1:
@@ -82,11 +82,14 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
         yield f"the {accumulation} microbatches of a step {OVERWRITE}; {bigger}"
     if in_graphs(job):
         yield (
-            "what graphs of the model add up as auxiliary losses stands elsewhere in each step; "
-            "leave those out"
+            "the sums of auxiliary losses in graphs of the model move in each step; remove "
+            "these losses"
         )
     if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
-        yield "nobody has recorded what context or async tensor parallelism sends"
+        yield (
+            "the communication of context and async tensor parallelism has not been tested in "
+            "CUDA graphs"
+        )
     if t.enable_cpu_offload:
         yield "training.enable_cpu_offload moves the parameters in every step"
     elif degrees.data > 1 and not job.sharding.in_graph:

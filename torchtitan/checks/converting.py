@@ -40,15 +40,18 @@ def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for number, converter in enumerate(job.convert):
         key = f"convert.{number}"
         if (packs := converter.packs_weights) and not job.sharding.packs_weights:
-            message = 'it is FSDP2 that gathers so; use sharding.name = "fsdp2"'
+            message = 'only FSDP2 gathers parameters in this format; use sharding.name = "fsdp2"'
             yield Problem(f"{key}.{packs}", message, ("convert", "sharding"))
         if (gathers := converter.gathers_inputs) and p.tensor_parallel_degree == 1:
-            message = "parallelism.tensor_parallel_degree is 1, so there is nothing to gather"
+            message = (
+                "parallelism.tensor_parallel_degree is 1, so there is nothing to gather; use false"
+            )
             yield Problem(f"{key}.{gathers}", message, SECTIONS)
         elif gathers and p.disable_sequence_parallel:
             message = (
-                "what is gathered are parts of the sequence, and "
-                "parallelism.disable_sequence_parallel = true leaves each rank the whole"
+                "parts of the sequence are gathered, but with "
+                "parallelism.disable_sequence_parallel = true each rank has the whole; use "
+                "false here or there"
             )
             yield Problem(f"{key}.{gathers}", message, SECTIONS)
 
@@ -77,16 +80,16 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         wanted = {name: linear.weight.shape for name, linear in found}
         if not wanted:
             message = (
-                "it leaves no linear to convert: all others have a dim that is not a multiple of "
-                f"{converter.multiple}; name fewer, or leave the converter out"
+                "no linear is left to convert: all others have a dim that is not a multiple "
+                f"of {converter.multiple}; list fewer names, or remove the converter"
             )
             yield Problem(f"{key}.filter_fqns", message, SECTIONS)
             continue
         if before := {seen[name] for name in wanted if name in seen}:
             earlier = f"convert.{min(before)}"
             message = (
-                f"{earlier} converts linears that this one would; filter them in one of the two "
-                f"({earlier}.filter_fqns or {key}.filter_fqns)"
+                f"{earlier} already converts some of these linears; exclude them in one of "
+                f"the two ({earlier}.filter_fqns or {key}.filter_fqns)"
             )
             yield Problem(f"{key}.name", message, SECTIONS)
         seen |= dict.fromkeys(wanted, number)
@@ -94,8 +97,8 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield from _uneven_parts(key, converter, tp, wanted, plan)
         if uneven := [str(count) for count in products if count % converter.multiple]:
             message = (
-                f"a rank multiplies {' and '.join(uneven)} {what}, which the gradients of the "
-                f"weights need in multiples of {converter.multiple}"
+                f"a rank multiplies {' and '.join(uneven)} {what}, but the gradients of the "
+                f"weights need a multiple of {converter.multiple}"
             )
             yield Problem(f"{key}.name", message, SECTIONS)
 
@@ -113,9 +116,9 @@ def _uneven_parts(
         split = inputs if roles == ["rowwise"] else outputs
         if roles and split % (tp * converter.multiple):
             message = (
-                f"{name} is {outputs} x {inputs}, and its {tp} parts (tensor_parallel_degree) are "
-                f"not in multiples of {converter.multiple}; add it to {key}.filter_fqns, or split "
-                "it less"
+                f"{name} is {outputs} x {inputs}, and its {tp} shards "
+                f"(tensor_parallel_degree) are not multiples of {converter.multiple}; add it "
+                f"to {key}.filter_fqns, or use a smaller degree"
             )
             yield Problem(f"{key}.filter_fqns", message, SECTIONS)
             return
@@ -127,14 +130,11 @@ def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if not job.loss.vocabulary_chunk or model is None:
         return
     if job.parallelism.disable_loss_parallel:
-        message = (
-            f"with {key} no logits are gathered; each tensor rank makes those of its part of the "
-            "vocabulary, with or without it"
-        )
+        message = f"it has no effect with {key}, which never gathers logits"
         yield Problem("parallelism.disable_loss_parallel", message, (key,), "note")
     network = model.empty()
     if not has_linear_loss(network):
-        message = f"{job.model.name} does not end in LinearLoss, which makes the chunks; use 0"
+        message = f"{job.model.name} does not end in a LinearLoss, which computes the chunks; use 0"
         yield Problem(key, message, ("model",))
     after = model.spec.after_blocks
     outputs = [name for name in after if type(network.get_submodule(name)) is nn.Linear]
@@ -142,8 +142,8 @@ def loss(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         for name in outputs:
             if not any(part in name for part in converter.filter_fqns):
                 message = (
-                    f"the loss multiplies with the weight of {name} itself, so {converter.name} "
-                    f'would not act there; add "{name}" to its filter_fqns (convert.{number}), or '
-                    "use 0"
+                    f"the loss uses the weight of {name} directly, so {converter.name} would "
+                    f'have no effect there; add "{name}" to its filter_fqns '
+                    f"(convert.{number}), or use 0"
                 )
                 yield Problem(key, message, ("model", "convert"))

@@ -65,7 +65,7 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if p.context_parallel_degree > 1:
         factors["context_parallel_degree"] = p.context_parallel_degree
         if p.context_parallel_load_balancer == "headtail":
-            factors["2 (a part from the head and one from the tail each)"] = 2
+            factors["2 (each rank has a part from the head and one from the tail)"] = 2
     parts = math.prod(factors.values())
     lengths = {"training.seq_len": job.training.seq_len}
     if job.validation.enable and job.validation.seq_len:

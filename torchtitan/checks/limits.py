@@ -32,4 +32,4 @@ def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for key, limit in (MOST | sizes | {"model.n_layers": MAX_LAYERS}).items():
         value = values.get(key)
         if isinstance(value, int) and value > limit:
-            yield Problem(key, f"wanted {limit:,} at the most")
+            yield Problem(key, f"wanted at most {limit:,}")

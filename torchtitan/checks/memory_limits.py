@@ -12,8 +12,8 @@ from torchtitan.job import JobConfig
 ANY_MACHINE = 64 * 1024
 """GiB; more than a process has on any machine."""
 SMALLER = (
-    "a smaller batch or sequence, activation_checkpoint, more shards, training.dtype, "
-    "optimizer.state_dtype or training.enable_cpu_offload make it less"
+    "reduce it by a smaller batch or sequence, activation_checkpoint, more shards, "
+    "training.dtype, optimizer.state_dtype or training.enable_cpu_offload"
 )
 
 
@@ -37,8 +37,8 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
             "training.seq_len",
-            f"with training.local_batch_size {job.training.local_batch_size:,} the samples of a "
-            f"rank take {of_samples}; no machine has so much",
+            f"with training.local_batch_size {job.training.local_batch_size:,} the samples of "
+            f"a rank take {of_samples}; no machine has that much memory",
             ("training.local_batch_size", "model"),
         )
         return
@@ -48,8 +48,8 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for place in places(smallest(local), local, at_least):
         if place.holds > (limit := place.device.memory_limit()):
             message = (
-                f"{place.whose} {place.holds:,.1f} GiB at the least, and {place} has {limit:,.1f}; "
-                f"each: {at_least}; {SMALLER}"
+                f"{place.subject} at least {place.holds:,.1f} GiB, and {place} has "
+                f"{limit:,.1f}; each: {at_least}; {SMALLER}"
             )
             yield Problem(key(at_least), message)
 
@@ -65,7 +65,7 @@ def room(job: JobConfig, ranks: int, local_ranks: int, device: Device) -> Iterat
         for place in places(device, min(local_ranks, ranks), estimated):
             if place.holds > (free := place.device.memory_available()):
                 message = (
-                    f"{place.whose} about {place.holds:,.1f} GiB by an estimate, and {free:,.1f} "
+                    f"{place.subject} about {place.holds:,.1f} GiB by an estimate, and {free:,.1f} "
                     f"of {place} are free; each: {estimated}; {SMALLER}"
                 )
                 yield Problem(key(estimated), message, (), "note")
@@ -80,7 +80,7 @@ class MemoryPool(NamedTuple):
     """GiB of all its ranks."""
 
     @property
-    def whose(self) -> str:
+    def subject(self) -> str:
         """Subject of a sentence on `holds`."""
         return f"{self.ranks} ranks hold" if self.ranks > 1 else "a rank holds"
 

@@ -54,13 +54,15 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         return
     args = model.args
     if not model.spec.tensor_plan:
-        message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
+        message = (
+            f"{job.model.name} does not define how its matrices are split (tensor_plan); use 1"
+        )
         yield Problem(TENSOR, message, ("model",))
         return
     if not TASKS[model.spec.task].splits_sequences and not p.disable_sequence_parallel:
         message = (
-            f"between matrices, tensor ranks would share a sequence, and samples of the task "
-            f"{model.spec.task} cannot be split over one; use true"
+            "between matrices, tensor-parallel ranks would split each sample, and samples of "
+            f"the task {model.spec.task} cannot be split over one; use true"
         )
         yield Problem("parallelism.disable_sequence_parallel", message, ("model", TENSOR))
     heads, dims = model.spec.tensor_splits(args)
@@ -72,7 +74,11 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
     outputs = model.spec.shapes(args, 1).outputs[-1]
     if -(-outputs // tp) * (tp - 1) >= outputs:
         what = f"the {outputs} {TASKS[model.spec.task].outputs} of {model.title}"
-        yield Problem(TENSOR, f"{what} leave a rank without any; use fewer", ("model",))
+        yield Problem(
+            TENSOR,
+            f"{what} are too few for all ranks to have some; use a smaller degree",
+            ("model",),
+        )
     fsdp = job.degrees(world.ranks).fsdp
     for what, dim in dims.items() if fsdp > 0 else ():
         if dim % fsdp:
@@ -90,7 +96,7 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
     if model is None or job.parallelism.context_parallel_degree == 1:
         return
     if not attends(model.empty()):
-        message = f"{job.model.name} does not attend by SelfAttention, which spans ranks; use 1"
+        message = f"{job.model.name} does not use SelfAttention, which can span ranks; use 1"
         yield Problem(key, message, ("model",))
     if not TASKS[model.spec.task].splits_sequences:
         message = f"batches of the task {model.spec.task} cannot be split over a sequence; use 1"
@@ -103,7 +109,7 @@ def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     for section, config in (("training", job.training), ("validation", job.validation)):
         if config.seq_len != type(config).model_fields["seq_len"].default:
-            message = f"samples of {job.model.name} are no sequences, so this does nothing"
+            message = f"samples of {job.model.name} are not sequences, so this has no effect"
             yield Problem(f"{section}.seq_len", message, ("model",), "note")
 
 
@@ -118,7 +124,7 @@ def content(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             if holds != reads:
                 which = f'"{name}"' if len(names) > 1 else "it"
                 message = f"{which} holds {holds}, and {job.model.name} is trained on {reads}"
-                hint = f"; name what the files are, as in {_names(reads)}" if not dataset else ""
+                hint = f"; name the kind of the files, as in {_names(reads)}" if not dataset else ""
                 yield Problem(key, message + hint, ("model",))
 
 

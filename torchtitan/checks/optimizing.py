@@ -12,18 +12,24 @@ from torchtitan.optim import group_problems, name_parameters
 
 EARLY = "optimizer.early_step_in_backward"
 NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
-    "training.max_norm": (0, "a gradient is gone before the norm of all is known to clip it by"),
-    "training.enable_cpu_offload": (False, "gradients would be waited for one by one"),
-    "compile.cuda_graphs": (False, "nobody has recorded graphs between which weights change"),
+    "training.max_norm": (
+        0,
+        "a gradient is freed before the global norm is known, so it cannot be clipped",
+    ),
+    "training.enable_cpu_offload": (False, "the host would wait for each gradient separately"),
+    "compile.cuda_graphs": (
+        False,
+        "CUDA graphs have not been tested with weights that change between them",
+    ),
     "parallelism.pipeline_parallel_degree": (
         1,
         "the backward of a microbatch would change weights that the next one uses",
     ),
-    "fault_tolerance.enable": (False, "gradients are gone before groups can add them up"),
-    "spikes.sigma": (0, "an update is made before its spike is seen, and cannot be skipped"),
-    "spikes.max_rollbacks": (0, "no step is skipped, so no row of them is rolled back"),
-    "metrics.precision_freq": (0, "a microbatch that is only looked at would change weights"),
-    "metrics.statistics_freq": (0, "a gradient is gone before it is looked at"),
+    "fault_tolerance.enable": (False, "gradients are freed before replica groups can sum them"),
+    "spikes.sigma": (0, "an update is made before its spike is detected, so it cannot be skipped"),
+    "spikes.max_rollbacks": (0, "no step is skipped, so there is nothing to roll back"),
+    "metrics.precision_freq": (0, "a microbatch that is only measured would change weights"),
+    "metrics.statistics_freq": (0, "a gradient is freed before it can be measured"),
 }
 """Keys ruled out by updates in the backward: the one allowed value, and why."""
 
@@ -39,7 +45,7 @@ def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
     accumulation = job.accumulation(job.degrees(world.ranks))
     if accumulation > 1:
         message = (
-            f"with {EARLY}, there is one microbatch in a step, and this makes {accumulation}; use "
+            f"with {EARLY}, a step has one microbatch, and this makes {accumulation}; use "
             f"{job.training.global_batch_size // accumulation}, or a larger "
             "training.local_batch_size"
         )
@@ -54,9 +60,9 @@ def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
     after_backward = copies > 1 and not (replicas.in_backward or replicas.runs_apart)
     if job.optimizer.early_step_in_backward and after_backward:
         message = (
-            "copies of the model agree on gradients after the backward "
-            f"(communication.replicas.name = {show(replicas.name)}), when they are gone; use "
-            'false, or "all_reduce" with overlap = true there'
+            "replicas agree on gradients after the backward (communication.replicas.name = "
+            f'{show(replicas.name)}), when these have been freed; use false, or "all_reduce" '
+            "with overlap = true there"
         )
         yield Problem(EARLY, message, ("communication.replicas", *DEGREES))
 
@@ -67,7 +73,7 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
     rests_on = ("training.enable_cpu_offload", "optimizer")
     if o.rounds_state and (t.enable_cpu_offload or o.offload_states):
         key = f"optimizer.{o.rounded_by}"
-        message = 'in host memory, states take none of the device\'s; use "parameter"'
+        message = 'states in host memory take none of the device\'s; use "parameter"'
         yield Problem(key, message, rests_on)
     if o.multiplies_matrices and t.enable_cpu_offload:
         message = f"{o.name} multiplies matrices, for which the host is too slow; use false"
@@ -77,7 +83,7 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
         yield Problem("optimizer.offload_states", message, rests_on)
     if o.offload_states and t.dtype != "float32":
         message = (
-            "the weights that the host updates are those of the device, and float32; use "
+            "the host updates the weights of the device, which must be float32; use "
             'training.dtype = "float32"'
         )
         yield Problem("optimizer.offload_states", message, ("training.dtype",))
@@ -87,8 +93,8 @@ def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Note gradients that are clipped both by unit and as a whole."""
     if job.training.max_norm and getattr(job.optimizer, "adaptive_clip", 0):
         message = (
-            "gradients are clipped to it before optimizer.adaptive_clip clips those of each unit, "
-            "which is meant to replace it; 0 leaves them to that alone"
+            "gradients are clipped to it before optimizer.adaptive_clip, which is meant to "
+            "replace it; use 0 to disable it"
         )
         yield Problem("training.max_norm", message, ("optimizer.adaptive_clip",), "note")
 
@@ -110,7 +116,7 @@ def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
     warmup, decay = s.shares(steps)
     if s.warmup_steps > warmup == steps:
-        message = f"the schedule has only {steps} steps, and all of them warm up"
+        message = f"the schedule has only {steps} steps, all of which are warm-up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
     elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:
         message = f"after {warmup} steps of warm-up, {decay} of {steps} are left for the decay"

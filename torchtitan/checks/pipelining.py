@@ -87,23 +87,23 @@ class Planned:
         name = self.config.pipeline_parallel_schedule
         if self.spec.tied(self.args):
             message = (
-                "the output multiplies with the embedding's weights, which would stand on another "
-                "stage; use 1, or a flavor with an output of its own"
+                "the output shares the weights of the embedding, which would be on another "
+                "stage; use 1, or a flavor with a separate output"
             )
             yield Problem(DEGREE, message)
         if name not in SCHEDULES:
             yield Problem(SCHEDULE, allowed_names(name, SCHEDULES))
         elif self.config.pipeline_parallel_schedule_csv:
-            yield from self.of_file()
+            yield from self.file_problems()
         else:
             stages = number_of_stages(self.config, self.layers)
-            yield from self.of_stages(stages)
-            yield from self.of_cut(stages)
-            yield from self.of_microbatches(stages)
+            yield from self.stage_problems(stages)
+            yield from self.cut_problems(stages)
+            yield from self.microbatch_problems(stages)
             if SCHEDULES[name].splits_backward:
-                yield from self.of_split_backward(SCHEDULE)
+                yield from self.split_backward_problems(SCHEDULE)
 
-    def of_file(self) -> Iterator[Problem]:
+    def file_problems(self) -> Iterator[Problem]:
         config = self.config
         try:
             orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
@@ -118,33 +118,33 @@ class Planned:
             return
         stages = len(schedule_csv.ranks(orders))
         if config.pipeline_parallel_layers_per_stage is not None:
-            message = f"the file {CSV} has {stages} stages already; leave one of the two out"
+            message = f"the file {CSV} has {stages} stages already; remove one of the two"
             yield Problem(LAYERS, message)
         parts = config.module_fqns_per_model_part
         if parts and len(parts) != stages:
             message = f"these are {len(parts)} parts, but the file {CSV} has {stages} stages"
             yield Problem(PARTS, message)
-        yield from self.of_cut(stages)
+        yield from self.cut_problems(stages)
         if any(action.kind == "I" for actions in orders.values() for action in actions):
-            yield from self.of_split_backward(CSV)
+            yield from self.split_backward_problems(CSV)
 
-    def of_stages(self, stages: int) -> Iterator[Problem]:
+    def stage_problems(self, stages: int) -> Iterator[Problem]:
         config, layers = self.config, self.layers
         pp, name = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
         schedule = SCHEDULES[name]
         by_hand = config.module_fqns_per_model_part
         if by_hand and config.pipeline_parallel_layers_per_stage is not None:
-            message = f"{PARTS} gives the stages by hand already; leave one of the two out"
+            message = f"{PARTS} defines the stages already; remove one of the two"
             yield Problem(LAYERS, message)
             return
         if schedule.fits(stages, pp):
             return
         wanted = {
-            "one": f"{pp}, one a rank",
-            "two": f"{2 * pp}, two a rank",
-            "several": f"{2 * pp}, {3 * pp} or any other multiple of {pp}, two or more a rank",
+            "one": f"{pp}, one per rank",
+            "two": f"{2 * pp}, two per rank",
+            "several": f"{2 * pp}, {3 * pp} or any other multiple of {pp}, two or more per rank",
         }[schedule.stages]
-        message = f"{name} on {pp} ranks wants stages: {wanted}"
+        message = f"{name} on {pp} ranks needs this number of stages: {wanted}"
         if config.module_fqns_per_model_part:
             yield Problem(PARTS, f"these are {stages} stages; {message}")
             return
@@ -153,7 +153,7 @@ class Planned:
         hint = f"use {' or '.join(map(str, sorted(use)))}" if use else "leave it out"
         yield Problem(LAYERS, f"it cuts {layers} layers into {stages} stages; {message}; {hint}")
 
-    def of_cut(self, stages: int) -> Iterator[Problem]:
+    def cut_problems(self, stages: int) -> Iterator[Problem]:
         config, spec = self.config, self.spec
         if config.module_fqns_per_model_part:
             known = units(spec, self.network)
@@ -164,12 +164,12 @@ class Planned:
         if stages > most:
             key = CSV if config.pipeline_parallel_schedule_csv else DEGREE
             message = (
-                f"it makes {stages} stages, but {self.layers} layers, with what stands before "
-                f"and after them, can be cut into {most} at most; use fewer"
+                f"it makes {stages} stages, but {self.layers} layers, with the modules before "
+                f"and after them, can be cut into at most {most}; use fewer"
             )
             yield Problem(key, message)
 
-    def of_microbatches(self, stages: int) -> Iterator[Problem]:
+    def microbatch_problems(self, stages: int) -> Iterator[Problem]:
         pp, name = self.config.pipeline_parallel_degree, self.config.pipeline_parallel_schedule
         schedule, microbatches = SCHEDULES[name], self.microbatches
         if schedule.runs(microbatches, stages, pp):
@@ -184,41 +184,42 @@ class Planned:
         rule = (
             f"at least as many microbatches as stages, {stages}"
             if schedule.needs_full
-            else f"microbatches that come out even in rounds of {pp} or a few more"
+            else f"microbatches in equal rounds of {pp} or a few more"
         )
         message = (
-            f"it wants {rule}, but there are {microbatches}, training.local_batch_size in parts of "
-            f"parallelism.pipeline_parallel_microbatch_size; {name} could run "
+            f"it needs {rule}, but there are {microbatches} (training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size); {name} can run "
             f"{' or '.join(str(count) for count in (fewer, more) if count)}"
         )
         yield Problem(SCHEDULE, message)
 
-    def of_split_backward(self, key: str) -> Iterator[Problem]:
+    def split_backward_problems(self, key: str) -> Iterator[Problem]:
         """Find features that torch lacks with a split backward (seen with torch 2.11 to 2.13)."""
-        for reason in self.against_split_backward():
+        for reason in self.split_backward_conflicts():
             yield Problem(key, f"it runs each backward in two parts, {reason}")
 
-    def against_split_backward(self) -> Iterator[str]:
+    def split_backward_conflicts(self) -> Iterator[str]:
         if self.compile.compiles("model"):
             yield (
-                "and a compiled block can be run backward once only: one rank would fail and the "
-                'others wait; use Interleaved1F1B, or compile.components = ["loss"]'
+                "and the backward of a compiled block can run only once; use Interleaved1F1B, "
+                'or compile.components = ["loss"]'
             )
         if self.recompute.by_operator:
             yield (
-                "and what selective recomputation kept is gone after the first; use "
-                'Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
+                "and activations kept by selective recomputation are freed after the first; "
+                'use Interleaved1F1B, or activation_checkpoint.mode = "full" or another '
                 "selective_ac_option"
             )
         if self.functions and not keeps_nodes_of_functions():
             yield (
-                f"and this version of torch does not keep what {' and '.join(self.functions)} left "
-                "for the second; use Interleaved1F1B, torch 2.13, or do without"
+                "and this version of torch does not keep the graph of "
+                f"{' and '.join(self.functions)} for the second; use Interleaved1F1B or torch "
+                "2.13, or disable this"
             )
         if self.config.fsdp_reshard_after_forward == "always":
             yield (
                 "and would lose the gradients of weights that are not gathered when the first "
-                "begins; use Interleaved1F1B, or parallelism.fsdp_reshard_after_forward = "
+                "starts; use Interleaved1F1B, or parallelism.fsdp_reshard_after_forward = "
                 '"default" or "never"'
             )
 
@@ -228,17 +229,22 @@ def part_problems(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]
     names = [name for unit in known for name in unit]
     given = [name for part in parts for name in part]
     if unknown := [name for name in given if name not in names]:
-        yield f"{show(unknown[0])} is no module to be placed; {allowed_names(unknown[0], names)}"
+        yield (
+            f"{show(unknown[0])} is not a module that can be placed; "
+            f"{allowed_names(unknown[0], names)}"
+        )
     elif missing := [name for name in names if name not in given]:
-        yield f"{', '.join(missing)} stand{'s' * (len(missing) == 1)} in no part"
+        yield f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} in no part"
     elif twice := [name for name in names if given.count(name) > 1]:
-        yield f"{', '.join(twice)} stand{'s' * (len(twice) == 1)} in several parts"
+        yield f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} in several parts"
     elif given != names:
         at = next(index for index, name in enumerate(names) if given[index] != name)
-        yield f"{given[at]} stands where {names[at]} should; wanted the order of the model"
+        yield f"{given[at]} is in the place of {names[at]}; wanted the order of the model"
     elif () in parts:
         yield f"part {parts.index(()) + 1} is empty; wanted at least one module in each"
     else:
         for unit in known:
             if not any(set(unit) <= set(part) for part in parts):
-                yield f"{' and '.join(unit)} stand in different parts; wanted one for them all"
+                yield (
+                    f"{' and '.join(unit)} are in different parts; wanted one part for all of them"
+                )

@@ -11,7 +11,7 @@ def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the model supports the export formats."""
     spec = MODELS[job.model.name]
     if job.checkpoint.last_save_in_hf and "hf" not in spec.formats:
-        message = f"the spec of {spec.name} does not say how its weights are written so"
+        message = f"the spec of {spec.name} does not define this format of its weights; use false"
         yield Problem("checkpoint.last_save_in_hf", message, ("model.name",))
 
 
@@ -19,7 +19,8 @@ def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the number of samples to skip is known."""
     if job.data.skip_samples == -1 and job.checkpoint.initial_load_path is None:
         message = (
-            "it asks checkpoint.initial_load_path, which is absent; wanted a number of samples"
+            "it takes the number from checkpoint.initial_load_path, which is absent; wanted a "
+            "number of samples"
         )
         yield Problem("data.skip_samples", message, ("checkpoint.initial_load_path",))
 

@@ -16,8 +16,8 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     in_one = c.compiles("model") and c.granularity == "model"
     if in_one and has_work and not job.sharding.in_graph:
         message = (
-            f'sharding.name = "{job.sharding.name}" gathers in hooks around the blocks, '
-            f'which no graph can hold; use {others_in_graph()}"block"'
+            f'sharding.name = "{job.sharding.name}" gathers in hooks around the blocks, which '
+            f'cannot be part of a graph; use {others_in_graph()}"block"'
         )
         yield Problem("compile.granularity", message, SECTIONS)
 
@@ -36,21 +36,22 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             continue
         if what not in job.sharding.follows:
             name = f'sharding.name = "{job.sharding.name}"'
-            message = f'{name} sends {what} in its own way; use "plain", or "fsdp2" there'
+            message = f'{name} has its own communication of {what}; use "plain", or "fsdp2" there'
             yield Problem(key, message, ("sharding.name",))
         elif job.degrees(world.ranks).fsdp == 1:
             # On more ranks the same recipe may have some to send.
-            message = f"no two ranks share {what}, so none are sent, and this does nothing"
+            message = f"no two ranks share {what}, so this has no effect"
             yield Problem(key, message, ("parallelism",), "note")
     yield from _replicas(job, world)
     ways = job.communication
     packing = [each.packs_weights for each in job.convert if each.packs_weights]
     if ways.weights.reads_numbers and packing:
-        message = f'{packing[0]} gathers weights in another form; use "plain", or false there'
+        message = f'{packing[0]} gathers weights in another format; use "plain", or false there'
         yield Problem("communication.weights.name", message, ("convert",))
     if ways.gradients.remembers and job.metrics.precision_freq:
         message = (
-            "errors of gradients that metrics.precision_freq drops would be sent later; use 0 there"
+            "rounding errors of gradients that metrics.precision_freq discards would be sent "
+            "later; use 0 there"
         )
         yield Problem("communication.gradients.name", message, ("metrics.precision_freq",))
 
@@ -72,8 +73,8 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem("communication.replicas.name", message, rests_on, "note")
     if way.runs_apart and job.fault_tolerance.enable:
         message = (
-            "a group that joins is given the weights of one replica, and they would differ; use "
-            "every = 1, or false there"
+            "a group that joins receives the weights of one replica, but those of replicas "
+            "differ; use every = 1, or false there"
         )
         yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
 
@@ -88,7 +89,10 @@ def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if is_known and (not 1 < size < degrees.fsdp or degrees.fsdp % size):
         fits = [n for n in range(2, degrees.fsdp) if degrees.fsdp % n == 0]
         wanted = f"use {' or '.join(map(str, fits))}, or 0" if fits else "use 0"
-        message = f"{degrees.fsdp} ranks share parameters, of which it has to be a part; {wanted}"
+        message = (
+            f"it must divide the {degrees.fsdp} ranks that share parameters, and be smaller; "
+            f"{wanted}"
+        )
         yield Problem(key, message, ("parallelism",))
     if p.fsdp_reshard_after_forward == "never":
         message = 'nothing is freed with parallelism.fsdp_reshard_after_forward = "never"; use 0'
@@ -96,15 +100,15 @@ def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     for axis in ("tensor_parallel_degree", "pipeline_parallel_degree"):
         if getattr(p, axis) > 1:
             message = (
-                f"torch makes its groups of all ranks, which parallelism.{axis} divides; use 0"
+                f"torch forms its groups from all ranks, which parallelism.{axis} divides; use 0"
             )
             yield Problem(key, message, (f"parallelism.{axis}",))
     if job.communication.weights.name != "plain":
         message = f'communication.weights.name = "{job.communication.weights.name}" sends parts of '
-        message += 'what all ranks share; use 0, or "plain" there'
+        message += 'weights over all ranks; use 0, or "plain" there'
         yield Problem(key, message, ("communication.weights.name",))
     if packing := [each.packs_weights for each in job.convert if each.packs_weights]:
-        yield Problem(key, f"{packing[0]} gathers weights in another form; use 0", ("convert",))
+        yield Problem(key, f"{packing[0]} gathers weights in another format; use 0", ("convert",))
 
 
 def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -117,6 +121,6 @@ def accumulating(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem(key, message, ("parallelism.pipeline_parallel_degree",))
     elif min(degrees) > 0 and job.accumulation(degrees) == 1:
         message = (
-            "a step has one microbatch, so there is nothing to accumulate, and this does nothing"
+            "a step has one microbatch, so there is nothing to accumulate, and this has no effect"
         )
         yield Problem(key, message, ("training",), "note")

@@ -20,11 +20,12 @@ def rollbacks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     elif 0 < c.keep_latest_k < needed:
         message = (
             f"the checkpoint before {row} skipped steps in a row (training.max_skipped_steps) "
-            f"would be gone after them; use checkpoint.keep_latest_k >= {needed}, or 0"
+            f"would be deleted before the rollback; use checkpoint.keep_latest_k >= {needed}, "
+            "or 0"
         )
         yield Problem(ROLLBACKS, message, ("checkpoint", "training"))
     if job.fault_tolerance.enable:
-        message = "replica groups, each with checkpoints of its own, cannot roll back; use 0"
+        message = "replica groups have separate checkpoints, and cannot roll back; use 0"
         yield Problem(ROLLBACKS, message, ("fault_tolerance.enable",))
 
 
@@ -33,7 +34,7 @@ def spikes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     window, steps = job.spikes.window, job.training.steps
     if job.spikes.sigma and window >= steps:
         message = (
-            f"it fills only after {window} good steps, and there are {steps}; no step is skipped "
-            "but for what is not finite"
+            f"it is full only after {window} good steps, and there are {steps}; only "
+            "non-finite steps are skipped"
         )
         yield Problem("spikes.window", message, ("training.steps",), "note")

@@ -41,11 +41,13 @@ def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     task = MODELS[job.model.name].task
     if not TASKS[task].hides_ended:
-        message = f"batches of the task {task} cannot be of uneven numbers; say how many"
+        message = (
+            f"batches of the task {task} must all have the same size; give the number of batches"
+        )
         yield Problem("validation.steps", message, ("model",))
     for name in job.validation.datasets:
         if name in DATASETS and DATASETS[name].drawn:
-            message = f'the data set "{name}" has no end; say how many'
+            message = f'the data set "{name}" has no end; give the number of batches'
             yield Problem("validation.steps", message, ("validation.dataset",))
 
 
@@ -55,8 +57,9 @@ def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     draws = v.enable and v.picture and TASKS[MODELS[job.model.name].task].has_picture
     if draws and not p.has_outputs:
         message = (
-            "nothing is drawn, as no rank has all that the model makes of a sample: with stages "
-            "of a pipeline none, with tensor ranks by parallelism.disable_loss_parallel = true"
+            "nothing is drawn, as no rank has the whole output for a sample: in a pipeline "
+            "none has, with tensor parallelism only by parallelism.disable_loss_parallel = "
+            "true"
         )
         yield Problem("validation.picture", message, ("parallelism",), "note")
 

@@ -12,7 +12,7 @@ SIZE: KeyPath = ("model", "vocab_size")
 def follow_tokenizer(gathered: Gathered) -> None:
     """Set the vocabulary size, if the flavor leaves it open and the tokenizer has more."""
     settings = gathered.settings
-    name, flavor = _said(settings, "name", "llama3"), _said(settings, "flavor", "debugmodel")
+    name, flavor = _setting(settings, "name", "llama3"), _setting(settings, "flavor", "debugmodel")
     spec, path = MODELS.get(name), settings.get(("model", "tokenizer_path"))
     if spec is None or flavor not in spec.open_vocabulary or SIZE in settings:
         return
@@ -30,6 +30,6 @@ def follow_tokenizer(gathered: Gathered) -> None:
         )
 
 
-def _said(settings: Mapping[KeyPath, Setting], key: str, default: str) -> str:
+def _setting(settings: Mapping[KeyPath, Setting], key: str, default: str) -> str:
     setting = settings.get(("model", key))
     return setting.value if setting and isinstance(setting.value, str) else default

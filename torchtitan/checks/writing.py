@@ -41,5 +41,5 @@ def _refused(path: Path) -> str | None:
         path.stat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            return "the file system has no names so long"
+            return "the name is too long for the file system"
     return None

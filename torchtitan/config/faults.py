@@ -175,16 +175,16 @@ def wanted(info: FieldInfo, value: Any) -> str:
 
 def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     above = path[:-1]
-    home = find(schema, above, settings)
-    section = class_at(home, above, settings)
+    parent = find(schema, above, settings)
+    section = class_at(parent, above, settings)
     assert section is not None, "only a section has unknown keys"
     what = "section" if not above and settings[path].value == {} else "key"
-    if isinstance(home, OneOf):
+    if isinstance(parent, OneOf):
         name = settings.get((*above, "name"))
-        chosen = str(name.value if name else home.default)
-        what, section = f"{what} of {chosen}", home.widest(chosen)
-    if isinstance(home, Discriminated) and section is home.base:
-        section = home.widest
+        chosen = str(name.value if name else parent.default)
+        what, section = f"{what} of {chosen}", parent.widest(chosen)
+    if isinstance(parent, Discriminated) and section is parent.base:
+        section = parent.widest
     known = list(section.model_fields)
     return f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
 

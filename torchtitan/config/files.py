@@ -108,7 +108,7 @@ def _syntax_problem(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
     hint = "; is it written twice?" if "overwrite" in error.msg else ""
     value = re.fullmatch(r"[^=]+= *([^\s\"'\[{#=][^\"'#]*?) *(?:#.*)?", got)
     if error.msg == "Invalid value" and value:
-        hint = f"; text stands in quotes: {show(value[1])}"
+        hint = f"; put text in quotes: {show(value[1])}"
     return f"{path}:{number}: not valid TOML: got `{shorten(got)}`; {error.msg}{hint}"
 
 

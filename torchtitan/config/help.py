@@ -45,7 +45,7 @@ def sections(schema: type[Config]) -> Iterator[HelpSection]:
         header = f"[[{name}]]" if path.endswith(".0") else f"[{name}]"
         about = (settings.__doc__ or "").strip().splitlines()[0]
         yield HelpSection(
-            header, choice, f"(Of {owner} only.) {about}" if owner else about, entries
+            header, choice, f"(Only for {owner}.) {about}" if owner else about, entries
         )
 
 
@@ -99,5 +99,5 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
 def _entry(path: str, info: FieldInfo) -> HelpEntry:
     assert info.description, f"{path} has no help text"
     default = "none" if info.default is None else show(info.default)
-    default = "it has to be said" if info.is_required() else default
+    default = "required" if info.is_required() else default
     return HelpEntry(path, describe(field_schema(info)), default, info.description)

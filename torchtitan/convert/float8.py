@@ -62,13 +62,13 @@ class Float8(LinearConverterConfig):
         for name in filter(None, (self.packs_weights, self.gathers_inputs)):
             if self.recipe != "tensorwise":
                 message = (
-                    "what is gathered in Float8 has one scale for the whole tensor; use recipe = "
-                    f'"tensorwise", not "{self.recipe}"'
+                    "tensors that are gathered in Float8 need one scale per tensor; use "
+                    f'recipe = "tensorwise", not "{self.recipe}"'
                 )
                 yield Problem(name, message, ("recipe",))
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.packs_weights:
             needs = "enable_fsdp_float8_all_gather"
-            message = f"it finds the scales for {needs} = true; write that too, or leave it out"
+            message = f"it computes the scales for {needs} = true; set that too, or use false"
             yield Problem("precompute_float8_dynamic_scale_for_fsdp", message, (needs,))
 
     @property
@@ -116,12 +116,12 @@ class Float8(LinearConverterConfig):
 
     def _gathers(self, target: ConversionTarget) -> str:
         """Describe what is gathered in Float8, or why it is not although requested."""
-        said = ""
+        note = ""
         if self.enable_fsdp_float8_all_gather:
-            said += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
+            note += ", parameters gathered in Float8" if target.has_fsdp else ", none gathered here"
         if self.enable_tensor_parallel_float8_all_gather:
-            said += ", activations gathered in Float8"
-        return said
+            note += ", activations gathered in Float8"
+        return note
 
     def has_converted(self, module: nn.Module) -> bool:
         from torchao.float8.float8_linear import Float8Linear

@@ -146,7 +146,10 @@ class LinearConverterConfig(ConverterConfig):
         if lack := self.lacks(
             Device("cuda").capability if context.world.device_type == "cuda" else None
         ):
-            message = f"{lack}; write emulate = true to round so and multiply otherwise"
+            message = (
+                f"{lack}; set emulate = true to round in the same way and multiply in the "
+                "original dtype"
+            )
             yield Problem("emulate", message)
 
     def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
@@ -211,7 +214,7 @@ def linears(
         elif any(part in name for part in config.filter_fqns):
             done.skipped[name] = "filter"
         elif outputs % config.multiple or inputs % config.multiple:
-            done.skipped[name] = f"{outputs} x {inputs}, not in multiples of {config.multiple}"
+            done.skipped[name] = f"{outputs} x {inputs}, not multiples of {config.multiple}"
         else:
             done.changed.append(name)
             yield name, module

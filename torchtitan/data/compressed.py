@@ -72,7 +72,7 @@ def lines(file: Path) -> Iterator[bytes]:
         with _open(file) as stream:
             yield from stream
     except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(f"{file}: it is cut short or damaged: {error}") from None
+        raise ConfigError(f"{file}: it is truncated or damaged: {error}") from None
 
 
 def check_magic(file: Path) -> None:

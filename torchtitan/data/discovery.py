@@ -58,8 +58,8 @@ def _unpacked(files: list[Path], kind: str) -> tuple[list[Path], str]:
     """Return the same files, after checking that none of the text files is compressed."""
     if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
         raise ConfigError(
-            f"{packed[0]}: compressed text is not read, only JSON Lines compressed as "
-            f"{' or '.join(COMPRESSED)}; unpack it first"
+            f"{packed[0]}: compressed text is not supported, only JSON Lines compressed as "
+            f"{' or '.join(COMPRESSED)}; decompress it first"
         )
     return files, kind
 

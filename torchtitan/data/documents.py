@@ -206,10 +206,10 @@ class ParquetDocuments:
                 rows = file.read_row_group(number, columns=[self._text_key]).column(0)
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: row group {number + 1} is damaged: {error}") from None
-        if len(rows) != (said := int(self._ends[group + 1] - self._ends[group])):
+        if len(rows) != (recorded := int(self._ends[group + 1] - self._ends[group])):
             raise ConfigError(
                 f"{path}: row group {number + 1} is damaged: it has {len(rows)} rows, and the "
-                f"file says {said}"
+                f"file says {recorded}"
             )
         return rows
 

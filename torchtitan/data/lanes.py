@@ -54,7 +54,7 @@ def tokenized(
         else:
             empty += 1
             if empty == MOST_EMPTY_DOCUMENTS:
-                raise ConfigError(f"data.dataset: it gave {empty} empty documents in a row")
+                raise ConfigError(f"data.dataset: it returned {empty} empty documents in a row")
 
 
 class WholeSample(NamedTuple):

@@ -92,8 +92,8 @@ class DataConfig(Config):
     )
     shuffle: bool = Field(
         True,
-        description="Shuffle the documents anew in each epoch, by the seed "
-        "(streamed data sets: shuffle their shards).",
+        description="Shuffle the documents again in each epoch, by the seed (streamed data "
+        "sets: shuffle their shards).",
     )
     document_bytes: int = Field(
         65536,
@@ -101,7 +101,7 @@ class DataConfig(Config):
         description="Text files: a longer file is read as several documents of about this many "
         "bytes, split at line ends.",
     )
-    add_bos: bool = Field(True, description="Begin each document with the tokenizer's BOS token.")
+    add_bos: bool = Field(True, description="Start each document with the tokenizer's BOS token.")
     add_eos: bool = Field(True, description="End each document with the tokenizer's EOS token.")
     lanes: int = Field(
         -1,
@@ -113,9 +113,9 @@ class DataConfig(Config):
     skip_samples: int = Field(
         0,
         ge=-1,
-        description="Samples (sequences) to step over at the start of a run whose data has no "
-        "position to resume from; -1: as many as the checkpoint in initial_load_path was trained "
-        "on, by its count of tokens.",
+        description="Samples (sequences) to skip at the start of a run without a data "
+        "position to resume from; -1: as many as the checkpoint in "
+        "initial_load_path was trained on, by its count of tokens.",
     )
     num_workers: int = Field(
         1,
@@ -127,8 +127,8 @@ class DataConfig(Config):
     )
     report_unigram_loss: bool = Field(
         False,
-        description="At the start, print the loss of guessing tokens by their frequency alone: "
-        "a model that has learned anything about their order gets below it.",
+        description="At the start, print the loss of predicting tokens by their frequency "
+        "alone, a baseline for any model.",
     )
 
     def held_out(self) -> Self:
@@ -141,7 +141,9 @@ class DataConfig(Config):
         if path is not None and not exists(path):
             yield Problem("dataset_path", "there is no such file or folder")
         if description is None and not exists(dataset):
-            yield Problem("dataset", f"it is no existing path; {allowed_names(dataset, DATASETS)}")
+            yield Problem(
+                "dataset", f"it is not an existing path; {allowed_names(dataset, DATASETS)}"
+            )
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
@@ -174,11 +176,11 @@ Each adds a section of that name, so `[data.NAME]` may also be written where it 
 """
 
 
-def data_class(said: Mapping[str, Any]) -> type[DataConfig]:
+def data_class(section: Mapping[str, Any]) -> type[DataConfig]:
     """Return the settings class of a section `[data]` with these keys, by data set or sections."""
-    name = said.get("dataset")
+    name = section.get("dataset")
     dataset = DATASETS.get(name) if isinstance(name, str) else None
-    kinds = (dataset.content, *said) if dataset else said
+    kinds = (dataset.content, *section) if dataset else section
     return next((DATA[kind] for kind in kinds if kind in DATA), DataConfig)
 
 

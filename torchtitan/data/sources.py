@@ -53,9 +53,9 @@ class ShuffledDocuments:
         if (count := len(self._documents)) >= lanes:
             return None
         return (
-            f"{count} document{'s' * (count > 1)} for {lanes} lanes: lanes read the same documents "
-            "side by side; use more documents (a smaller data.document_bytes splits text files "
-            "further) or a smaller batch"
+            f"{count} document{'s' * (count > 1)} for {lanes} lanes: several lanes read the "
+            "same documents at the same time; use more documents (a smaller "
+            "data.document_bytes splits text files further) or a smaller batch"
         )
 
     def read(

@@ -204,12 +204,12 @@ class HuggingFaceTokenizer:
         try:
             self.bos = _first_known(declared, "bos_token", self.usual_bos, vocabulary, path)
         except ConfigError as error:
-            self.lost_bos = f"{error}; data.add_bos = false does without"
+            self.lost_bos = f"{error}; or set data.add_bos = false"
         eos = _first_known(declared, "eos_token", self.usual_eos, vocabulary, path)
         if eos is None:
             raise ConfigError(
                 f"{path}: cannot tell which token ends a document: no eos_token in "
-                "tokenizer_config.json or special_tokens_map.json beside it, and none of "
+                "tokenizer_config.json or special_tokens_map.json next to it, and none of "
                 f"{', '.join(self.usual_eos)} in the vocabulary"
             )
         self.eos = eos
@@ -270,9 +270,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     given = local_path(path)
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
     if not exists(path):
-        raise ConfigError(
-            f"no tokenizer at {shorten(path)}: there is neither such a file nor such a folder"
-        )
+        raise ConfigError(f"no tokenizer at {shorten(path)}: there is no such file or folder")
     files = [given / name for name in names] if given.is_dir() else [given]
     file = next(filter(os.path.isfile, files), None)
     if file is None:

@@ -184,7 +184,7 @@ class MemoryInputs:
         around = work.spec.kept_by_block(work.args, itemsize, work.spec.auxiliary or "")
         around *= work.sequences * work.shapes.hidden[0] / work.degrees.cp
         around /= work.degrees.tp if work.splits_stream else 1
-        return blocks + work.shapes.beside * self._input("") + depths * around
+        return blocks + work.shapes.extra_hidden * self._input("") + depths * around
 
     def _between_halves(self, part: Part) -> float:
         """Return the bytes a stage keeps of a microbatch between the halves of its backward.

@@ -47,8 +47,8 @@ class MetricsConfig(Config):
     precision_freq: int = Field(
         0,
         ge=0,
-        description="Steps between reports of underflow, saturation and scale of what each "
-        "converted linear and each converted attention rounds, which take one more microbatch; 0: "
+        description="Steps between reports of underflow, saturation and scale of the tensors "
+        "that converted layers round, each of which takes one more microbatch; 0: "
         "never.",
     )
     statistics_freq: int = Field(
@@ -61,15 +61,16 @@ class MetricsConfig(Config):
     straggler_pct: float = Field(
         10.0,
         ge=0,
-        description="Warn of a rank that, in several reports in a row, takes longer in a phase "
-        "than the median rank, by more than this percentage of the step time; 0: never.",
+        description="Warn about a rank that, in several reports in a row, takes longer in a "
+        "phase than the median rank, by more than this percentage of the step "
+        "time; 0: never.",
     )
     run_name: str | None = Field(
         None,
-        description="Name of the run in Weights & Biases and the like; absent: the name of its "
-        "dump folder.",
+        description="Name of the run, in Weights & Biases for example; absent: the name of "
+        "its dump folder.",
     )
-    tags: tuple[str, ...] = Field((), description="Tags of the run, shown beside its name.")
+    tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     disable_color_printing: bool = Field(False, description="No colors, even in a terminal.")
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")

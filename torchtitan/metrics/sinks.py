@@ -159,10 +159,10 @@ class Jsonl:
         try:
             self._write_out()
         except OSError as error:
-            logger.error("%s: %s; rows that are not written are kept", self.path, error.strerror)
+            logger.error("%s: %s; unwritten rows are kept in memory", self.path, error.strerror)
 
     def picture(self, step: int, picture: Tensor) -> None:
-        """Beside it, in `pictures/`."""
+        """Write the picture into `pictures/`, next to the file of rows."""
         path = self.path.parent / "pictures" / f"step-{step:06}.png"
         try:
             write_png(path, picture)
@@ -179,33 +179,36 @@ class Jsonl:
         while self.waiting:
             self.waiting = self.waiting[self.file.write(self.waiting) :]
 
-    def _beside(self, tag: str | int) -> Path:
+    def _sibling(self, tag: str | int) -> Path:
         return self.path.with_name(f"{self.path.stem}.{tag}.jsonl")
 
     def _set_aside(self) -> None:
         number = 1
-        while self._beside(number).exists():
+        while self._sibling(number).exists():
             number += 1
-        self.path.rename(self._beside(number))
-        logger.info("%s: an earlier run's file, renamed %s", self.path, self._beside(number).name)
+        self.path.rename(self._sibling(number))
+        logger.info("%s: an earlier run's file, renamed %s", self.path, self._sibling(number).name)
 
     def _drop_after(self, start_step: int) -> None:
         kept, superseded = [], []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             step = _step_of(line)
             if step is None:
-                logger.warning("%s: dropped a torn line, of a process killed mid-write", self.path)
+                logger.warning(
+                    "%s: dropped an incomplete line of a process that was killed while writing",
+                    self.path,
+                )
             elif step > start_step:
                 superseded.append(line)
             else:
                 kept.append(line)
         if superseded:
-            beside = self._beside("superseded")
-            with beside.open("a", encoding="utf-8") as file:
+            moved_to = self._sibling("superseded")
+            with moved_to.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in superseded)
             logger.info(
                 "%s: %d rows past step %d moved to %s",
-                *(self.path, len(superseded), start_step, beside.name),
+                *(self.path, len(superseded), start_step, moved_to.name),
             )
         whole = self.path.with_name(f"{self.path.name}.new")
         whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -70,8 +70,8 @@ class Startup:
         found = recorded(self.world.device.type) if self.world.size > 1 else []
         if len(found) >= self.remembered and found[0].created >= self.began:
             return {
-                "left_out": "a step has more collectives than "
-                f"comm.trace_buf_size = {self.remembered} keeps; raise it to have them counted"
+                "left_out": "a step has more collectives than comm.trace_buf_size = "
+                f"{self.remembered} keeps; increase it to have them counted"
             }
         of_step = [one for one in found if one.created >= self.began]
         used = [axis for axis, size in self.world.degrees._asdict().items() if size > 1]

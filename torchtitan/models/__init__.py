@@ -40,8 +40,8 @@ def spec_in_recipe(recipe: Mapping[str, Any]) -> ModelSpec[Any]:
     """
     spec = MODELS[recipe["model.name"]]
     keys = {key: f"model.{key}" for key in spec.settings.model_fields}
-    said = {key: recipe[path] for key, path in keys.items() if path in recipe}
-    config = spec.settings.model_validate(said)
+    sizes = {key: recipe[path] for key, path in keys.items() if path in recipe}
+    config = spec.settings.model_validate(sizes)
     return spec.with_flavor(config.flavor, spec.args(config))
 
 

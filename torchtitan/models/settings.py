@@ -29,7 +29,9 @@ class ModelConfig(Config):
     """Settings shared by all families of models."""
 
     name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
-    flavor: str = Field("debugmodel", description="Which sizes, unless a key here sets another.")
+    flavor: str = Field(
+        "debugmodel", description="Set of sizes; other keys of this section override them."
+    )
 
     @property
     def tokenizer(self) -> str | None:
@@ -50,11 +52,11 @@ class ModelConfig(Config):
 
     def over(self, args: Args) -> Args:
         """Return a flavor's arguments with the sizes set in the recipe."""
-        return dataclasses.replace(args, **self.said())  # type: ignore[type-var]
+        return dataclasses.replace(args, **self.overrides())  # type: ignore[type-var]
 
-    def said(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """Return the sizes set in the recipe."""
-        return {key: said for key in self.sizes() if (said := getattr(self, key)) is not None}
+        return {key: value for key in self.sizes() if (value := getattr(self, key)) is not None}
 
     def size_problems(self, args: Any) -> Iterator[Problem]:
         """Find sizes in effect that are invalid."""
@@ -62,7 +64,7 @@ class ModelConfig(Config):
 
     def origin(self, *keys: str) -> str:
         """Return the first of these keys set in the recipe, for a problem to name."""
-        return next((key for key in keys if key in self.said()), "flavor")
+        return next((key for key in keys if key in self.overrides()), "flavor")
 
 
 class TextConfig(ModelConfig):

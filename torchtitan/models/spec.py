@@ -60,7 +60,7 @@ class SampleShapes(NamedTuple):
     others: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Outputs of blocks that differ from `hidden`, by patterns of their names."""
 
-    beside: int = 0
+    extra_hidden: int = 0
     """Number of additional hidden states that pipeline stages pass on in training, for auxiliary
     losses on the last stage; they follow in the dim of samples."""
 

@@ -78,7 +78,7 @@ class AdamRule(Implemented):
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     state_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = Field(
         "parameter",
-        description="Storage of the moments: as the parameters are (training.dtype), or in fewer "
+        description="Format of the moments: that of the parameters (training.dtype), or fewer "
         "bits; a run may resume with another.",
     )
 
@@ -124,8 +124,8 @@ class AdamRule(Implemented):
         on_cpu = context.world.is_here and context.world.device_type == "cpu"
         if self.is_compiled and on_cpu and not compiles_for_cpu():
             message = (
-                "its update is compiled, which on a CPU needs g++ or clang++, and there is "
-                'neither; install one, or use "parameter"'
+                "its update is compiled, which on a CPU needs g++ or clang++; install one, or "
+                'use "parameter"'
             )
             yield Problem("state_dtype", message)
 

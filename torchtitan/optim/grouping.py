@@ -92,15 +92,17 @@ def describe_groups(
     for number, (group, (tensors, elements)) in enumerate(
         zip(config.groups, counts.tolist(), strict=True)
     ):
-        whose = [f"{key} {', '.join(value)}" for key, value in _whose(group).items() if value]
+        selectors = [
+            f"{key} {', '.join(value)}" for key, value in _selectors(group).items() if value
+        ]
         other = {"lr_factor": group.lr_factor, **group.changes()}
         yield (
-            f"optimizer.groups.{number}: {'; '.join(whose)}: {tensors} tensors, {elements:,} "
+            f"optimizer.groups.{number}: {'; '.join(selectors)}: {tensors} tensors, {elements:,} "
             f"parameters, with {', '.join(f'{key} {value:g}' for key, value in other.items())}"
         )
 
 
-def _whose(group: GroupConfig) -> dict[str, tuple[str, ...]]:
+def _selectors(group: GroupConfig) -> dict[str, tuple[str, ...]]:
     return {"roles": group.roles, "names": group.names}
 
 
@@ -155,4 +157,4 @@ def group_problems(
             without = [a.parameter for a in found if name not in type(a.chosen).model_fields]
             if without:
                 which = f"{without[0].name}, which is of the role {without[0].role},"
-                yield Problem(f"{key}.{name}", f"what updates {which} has no {name}")
+                yield Problem(f"{key}.{name}", f"the update rule of {which} has no {name}")

@@ -83,14 +83,14 @@ class UpdatePlan:
 
     def __init__(
         self,
-        lying: Mapping[int, MatrixSharding],
+        shardings: Mapping[int, MatrixSharding],
         matrices: Sequence[Matrix],
         cost: Callable[[int, int], float],
         limit: int,
     ) -> None:
         """For the arguments see `deal`."""
-        self.lying = lying
-        ranks = len(next(iter(lying.values())).parts) if lying else 1
+        self.shardings = shardings
+        ranks = len(next(iter(shardings.values())).parts) if shardings else 1
         self.rounds = deal(matrices, ranks, cost, limit)
 
     def part(self, matrix: Matrix, rank: int) -> Area:
@@ -99,11 +99,11 @@ class UpdatePlan:
 
     def held(self, matrix: Matrix, rank: int) -> Area:
         """Return a rank's part of the matrix's parameter."""
-        return self.lying[matrix.parameter].parts[rank]
+        return self.shardings[matrix.parameter].parts[rank]
 
     def same_copy(self, matrix: Matrix, one: int, other: int) -> bool:
         """Whether two ranks hold parts of the same replica of a matrix, and so exchange them."""
-        copies = self.lying[matrix.parameter].copies
+        copies = self.shardings[matrix.parameter].copies
         return copies[one] == copies[other]
 
     def messages(self, rank: int) -> Iterator[int]:
@@ -182,7 +182,7 @@ class _Group:
         self.group = None if mesh is None else over(mesh)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
-        lying = {
+        shardings = {
             number: MatrixSharding(
                 [Area(*extents(p.tensor, at)) for at in coordinates],
                 [
@@ -192,7 +192,7 @@ class _Group:
             )
             for number, p in parameters.items()
         }
-        self.plan = UpdatePlan(lying, matrices, cost, limit)
+        self.plan = UpdatePlan(shardings, matrices, cost, limit)
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
         """See `Exchange.apply`."""

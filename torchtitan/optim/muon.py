@@ -77,26 +77,29 @@ class Muon(OptimizerConfig):
     )
     scale: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="What the rate is multiplied by for a matrix: 0.2 sqrt(max(rows, columns)), so "
-        "that rates of AdamW fit; or sqrt(max(1, rows / columns)), for rates about 0.02.",
+        description="Factor of the rate for a matrix: 0.2 sqrt(max(rows, columns)), so that "
+        "rates of AdamW fit; or sqrt(max(1, rows / columns)), for rates about "
+        "0.02.",
     )
     ns_steps: int = Field(
         5, ge=1, lt=100, description="Steps of the Newton-Schulz iteration for an update."
     )
     ns_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16",
-        description="In what it is computed, and sent; in bfloat16 layouts differ by its rounding.",
+        description="Dtype of the iteration, and of matrices that are sent; in bfloat16 "
+        "layouts differ by rounding.",
     )
     whole_mib: int = Field(
         64,
         ge=0,
-        description="MiB of matrices of one shape that a rank has whole to compute with together; "
-        "a larger matrix is by itself, and so is each with 0. As much is on its way in, and out.",
+        description="MiB of whole matrices of one shape that a rank updates at once; a larger "
+        "matrix is updated by itself, and 0 updates each by itself. As much again "
+        "is being received, and sent.",
     )
     by_head: bool = Field(
         False,
-        description="Each head of an attention's projections is a matrix of its own: of queries, "
-        "keys and values by rows, of the output by columns.",
+        description="Treat each attention head as a separate matrix: rows of queries, keys "
+        "and values, columns of the output.",
     )
     adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
     groups: tuple[MuonGroup, ...] = Field(
@@ -187,8 +190,8 @@ class Muon(OptimizerConfig):
         own = [a for a in assign(parameters, self) if a.chosen is self]
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
-        lying = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        plan = UpdatePlan(lying, matrices, self.cost, self.limit)
+        shardings = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
+        plan = UpdatePlan(shardings, matrices, self.cost, self.limit)
         return (elements * self.dtype.itemsize for elements in plan.messages(rank))
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
@@ -218,8 +221,8 @@ class Muon(OptimizerConfig):
             yield Problem("nesterov", "it needs self.momentum > 0; use false", ("momentum",))
         if self.early_step_in_backward:
             message = (
-                "Muon's matrices are dealt out to the ranks when all gradients are there; one at a "
-                "time, all ranks but one would wait in the middle of the backward; use false"
+                "Muon assigns matrices to ranks when all gradients are complete; during the "
+                "backward, all ranks but one would wait for each matrix; use false"
             )
             yield Problem("early_step_in_backward", message, ("name",))
 

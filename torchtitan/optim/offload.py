@@ -86,7 +86,7 @@ class Offloaded(Optimizers):
         if self.device.type == "cpu":
             target.copy_(source)
             return None
-        with self.device.beside() as copied:
+        with self.device.side_stream() as copied:
             target.copy_(source, non_blocking=True)
         return copied
 

@@ -29,8 +29,8 @@ class ScheduleConfig(Config):
         None,
         ge=0,
         le=1,
-        description="Share of the steps that decay, at most what the warm-up leaves; absent: all "
-        "of that.",
+        description="Share of the steps that decay; absent, or at most: all steps after the "
+        "warm-up.",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = Field(
         "linear", description="Shape of the decay."

@@ -138,7 +138,7 @@ class Layout:
             hidden=tuple((size, *_part(sample.after(unit[-1]), stream)) for unit in stages.units),
             outputs=None if self.loss.vocabulary_chunk else (size, *_part((*outputs, last), cp)),
             dtype=self.precision.compute,
-            beside=sample.beside,
+            extra_hidden=sample.extra_hidden,
         )
 
 

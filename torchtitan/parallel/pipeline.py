@@ -34,13 +34,13 @@ class Shapes(NamedTuple):
     """Shape of the model's outputs; None: the last stage returns the loss, a scalar."""
     dtype: torch.dtype
     """Dtype of the hidden states and the outputs."""
-    beside: int = 0
+    extra_hidden: int = 0
     """Number of additional hidden states that a stage sends in training, along the sample dim."""
 
     @property
     def trained(self) -> list[tuple[int, ...]]:
         """Outputs of each stage in training."""
-        return [((1 + self.beside) * size, *rest) for size, *rest in self.hidden]
+        return [((1 + self.extra_hidden) * size, *rest) for size, *rest in self.hidden]
 
 
 class Pipeline:

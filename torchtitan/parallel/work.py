@@ -144,7 +144,7 @@ class Work:
     @property
     def heads(self) -> int:
         """Number of embeddings and of losses in a forward: one, and one for each extra depth."""
-        return 1 + self.shapes.beside
+        return 1 + self.shapes.extra_hidden
 
     def tokens(self, module: str = "") -> int:
         """Return this rank's number of positions of a microbatch after a module."""

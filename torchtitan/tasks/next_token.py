@@ -205,8 +205,8 @@ class NextToken(Task):
         except BytesUnknown as reason:
             if is_first:
                 logger.warning(
-                    "validation: bits and perplexity per byte are null: the tokenizer (%s) does "
-                    "not tell how many bytes its tokens stand for: %s",
+                    "validation: bits and perplexity per byte are null: the number of bytes "
+                    "per token is unknown for the tokenizer %s: %s",
                     *(self.tokenizer.fingerprint, reason),
                 )
 

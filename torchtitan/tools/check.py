@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchtitan import config
-from torchtitan.checks import load_job, of_sections
+from torchtitan.checks import load_job, section_problems
 from torchtitan.checks.memory_limits import of_rank, room
 from torchtitan.config import ConfigError, PlannedWorld, Problem, RecipeError, json_schema
 from torchtitan.device import GIB, Device, pick
@@ -60,14 +60,16 @@ def check(
         local_ranks=(world_size or sys.maxsize) if here else None,
     )
     try:
-        found = load(spared=[TOKENIZER])
+        found = load(exempt=[TOKENIZER])
     except RecipeError:
         load()  # says it of the tokenizer, too
         raise
     found.refuse(problems_of_files(found.config))
     job = found.config
     world = PlannedWorld(world_size, device)
-    missing = [problem for problem in of_sections(job, job, world) if problem.path == TOKENIZER]
+    missing = [
+        problem for problem in section_problems(job, job, world) if problem.path == TOKENIZER
+    ]
     if not missing:
         found.refuse(problems_of_task(job))
     notices, ranks = found.notices, world_size or job.parallelism.least_ranks
@@ -116,8 +118,8 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(t.local_batch_size)
         yield stages.describe(job.parallelism, len(spec.blocks(network)), microbatches)
-        if beside := spec.shapes(args, t.seq_len).beside:
-            yield f"each stage hands on {1 + beside} times as much in training: later tokens too"
+        if extra := spec.shapes(args, t.seq_len).extra_hidden:
+            yield f"each stage hands on {1 + extra} times as much in training: later tokens too"
     yield (
         f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"

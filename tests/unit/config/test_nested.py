@@ -246,14 +246,14 @@ def test_help_has_each_section_once() -> None:
         '[optimizer] with name = "SGD": One rate.',
         '[optimizer] with name = "Muon": Matrices.',
         "[[optimizer.groups]]: Some parameters.",
-        "[optimizer.adamw]: (Of Muon only.) What the other does not do.",
+        "[optimizer.adamw]: (Only for Muon.) What the other does not do.",
         "[communication]: What is sent.",
         '[communication.weights] with name = "plain": Sent as it is.',
         '[communication.weights] with name = "quantized": Sent in few bits.',
         '[[communication.steps]] with name = "plain": Sent as it is.',
         '[[communication.steps]] with name = "quantized": Sent in few bits.',
     ]
-    assert "  --optimizer.groups.0.match  (a string; default: it has to be said)" in text
+    assert "  --optimizer.groups.0.match  (a string; default: required)" in text
     assert "  --optimizer.adamw.lr  (a number > 0; default: 0.001)" in text
 
 

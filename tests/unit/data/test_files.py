@@ -66,13 +66,13 @@ def test_a_compressed_file_that_is_cut_or_false(suffix: str, tmp_path: Path) -> 
     path = tmp_path / f"a.jsonl{suffix}"
     whole = packed(LINES * 500, suffix, path)
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix}: it is cut short or damaged: \w"):
+    with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix}: it is truncated or damaged: \w"):
         texts(source(path), 20_000)
     path.write_bytes(LINES)
     with pytest.raises(ConfigError, match=r"it is not compressed as its name says"):
         source(path)
     path.write_bytes(whole[:3])
-    with pytest.raises(ConfigError, match=r"not compressed as|cut short"):
+    with pytest.raises(ConfigError, match=r"not compressed as|truncated"):
         source(path)
 
 
@@ -89,7 +89,7 @@ def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path: Path) -> Non
         (["a.jsonl", "b.txt"], r"several kinds: jsonl \(a\.jsonl\) and text \(b\.txt\); choose"),
         (["a.jsonl", "b.jsonl.gz"], r"several kinds: compressed \(b\.jsonl\.gz\) and jsonl"),
         (["a.jsonl", "b.parquet"], r"several kinds: jsonl .* and parquet"),
-        (["a.txt.gz"], r"a\.txt\.gz: compressed text is not read"),
+        (["a.txt.gz"], r"a\.txt\.gz: compressed text is not supported"),
     ],
 )
 def test_a_folder_of_several_kinds(names: list[str], message: str, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_packed_text_is_refused(suffix: str, kind: str | None, tmp_path: Path) -
     """By itself and in a folder; the bytes of a tar archive would pass for text."""
     (tmp_path / f"a{suffix}").write_bytes(b"a.txt\0\0\0\0some text\n" * 20)
     for path in (tmp_path / f"a{suffix}", tmp_path):
-        with pytest.raises(ConfigError, match=rf"a\{suffix}: compressed text is not read"):
+        with pytest.raises(ConfigError, match=rf"a\{suffix}: compressed text is not supported"):
             source(path, kind)
 
 
@@ -117,7 +117,7 @@ def test_a_first_look_unpacks_what_takes_a_second(
     path.write_bytes(packed(LINES * 500, suffix, path))
     check_local(DataConfig(dataset=str(path)))
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ConfigError, match="it is cut short or damaged"):
+    with pytest.raises(ConfigError, match="it is truncated or damaged"):
         check_local(DataConfig(dataset=str(path)))
     monkeypatch.setattr(first_look, "MAX_UNPACKED", 100)
     if suffix == ".gz":  # of the other, this file is one block

@@ -298,7 +298,7 @@ def test_jsonl_survives_a_torn_last_line(tmp_path, caplog):
     path.write_text(path.read_text() + '{"step": 30, "lo')
     write_jsonl(tmp_path, [21], start_step=20)
     assert steps(path) == [10, 20, 21]
-    assert "dropped a torn line" in caplog.text
+    assert "dropped an incomplete line" in caplog.text
     assert not (tmp_path / "metrics.superseded.jsonl").exists()
 
 
@@ -570,7 +570,7 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caplog.messages == 2 * [
-        f"{sink.path}: File too large; rows that are not written are kept"
+        f"{sink.path}: File too large; unwritten rows are kept in memory"
     ]
     sink.write(4, ROW)
     assert steps(sink.path) == [1, 2, 3, 4]

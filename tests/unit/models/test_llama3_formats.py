@@ -164,7 +164,7 @@ def test_a_network_that_is_not_ours_is_refused_in_words(change, told):
                 "rope_theta: got nothing; wanted the base of the rotary embedding",
             ],
         ),
-        ({"moe_args": {"num_experts": 16}}, ["moe_args: llama3 has no such thing"]),
+        ({"moe_args": {"num_experts": 16}}, ["moe_args: not supported by llama3"]),
     ],
     ids=str,
 )

@@ -70,46 +70,50 @@ def test_a_schedule_that_is_misspelt() -> None:
 def test_weights_that_are_tied() -> None:
     (line,) = found(args=dataclasses.replace(ARGS, tied=True))
     assert line == (
-        "pipeline_parallel_degree: the output multiplies with the embedding's weights, which would "
-        "stand on another stage; use 1, or a flavor with an output of its own"
+        "pipeline_parallel_degree: the output shares the weights of the embedding, which would be "
+        "on another stage; use 1, or a flavor with a separate output"
     )
 
 
 def test_stages_that_a_schedule_cannot_have() -> None:
     assert found("1F1B", pipeline_parallel_layers_per_stage=1) == [
-        "pipeline_parallel_layers_per_stage: it cuts 4 layers into 4 stages; 1F1B on 2 ranks wants "
-        "stages: 2, one a rank; use 2"
+        "pipeline_parallel_layers_per_stage: it cuts 4 layers into 4 stages; 1F1B on 2 ranks needs "
+        "this number of stages: 2, one per rank; use 2"
     ]
     (line,) = found("LoopedBFS", pipeline_parallel_layers_per_stage=2)
-    assert line.endswith("wants stages: 4, 6 or any other multiple of 2, two or more a rank; use 1")
+    assert line.endswith(
+        "needs this number of stages: 4, 6 or any other multiple of 2, two or more per rank; use 1"
+    )
     (line,) = found("ZBVZeroBubble", pp=3, pipeline_parallel_layers_per_stage=2)
-    assert line.endswith("ZBVZeroBubble on 3 ranks wants stages: 6, two a rank; leave it out")
+    assert line.endswith(
+        "ZBVZeroBubble on 3 ranks needs this number of stages: 6, two per rank; leave it out"
+    )
     (line,) = found("GPipe", module_fqns_per_model_part=(NAMES[:3], NAMES[3:4], NAMES[4:]))
     assert line == (
-        "module_fqns_per_model_part: these are 3 stages; GPipe on 2 ranks wants stages: 2, one a "
-        "rank"
+        "module_fqns_per_model_part: these are 3 stages; GPipe on 2 ranks needs this "
+        "number of stages: 2, one per rank"
     )
     (line,) = found(
         module_fqns_per_model_part=(NAMES[:3], NAMES[3:]), pipeline_parallel_layers_per_stage=2
     )
-    assert line.endswith("gives the stages by hand already; leave one of the two out")
+    assert line.endswith("defines the stages already; remove one of the two")
 
 
 def test_more_stages_than_the_model_can_be_cut_into() -> None:
     assert found("DualPipeV", pp=4) == [
-        "pipeline_parallel_degree: it makes 8 stages, but 4 layers, with what stands before and "
-        "after them, can be cut into 6 at most; use fewer"
+        "pipeline_parallel_degree: it makes 8 stages, but 4 layers, with the modules before and "
+        "after them, can be cut into at most 6; use fewer"
     ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "microbatches", "words"),
     [
-        ("1F1B", 4, 3, "wants at least as many microbatches as stages, 4, but there are 3"),
-        ("1F1B", 4, 3, "1F1B could run 4"),
-        ("DualPipeV", 2, 2, "DualPipeV could run 4"),
-        ("Interleaved1F1B", 2, 5, "Interleaved1F1B could run 4 or 6"),
-        ("InterleavedZeroBubble", 2, 7, "could run 6 or 8"),
+        ("1F1B", 4, 3, "needs at least as many microbatches as stages, 4, but there are 3"),
+        ("1F1B", 4, 3, "1F1B can run 4"),
+        ("DualPipeV", 2, 2, "DualPipeV can run 4"),
+        ("Interleaved1F1B", 2, 5, "Interleaved1F1B can run 4 or 6"),
+        ("InterleavedZeroBubble", 2, 7, "can run 6 or 8"),
     ],
 )
 def test_microbatches_that_do_not_fit(
@@ -122,17 +126,20 @@ def test_microbatches_that_do_not_fit(
 
 PARTS = {
     (NAMES[:3], ("layers.2", "layer.3", "norm", "output")): (
-        '"layer.3" is no module to be placed; allowed: tok_embeddings, layers.0, layers.1, '
-        "layers.2, layers.3, norm, output; did you mean layers.3?"
+        '"layer.3" is not a module that can be placed; allowed: tok_embeddings, layers.0, '
+        "layers.1, layers.2, layers.3, norm, output; did you mean layers.3?"
     ),
-    (NAMES[:3], NAMES[4:]): "layers.2 stands in no part",
-    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output stand in no part",
-    (NAMES[:4], NAMES[3:]): "layers.2 stands in several parts",
+    (NAMES[:3], NAMES[4:]): "layers.2 is in no part",
+    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output are in no part",
+    (NAMES[:4], NAMES[3:]): "layers.2 is in several parts",
     (NAMES[3:], NAMES[:3]): (
-        "layers.2 stands where tok_embeddings should; wanted the order of the model"
+        "layers.2 is in the place of tok_embeddings; wanted the order of the model"
     ),
     ((), NAMES): "part 1 is empty; wanted at least one module in each",
-    (NAMES[:6], NAMES[6:]): "norm and output stand in different parts; wanted one for them all",
+    (
+        NAMES[:6],
+        NAMES[6:],
+    ): "norm and output are in different parts; wanted one part for all of them",
 }
 
 
@@ -146,7 +153,7 @@ def test_parts_by_hand_that_are_no_cut(parts: tuple[tuple[str, ...], ...]) -> No
 @pytest.mark.parametrize("schedule", [name for name, s in SCHEDULES.items() if s.splits_backward])
 def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
     (line,) = found(schedule, compile=CompileConfig(enable=True))
-    assert "a compiled block can be run backward once only" in line
+    assert "the backward of a compiled block can run only once" in line
     (line,) = found(schedule, recompute=OPERATORS)
     assert 'activation_checkpoint.mode = "full"' in line
     (line,) = found(schedule, fsdp_reshard_after_forward="always")
@@ -159,7 +166,7 @@ def test_functions_written_in_python_need_a_torch_that_keeps_them(
 ) -> None:
     monkeypatch.setattr(pipelining, "keeps_nodes_of_functions", lambda: keeps)
     lines = found("ZBVZeroBubble", functions=("[[convert]]",))
-    assert ["what [[convert]] left" in line for line in lines] == [True] * (not keeps)
+    assert ["keep the graph of [[convert]] for" in line for line in lines] == [True] * (not keeps)
     assert not found("Interleaved1F1B", functions=("[[convert]]",))
 
 
@@ -178,7 +185,7 @@ def test_a_file(tmp_path: Path) -> None:
     (line,) = found(microbatches=1, recompute=OPERATORS, **keys)
     assert line.startswith("pipeline_parallel_schedule_csv: it runs each backward in two parts")
     (line,) = found(microbatches=1, pipeline_parallel_layers_per_stage=2, **keys)
-    assert line.endswith("has 3 stages already; leave one of the two out")
+    assert line.endswith("has 3 stages already; remove one of the two")
     (line,) = found(microbatches=1, module_fqns_per_model_part=(NAMES[:3], NAMES[3:]), **keys)
     assert "these are 2 parts, but the file" in line
     (line,) = found(microbatches=1, args=dataclasses.replace(ARGS, n_layers=0), **keys)

@@ -58,7 +58,7 @@ def from_params(params: Mapping[str, Any]) -> Llama3Args:
         problems.append(f"rope_theta: got {got}; wanted the base of the rotary embedding")
     for key in ("moe_args", "vision_chunk_size", "quantization_args", "lora_args"):
         if params.get(key) not in (None, -1):
-            problems.append(f"{key}: llama3 has no such thing")
+            problems.append(f"{key}: not supported by llama3")
     if problems:
         raise RecipeError(problems)
     args = Llama3Args(

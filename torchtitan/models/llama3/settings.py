@@ -31,16 +31,16 @@ class Llama3Config(TextConfig):
     norm_eps: float | None = size("Added to the mean square in a norm", gt=0)
     rope_theta: float | None = size("Base of the rotary frequencies", gt=0)
     rope_scaling: float | None = size(
-        "How far the slow rotary frequencies are stretched, as in Llama 3.1; 1: not at all", ge=1
+        "Factor that divides low rotary frequencies, as in Llama 3.1; 1: none", ge=1
     )
     rope_low_freq_factor: float | None = size(
-        "A pair that turns less often within the original context is stretched by all of that", gt=0
+        "Frequencies with fewer turns in the original context are divided by the whole factor", gt=0
     )
-    rope_high_freq_factor: float | None = size("One that turns more often is not stretched", gt=0)
-    rope_original_context: int | None = size(
-        "Length of the sequences before they were stretched", gt=0
+    rope_high_freq_factor: float | None = size(
+        "Frequencies with more turns in the original context are not changed", gt=0
     )
-    tied: bool | None = size("Take the logits from the embedding matrix")
+    rope_original_context: int | None = size("Length of the original context, before scaling", gt=0)
+    tied: bool | None = size("Use the embedding matrix as the output")
 
     @property
     def repository(self) -> str | None:
@@ -71,17 +71,17 @@ class Llama3Config(TextConfig):
         for key, value in sizes.items():
             most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
             if isinstance(value, int) and value > most:
-                problems.append(f"{key}: got {show(value)}; wanted {most:,} at the most")
+                problems.append(f"{key}: got {show(value)}; wanted at most {most:,}")
         if problems:
             raise RecipeError(problems)
         return args
 
     def over(self, args: Llama3Args) -> Llama3Args:  # type: ignore[override]
-        said = self.said()
-        scaling = {name: said.pop(key) for key, name in ROPE.items() if key in said}
+        overrides = self.overrides()
+        scaling = {name: overrides.pop(key) for key, name in ROPE.items() if key in overrides}
         changed = dataclasses.replace(args.rope_scaling or RopeScaling(factor=1.0), **scaling)
         kept = changed if changed.factor > 1 else None
-        return dataclasses.replace(args, **said, rope_scaling=kept)
+        return dataclasses.replace(args, **overrides, rope_scaling=kept)
 
     def size_problems(self, args: Llama3Args) -> Iterator[Problem]:
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
@@ -89,8 +89,8 @@ class Llama3Config(TextConfig):
             key = self.origin("n_heads", "dim")
             yield Problem(key, f"the {heads} heads do not divide the dim {dim}")
         elif (dim // heads) % 2:
-            message = f"a head of dim {dim} / n_heads {heads} = {dim // heads} elements is no pairs"
-            message += ", which rotary positions turn"
+            message = f"a head of dim {dim} / n_heads {heads} = {dim // heads} elements is odd"
+            message += ", and rotary positions need pairs"
             yield Problem(self.origin("n_heads", "dim"), message)
         if heads % kv_heads:
             message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"

@@ -107,7 +107,7 @@ def init_std(args: Llama3Args, name: str) -> InitialWeight:
 
 def shapes(args: Llama3Args, seq_len: int) -> SampleShapes:
     """Return the shapes of a sample; embeddings of later tokens accompany its hidden states."""
-    return shapes_of_tokens(args, seq_len)._replace(beside=args.multi_token)
+    return shapes_of_tokens(args, seq_len)._replace(extra_hidden=args.multi_token)
 
 
 def flops_of(args: Llama3Args, seq_len: int, name: str) -> int:

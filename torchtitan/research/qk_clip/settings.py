@@ -15,8 +15,8 @@ from torchtitan.parallel.work import Part, Traffic, Work
 from torchtitan.research.qk_clip.attention_logits import attentions
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "fault_tolerance.enable": (False, "groups do not tell each other how large theirs are"),
-    "compile.cuda_graphs": (False, "nobody has recorded graphs that keep the largest"),
+    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits"),
+    "compile.cuda_graphs": (False, "CUDA graphs have not been tested with the largest logits"),
 }
 """Keys ruled out by a limit of attention logits: the one allowed value, and why."""
 
@@ -57,8 +57,8 @@ class MuonClip(Muon):
         ]
         if not heads or None in heads:
             message = (
-                f"{job.model.name} does not say which weights make the queries and keys of its "
-                "heads (queries_and_keys, heads); use 0"
+                f"{job.model.name} does not define the weights of its queries and keys "
+                "(queries_and_keys, heads); use 0"
             )
             yield Problem(key, message, ("model",))
         for other, (allowed, why) in REFUSED.items():
@@ -66,13 +66,16 @@ class MuonClip(Muon):
                 yield Problem(other, f"with {key}, {why}; use {str(allowed).lower()}", (key,))
         if job.sharding.never_whole:
             message = (
-                f"with {key}, all weights of a head are on a rank when it computes, and "
-                f'"{job.sharding.name}" has them travel; use "fsdp2"'
+                f'with {key}, a rank needs all weights of a head, and "{job.sharding.name}" '
+                'moves them between ranks; use "fsdp2"'
             )
             yield Problem("sharding.name", message, (key,))
         copies = job.degrees(context.world.ranks).dp_replicate
         if job.communication.replicas.runs_apart and copies > 1:
-            message = f"with {key}, copies scale the same heads, and these run apart; use every = 1"
+            message = (
+                f"with {key}, replicas must scale the same heads, and these make updates of their "
+                "own; use every = 1"
+            )
             yield Problem("communication.replicas.name", message, (key, *DEGREES))
 
     def messages(self, parts: Sequence[Part]) -> Iterator[Traffic]:

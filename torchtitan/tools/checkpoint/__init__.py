@@ -132,7 +132,7 @@ def convert(
 
 def _in_effect(recipe: str) -> dict[str, Any]:
     """A recipe by dotted keys; its tokenizer need not be here."""
-    read = load_job(recipe, [], None, "cpu", spared={"model.tokenizer_path"})
+    read = load_job(recipe, [], None, "cpu", exempt={"model.tokenizer_path"})
     for notice in read.notices:
         logger.info("%s", notice)
     return read.config.in_effect()

@@ -23,7 +23,7 @@ from torchtitan.local_ranks import RanksFailed
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
 from torchtitan.tools.verify.measure import Step, compare_steps, write_steps
-from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
+from torchtitan.tools.verify.ranks import EXEMPT, on_ranks, problems_here, run
 from torchtitan.tools.verify.recipe import Checked, as_checked, in_float64
 from torchtitan.tools.verify.report import Comparison
 
@@ -57,7 +57,7 @@ def verify(
     """
     from rich.console import Console
 
-    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     checked = as_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
     job, ranks = checked.job, checked.ranks
     width = None if sys.stdout.isatty() else 120

@@ -23,7 +23,7 @@ from torchtitan.train import problems_of_task
 Result = TypeVar("Result")
 
 # What need not be there for a recipe to be verified.
-SPARED = (
+EXEMPT = (
     "model.tokenizer_path",
     "data.dataset_path",
     "checkpoint.initial_load_path",

@@ -19,7 +19,7 @@ from torchtitan.config import ConfigError, Problem
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.tools.verify.measure import WEIGHT, Step, compare_checkpoints
-from torchtitan.tools.verify.ranks import SPARED, on_ranks, problems_here, run
+from torchtitan.tools.verify.ranks import EXEMPT, on_ranks, problems_here, run
 from torchtitan.tools.verify.report import LOSS, Resumption
 from torchtitan.tools.verify.resume_recipe import Resumed, as_resumed
 
@@ -52,7 +52,7 @@ def verify_resume(
     """
     from rich.console import Console
 
-    recipe = load_job(path, flags, world_size, "cuda", spared=SPARED)
+    recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     asked = as_resumed(
         recipe, world_size=world_size, steps=steps, shrink=shrink, then=dict(then or {})
     )
