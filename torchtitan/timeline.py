@@ -28,7 +28,7 @@ PHASES = ("data", "forward", "backward", "pipeline", "clip", "sync", "optimizer"
     forward    of the model, with its collectives
     backward   the same; updates in the backward are in it
     pipeline   in a pipeline's schedule, but neither forward nor backward: waiting for neighbours
-    clip       the gradient norm, over all ranks, and the scaling by it
+    clip       the gradient norm, over all ranks
     sync       sums over ranks of targets and loss, and the one wait for the status of the step
     optimizer  the update
     other      the rest

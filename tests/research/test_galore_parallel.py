@@ -236,7 +236,7 @@ def test_moments_in_few_bits() -> None:
 
 def test_what_it_sends_is_in_no_formula() -> None:
     job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "GaLore"})
-    with pytest.raises(NotImplementedError, match="no formulas of what GaLore sends"):
+    with pytest.raises(NotImplementedError, match="no formulas for the traffic of GaLore"):
         formulas(job, 2)
     assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
 

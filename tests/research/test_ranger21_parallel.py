@@ -154,7 +154,7 @@ def test_resumes_on_another_layout_in_the_middle_of_a_period(tmp_path: Path) -> 
 
 def test_what_it_sends_is_in_no_formula() -> None:
     job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "Ranger21"})
-    with pytest.raises(NotImplementedError, match="no formulas of what Ranger21 sends"):
+    with pytest.raises(NotImplementedError, match="no formulas for the traffic of Ranger21"):
         formulas(job, 2)
     assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
 

@@ -38,7 +38,7 @@ def of_step(
         NotImplementedError: if there are no formulas of the traffic, as with converters.
     """
     if layout.convert:
-        raise NotImplementedError("there are no formulas of what converters send")
+        raise NotImplementedError("there are no formulas for the traffic of converters")
     sharding, parts = layout.sharding, work.parts(stage_rank)
     found = list(_of_borders(work, stage_rank))
     for part in parts:

@@ -208,7 +208,7 @@ class OptimizerConfig(UpdateRule):
             NotImplementedError: if there are no formulas for the traffic.
         """
         if self.sends:
-            raise NotImplementedError(f"there are no formulas of what {self.name} sends")
+            raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
         return iter(())
 
     def messages(self, parts: Sequence[Any]) -> Iterator[Any]:
