@@ -89,5 +89,5 @@ def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel: 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel: bool) -> None:
-    with pytest.raises(AssertionError, match=r"RMSNorm.* has the role norm, .* given 4"):
+    with pytest.raises(AssertionError, match=r"RMSNorm.* has the role norm, .* received 4"):
         run_ranks(trained, 2, sequence_parallel, "norm", 2)

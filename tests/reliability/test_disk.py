@@ -241,7 +241,7 @@ def test_a_second_attempt_that_works(
     )
     played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
     assert played.status == 0, played.log
-    assert "attempt 1 of 3 failed (File too large); again in 0.01 s" in played.log
+    assert "attempt 1 of 3 failed (File too large); retrying in 0.01 s" in played.log
     assert "could NOT be saved" not in played.log
     assert list(checkpoints(run)) == [4, 6, 8]
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)

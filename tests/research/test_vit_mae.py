@@ -189,7 +189,7 @@ def test_what_a_block_keeps_is_what_autograd_saves(name: str) -> None:
         ("data.dataset=python_stdlib", "it holds text, and vit_mae is trained on images"),
         ("parallelism.context_parallel_degree=2", "cannot be split over a sequence; use 1"),
         ("parallelism.tensor_parallel_degree=2", "disable_sequence_parallel: .* use true"),
-        ("loss.vocabulary_chunk=8", "vit_mae does not end in LinearLoss"),
+        ("loss.vocabulary_chunk=8", "vit_mae does not end in a LinearLoss"),
         (
             "parallelism.tensor_parallel_degree=8 parallelism.disable_sequence_parallel=true",
             "does not divide the 4 decoder heads of vit_mae debugmodel",
@@ -210,7 +210,7 @@ def test_what_cannot_be_is_refused_by_name(keys: str, message: str) -> None:
 def test_a_length_of_sequences_does_nothing_and_that_is_said() -> None:
     flags = ["--model.name=vit_mae", "--data.dataset=scenes", "--training.seq_len=64"]
     (notice,) = load_job(None, flags, 1, "cpu").notices
-    assert "training.seq_len: got 64; samples of vit_mae are no sequences" in notice
+    assert "training.seq_len: got 64; samples of vit_mae are not sequences" in notice
 
 
 class Weights:

@@ -205,8 +205,8 @@ def test_one_rank_casts_what_fsdp_would_have_gathered(sections: dict[str, Any]) 
     [
         ({}, []),
         ({"training": {"mixed_precision_param": "bfloat16"}}, []),
-        ({"compile": {"enable": True, "backend": "eager"}}, ["Watch"]),
-        ({"compile": {"enable": True, "cuda_graphs": True}}, ["Recorded", "Watch"]),
+        ({"compile": {"enable": True, "backend": "eager"}}, ["CompileMonitor"]),
+        ({"compile": {"enable": True, "cuda_graphs": True}}, ["Recorded", "CompileMonitor"]),
     ],
 )
 def test_a_technique_that_is_off_is_in_no_step(
