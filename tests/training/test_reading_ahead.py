@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +46,9 @@ def main_thread_prepares(job: JobConfig) -> dict[str, bool]:
     return found
 
 
-def test_images_are_made_ready_by_threads() -> None:
+def test_images_are_made_ready_by_threads(tmp_path: Path) -> None:
     data = {"dataset": "scenes", "num_workers": 2}
-    job = tiny.job(model=tiny.VIT_MAE, data=data, training={"steps": 2})
+    job = tiny.job(tmp_path, model=tiny.VIT_MAE, data=data, training={"steps": 2})
     (found,) = run_ranks(main_thread_prepares, 1, job)
     assert found == dict.fromkeys((*PREPARATION, "join", "pin"), False)
 
