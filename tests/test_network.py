@@ -171,7 +171,7 @@ def test_run_goes_on_with_one_node_until_the_other_is_back(
     start_on_one_or_two(trial)
     trial.wait_for_steps(10, ranks=1)
     cut_wire(trial, False)
-    healed(trial, record_property, "training on 1:2 nodes, which goes on with one", "")
+    healed(trial, record_property, "training on 1:2 nodes, which continues with one", "")
     assert "another node joined" in trial.log(0)
 
 

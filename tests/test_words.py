@@ -17,7 +17,7 @@ ODD = re.compile(
     r"\b(anew|dear|dearer|dearest|come out even|comes out even|the least|the most of|whoever|nobody"
     r"|be told|is told|are told|be said|has to be said|at the begin|the begin of|beside|at the most"
     r"|stands in|stands? on|come out|comes out|goes on|lies on|lie on|lying|dealt out|of late"
-    r"|steps? over|stepped over)\b",
+    r"|steps? over|stepped over|go on|so many|has to be|have to be)\b",
     re.IGNORECASE,
 )
 """Words that say in a private way what the field has a term for."""

@@ -208,7 +208,7 @@ class Device:
 
 
 def collect_garbage(step: int, every: int) -> int:
-    """Collect Python's garbage every so many steps, and return free memory to the kernel.
+    """Collect Python's garbage at a fixed interval of steps, and return free memory to the kernel.
 
     Long-lived small objects, such as the Flight Recorder's entries, fragment the heap between
     tensors, so that it grows though little is in use. Only glibc has a call to return memory. Young

@@ -64,7 +64,7 @@ def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Shift right by so many bits, filling with zeros."""
+    """Shift right by a number of bits, filling with zeros."""
     return values.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 

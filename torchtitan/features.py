@@ -205,7 +205,7 @@ def save_if_due(parts: Parts, state: TrainState) -> None:
 def open_validator(parts: Parts) -> Validator:
     """Build the validator."""
     job, world, config = parts.job, parts.world, parts.job.validation
-    # A replica group validates alone, on the batches of all, and may fail meanwhile.
+    # A replica group validates alone, on the batches of all, and may fail while it does.
     alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
     accumulation = alone if config.unit == "global" else 1
     streams = {

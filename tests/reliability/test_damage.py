@@ -241,7 +241,7 @@ def pickled(mark: Path) -> bytes:
 
 MALICE = {
     "in place of a file": [(name,) for name in FILES["one rank"]],
-    "beside the files": [(".metadata",), ("__0_0.distcp",), ("data.pkl",)],
+    "next to the files": [(".metadata",), ("__0_0.distcp",), ("data.pkl",)],
     "in place of a checkpoint": [(".metadata", "__0_0.distcp", "train_state.json")],
 }
 
@@ -283,7 +283,7 @@ def test_malicious_pickles_are_not_run(
     played = play_each(jobs)
     assert not mark.exists()
     statuses = [one.status for one in played]
-    if where == "beside the files":  # they are not looked at
+    if where == "next to the files":  # they are not looked at
         assert statuses == [0, 0, 0], played
     elif where == "in place of a file":
         assert statuses == [2, 2, 0], played

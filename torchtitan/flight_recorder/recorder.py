@@ -72,7 +72,7 @@ class Recorder:
     ) -> None:
         """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
         self.folder = dump_folder / config.save_traces_folder
-        # A rank by itself waits for nobody.
+        # A single rank never waits for others.
         entries = config.trace_buf_size if world_size > 1 else 0
         self.prefix, self.has_ring = config.save_traces_file_prefix, entries > 0
         self.rank, self.world_size, self.device_type = rank, world_size, device_type

@@ -22,8 +22,8 @@ What a row holds, besides every value that was recorded under a name of its own:
 | eta_s | seconds left, from a smoothed time a step, pauses included |
 | checkpoint_s, validation_s, ... | seconds of each pause entered since the last row |
 
-In a pause of the timeline the work of training does not go on. Of step_time, memory and data_pct a
-row holds the worst rank's; with several ranks, `rank_step_time` and the like hold this rank's own.
+Training makes no progress in a pause of the timeline. step_time, memory and data_pct are those of
+the worst rank; with several ranks, `rank_step_time` and the like hold this rank's own.
 """
 
 import math
@@ -113,7 +113,7 @@ class Meter:
         self._open = ExitStack()
 
     def resume(self, step: int, units: int) -> None:
-        """Go on after `step`, with `units` trained so far; before the meter is entered."""
+        """Continue after `step`, with `units` trained so far; call it before entering the meter."""
         self.start_step = self._step = self._row_step = step
         self.start_units = self._units = units
 

@@ -39,7 +39,7 @@ class PrecisionWatch:
         model: ParallelModel,
         world: World,
     ) -> None:
-        """`every` so many steps; 0: never."""
+        """`every`: number of steps between reports; 0 disables them."""
         self.every = every
         self.converters, self.model, self.world = converters, model, world
 
@@ -70,7 +70,7 @@ class PrecisionWatch:
 
     @contextmanager
     def _watching(self, found: Found) -> Iterator[None]:
-        """Fill `found` with what the converted layers are given meanwhile."""
+        """Fill `found` with the inputs of the converted layers inside this context."""
         hooks = []
         for part in self.model.parts:
             for name, module in part.named_modules():

@@ -140,7 +140,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
-    if type(module) is nn.Linear and style.weight == Replicate():  # converted ones multiply anew
+    if (
+        type(module) is nn.Linear and style.weight == Replicate()
+    ):  # converted ones multiply themselves
         module.forward = partial(_project, module)  # type: ignore[method-assign]
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -74,7 +74,7 @@ class Profiler:
         if self.config.enable_memory_snapshot:
             record_memory(MEMORY_EVENTS)
         if self.rank == 0:
-            # Of whoever asked a run in this folder that is gone.
+            # A request to an earlier run in this folder.
             (self.folder / REQUEST_FILE).unlink(missing_ok=True)
         self._handler = signal.signal(REQUEST_SIGNAL, self._request_one)
         self._begin_if_due()
@@ -204,7 +204,7 @@ class Trace:
         self.profile.start()
 
     def step(self) -> bool:
-        """Go on to the next step; returns whether that was the last."""
+        """Advance to the next step; return whether that was the last."""
         self.profile.step()
         self.done += 1
         return self.done == self.steps
@@ -215,7 +215,7 @@ class Trace:
         if self.done <= self.warmup:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever waits for the file finds all of it.
+        # A process that waits for the file finds all of it.
         unfinished = path.with_name(f"{path.name}.writing")
         self.profile.export_chrome_trace(str(unfinished))
         unfinished.replace(path)

@@ -42,7 +42,7 @@ def missing(recipe: Path) -> list[str]:
     try:
         load_job(recipe, [], None, "cuda")
     except RecipeError as error:
-        # What a module might add, nobody knows who cannot import it.
+        # What a module adds is unknown if it cannot be imported.
         is_known = not any(": job.imports: " in line for line in error.lines)
         if is_known and not isinstance(error, CannotRun):
             raise

@@ -1,7 +1,7 @@
 """Have a live run write a trace of its next steps, and say what is in it.
 
 The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks receive
-it with the result of a step, and each writes a trace of the same steps; so nothing has to be
+it with the result of a step, and each writes a trace of the same steps; so nothing must be
 configured, and nothing but the folder is shared.
 """
 

@@ -148,7 +148,7 @@ def _optimizer(facts: Facts) -> Iterator[Advice]:
 def _between_steps(facts: Facts) -> Iterator[Advice]:
     recipe, share = facts.recipe, facts.share_of_pause("checkpoint")
     if share > CHECKPOINT:
-        in_background = 'checkpoint.async_mode = "async", which writes beside the training; or '
+        in_background = 'checkpoint.async_mode = "async", which writes during training; or '
         yield Advice(
             f"saving checkpoints takes {share:.0%} of the time",
             in_background * (recipe.get("checkpoint.async_mode") == "disabled")

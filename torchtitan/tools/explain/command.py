@@ -21,7 +21,7 @@ def explain(
     facts = read_facts(run)
     advice = advise(facts)
     found: dict[str, Any] = dataclasses.asdict(facts) | {"folder": str(facts.folder)}
-    del found["recipe"]  # it stands in recipe.toml
+    del found["recipe"]  # it is in recipe.toml
     found["slowest"] = [one._asdict() for one in facts.slowest]
     found["advice"] = [one._asdict() | {"keys": one.keys} for one in advice]
     text = json.dumps(found, indent=1) if as_json else page(facts, advice)

@@ -49,9 +49,9 @@ def _about(facts: Facts) -> Iterator[str]:
     done = f"step {facts.step:,}" + (f" of {steps:,}" if steps else "")
     batch = f", {facts.units_a_step:,} {facts.unit} each" if facts.units_a_step else ""
     yield _line("done", f"{done}{batch}; {facts.units:,} {facts.unit}")
-    beside = [key for key in recipe if fnmatchcase(key, "auxiliary_losses.*.name")]
-    if beside:
-        weighted = (f"{recipe[key[:-4] + 'weight']:g} x {recipe[key]}" for key in beside)
+    added = [key for key in recipe if fnmatchcase(key, "auxiliary_losses.*.name")]
+    if added:
+        weighted = (f"{recipe[key[:-4] + 'weight']:g} x {recipe[key]}" for key in added)
         yield _line("loss", " + ".join(["that of the task", *weighted]))
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (

@@ -38,7 +38,7 @@ def as_resumed(
     """Derive the recipe that is run and resumed.
 
     Args:
-        steps: it is saved after so many, and has twice as many.
+        steps: number of steps before the save; the run has twice as many.
         then: sizes of the axes of the other layout; empty: parameters split over half of the
             ranks, or over two.
     """
