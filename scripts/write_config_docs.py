@@ -48,10 +48,13 @@ have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
 `--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
-recipe without starting anything, reports all its mistakes at once, and otherwise prints it with
-every key. `train` makes the same checks before it starts anything; the exit status for a wrong
-recipe is 2. Its last lines estimate the memory of a rank. `train`, and `check --here`, refuse a run
-that cannot fit in the memory of this machine: all ranks share that of a CPU host.
+recipe without starting anything and reports all its mistakes at once, in the order of the file,
+each with a fix. Otherwise it prints the layout, the model, the estimated memory per rank, the
+batch, and the checkpoint to start from. `--resolved` prints the recipe with every key instead, as
+TOML that can be trained from. `train` makes the same checks before it starts anything; the exit
+status for a wrong recipe is 2. `check --device-memory GIB` also refuses a recipe whose ranks need
+more memory than such a device has, and names what would fit. `train`, and `check --here`, refuse a
+run that cannot fit in the memory of this machine: all ranks share that of a CPU host.
 
 **Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
 TOML extension of several editors, then completes and validates any recipe whose first line is

@@ -20,6 +20,7 @@ from torchtitan.config import (
     Unreachable,
     help_text,
     local_path,
+    print_error,
     split_recipe,
 )
 from torchtitan.device import pick
@@ -90,7 +91,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     if launch.rank == 0:
         log_recipe(recipe)
         for note in room(job, launch.size, launch.local_size, device):
-            logger.info("%s", recipe.line(note))
+            logger.warning("%s", recipe.line(note))
         if launch.restart:
             where = start.path if start and start.path else "the beginning"
             ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
@@ -164,8 +165,7 @@ def read(
         ConfigError: with every mistake found.
     """
     path, flags = split_recipe(words)
-    if path is None and not any(word.startswith("--training.steps") for word in flags):
-        raise ConfigError(no_recipe())
+    require_recipe(path, flags, "train")
     recipe = load_job(
         path,
         flags,
@@ -193,14 +193,16 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(key, str(error))
 
 
-def no_recipe() -> str:
-    """Explain the options without a recipe: the defaults alone train ten thousand steps."""
+def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
+    """Refuse to use the defaults alone, which train ten thousand steps, unless steps are given."""
+    if path is not None or any(word.startswith("--training.steps") for word in flags):
+        return
     in_tree = Path(__file__).parents[1] / DEBUG_RECIPE
     debug = next((path for path in (DEBUG_RECIPE, in_tree) if path.is_file()), "RECIPE.toml")
-    return (
-        "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
-        f"small model in minutes: torchtitan train {debug}; or, to train with the defaults, "
-        "--training.steps N"
+    raise ConfigError(
+        f"torchtitan {verb}: got no recipe; wanted one, such as the debug recipe, which trains a "
+        f"small model in minutes: torchtitan {verb} {debug}; use --training.steps N to {verb} the "
+        "defaults"
     )
 
 
@@ -219,14 +221,14 @@ def choose(job: JobConfig) -> ResumePoint:
 
 def refuse(error: ConfigError) -> int:
     """Print the mistakes in the recipe; return the exit status."""
-    print(error.report(), file=sys.stderr, flush=True)
+    print_error(error)
     return 2
 
 
 def log_recipe(recipe: Recipe[JobConfig]) -> None:
     """Log settings read differently from how they are written, and the recipe if requested."""
     for notice in recipe.notices:
-        logger.info("%s", notice)
+        logger.info("note: %s", notice)
     if recipe.config.job.print_config:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 

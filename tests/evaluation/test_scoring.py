@@ -190,5 +190,6 @@ def test_without_the_harness_it_is_said(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["evaluate", str(tmp_path), "--tasks", "hellaswag"]) == 2
     assert (
-        capsys.readouterr().err == "lm-evaluation-harness is not installed: pip install lm_eval\n"
+        capsys.readouterr().err
+        == "error: lm-evaluation-harness is not installed: pip install lm_eval\n"
     )

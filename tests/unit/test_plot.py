@@ -51,7 +51,7 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("none", "none: is not a folder; wanted the job.dump_folder of a run"),
+        ("none", "none: is not a folder\n  wanted the job.dump_folder of a run"),
         ("empty", "empty: the run has reported no loss"),
     ],
 )
@@ -65,7 +65,7 @@ def test_what_cannot_be_drawn_is_refused(
     monkeypatch.chdir(tmp_path)
     write_run(Path("empty"), [])
     assert main(["plot", run]) == 2
-    assert capsys.readouterr().err == f"{message}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
+from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -21,7 +22,15 @@ from torchtitan.config.settings import (
     Setting,
     Unreachable,
 )
-from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
+from torchtitan.config.words import (
+    allowed_names,
+    exists,
+    listed,
+    local_path,
+    located,
+    shorten,
+    show,
+)
 
 __all__ = [
     "CannotRun",
@@ -48,9 +57,13 @@ __all__ = [
     "flat",
     "help_text",
     "json_schema",
+    "listed",
     "load",
     "local_path",
+    "located",
     "merge",
+    "print_error",
+    "print_message",
     "read_file",
     "read_flags",
     "read_recipe",

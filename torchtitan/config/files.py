@@ -12,6 +12,11 @@ from torchtitan.config.lines import key_lines
 from torchtitan.config.settings import KeyPath, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
+OTHER_FORMATS = {
+    ".py": "TorchTitan 0.3's Python configs are not read; see docs/from_torchtitan.md",
+    **dict.fromkeys((".yaml", ".yml", ".json"), "write the settings as TOML: docs/config.md"),
+}
+
 
 def read_recipe(
     path: Path, problems: list[str], seen: tuple[Path, ...] = ()
@@ -46,6 +51,9 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
         return {}
     if not os.path.isfile(path):
         problems.append(f"{path}: there is no such recipe{_nearest_file(path)}")
+        return {}
+    if other := OTHER_FORMATS.get(path.suffix):
+        problems.append(f"{path}: a recipe is a file of TOML; {other}")
         return {}
     try:
         text = read_text(path)
