@@ -27,6 +27,7 @@ from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
+from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
@@ -88,6 +89,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
     if launch.rank == 0:
+        warn_of_other()
         log_recipe(recipe)
         for note in room(job, launch.size, launch.local_size, device):
             logger.info("%s", recipe.line(note))
