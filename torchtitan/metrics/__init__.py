@@ -67,8 +67,8 @@ class MetricsConfig(Config):
     )
     run_name: str | None = Field(
         None,
-        description="Name of the run, in Weights & Biases for example; absent: the name of "
-        "its dump folder.",
+        description="Name of the run, in Weights & Biases for example (default: the name of "
+        "its dump folder).",
     )
     tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
