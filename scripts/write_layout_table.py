@@ -20,9 +20,9 @@ from torchtitan.estimate.memory import Memory
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/layouts.md"
 HEAD = """\
-| model | sequence | GPUs | flags on top of the recipe | layout | GiB per GPU | parameters, gradients, optimizer | gathered | activations, logits |
-|---|---:|---:|---|---|---:|---:|---:|---:|
-"""  # noqa: E501
+| model | sequence | GPUs | layout | flags on top of the recipe | GiB | states | samples |
+|---|---:|---:|---|---|---:|---:|---:|
+"""
 ROOM = 0.9
 """Fraction of the memory of a GPU to plan for; fragmentation, NCCL and CUDA take the rest."""
 GPUS = {"80 GB": 80e9, "24 GB": 24e9}
@@ -85,7 +85,7 @@ def sizing(recipe: str, seq_len: int, gpus: int, room: float) -> Sizing | None:
     for layout in LAYOUTS:
         wanted = {"training.seq_len": str(seq_len), **layout}
         changed = {key: value for key, value in wanted.items() if str(shipped[key]) != value}
-        flags = [word for key, value in changed.items() for word in (f"--{key}", value)]
+        flags = [f"--{key}={value}" for key, value in changed.items()]
         try:
             job = load_job(path, flags, gpus, "cuda", exempt=["model.tokenizer_path"]).config
         except RecipeError:
@@ -109,14 +109,14 @@ def rows(kind: str) -> Iterator[str]:
             found = sizing(recipe, seq_len, gpus, ROOM * GPUS[kind])
             start = f"| {size} | {seq_len:,} | {gpus} "
             if not found:
-                yield f"{start}| none of those tried fits | | | | | |"
+                yield f"{start}| none that was tried fits | | | | |"
                 continue
             m = found.memory
-            held = m.parameters + m.gradients + m.states
-            parts = m.total, held, m.gathered, m.activations + m.logits
-            flags = f"`{' '.join(found.flags)}`" if found.flags else ""
+            held = m.parameters + m.gradients + m.states + m.gathered
+            parts = m.total, held, m.activations + m.logits
+            flags = " ".join(f"`{flag}`" for flag in found.flags)
             numbers = " | ".join(f"{part / GIB:.1f}" for part in parts)
-            yield f"{start}| {flags} | {found.layout} | {numbers} |"
+            yield f"{start}| {found.layout} | {flags} | {numbers} |"
 
 
 def table(kind: str) -> str:

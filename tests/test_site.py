@@ -164,3 +164,11 @@ def quoted_messages() -> list[str]:
 def test_quoted_messages_exist(message: str) -> None:
     pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
     assert re.search(pattern, texts_of_the_package()), "mend docs/troubleshooting.md"
+
+
+def test_tests_that_are_named_exist() -> None:
+    page = (ROOT / "docs/failures_elsewhere.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) == page.count("*Here*:")
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
