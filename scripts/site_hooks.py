@@ -67,6 +67,13 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return re.sub(r"\[([^\[\]]*)\]\(([\w./-]+)(#[^)]*|)\)", linked, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Let paths in tables break after a slash."""
+    return re.sub(
+        r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
+    )
+
+
 def verbs() -> Iterator[str]:
     """Yield the help of every verb."""
     import typer.cli
