@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = check(arguments, words)
     except ConfigError as error:
         return refuse(error)
-    configure(color=not job.metrics.disable_color_printing)
     if arguments.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         arguments.max_restarts = 0 if obstacles else RESTARTS
@@ -168,6 +167,7 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     job = read(
         words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
     ).config
+    configure(color=not job.metrics.disable_color_printing)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
             choose(job)
