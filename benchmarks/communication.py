@@ -56,8 +56,8 @@ whether loss and gradient norm of the first ten are those of {base} within round
   not be seen.
 - The memory is nearly all Python and torch; the model has {mb:.1f} MB of weights. It shows neither
   the savings of sharding nor the errors that LoCo keeps.
-- Replicas that exchange signs train with another optimizer, so their gap is also that of signed SGD,
-  not only of the compression.
+- Replicas that exchange signs train with another optimizer, so their gap is also that of signed
+  SGD, not only of the compression.
 """
 
 

@@ -42,9 +42,9 @@ has no such limit, as it is meant to have none, and weight decay is that of each
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 
-*ms/step* is the time of {turns} more steps, one of each optimizer in turn in one process, while others
-used the machine: so **compare times with each other only**. What a refresh of GaLore takes, in
-one of 20 steps, is not in a median.
+*ms/step* is the time of {turns} more steps, one of each optimizer in turn in one process, while
+others used the machine: so **compare times with each other only**. A refresh of GaLore, in one of
+20 steps, is not part of a median.
 
 *Loss* is the mean of the last {last} steps, and over the seeds, ± their standard deviation. *Gap*
 is the loss minus that of {base} with the same seed: the mean and the range.
