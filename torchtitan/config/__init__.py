@@ -1,10 +1,16 @@
 """Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_file, read_recipe, read_text
+from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
+from torchtitan.config.packaged import (
+    find_recipe,
+    packaged_folder,
+    packaged_name,
+    packaged_recipes,
+)
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
 from torchtitan.config.reporting import print_error, print_message
@@ -28,6 +34,7 @@ from torchtitan.config.words import (
     listed,
     local_path,
     located,
+    nearest,
     shorten,
     show,
 )
@@ -53,7 +60,9 @@ __all__ = [
     "allowed_names",
     "between",
     "exists",
+    "extended",
     "find",
+    "find_recipe",
     "flat",
     "help_text",
     "json_schema",
@@ -62,6 +71,10 @@ __all__ = [
     "local_path",
     "located",
     "merge",
+    "nearest",
+    "packaged_folder",
+    "packaged_name",
+    "packaged_recipes",
     "print_error",
     "print_message",
     "read_file",

@@ -209,7 +209,7 @@ def _hint(schema: type[Config], path: KeyPath, known: list[str], fits: list[str]
 
     Args:
         known: keys of the section.
-        fits: paths of those that the value is meant for.
+        fits: paths of keys that the value may be meant for.
     """
     key, above = path[-1], path[:-1]
     homes = [place for place in places(schema) if key in place.settings.model_fields]

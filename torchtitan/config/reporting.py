@@ -14,7 +14,7 @@ Level = Literal["error", "warning", "note"]
 
 FIXES: Final = (
     "add|allowed|check|choose|continue|copy|decompress|delete|did you mean|emulate|exclude|give"
-    "|increase|install|keep|leave|list|make|move|name|pass|put|reduce|remove|rename|run|save|see"
+    "|increase|install|keep|leave|list|lower|make|move|name|pass|put|reduce|remove|rename|restore|resume|run|save|see"
     "|select|send|set|start|train|unpack|use|wait|wanted|write"
 )
 """First words of a clause that says what to do."""

@@ -70,7 +70,7 @@ def test_the_names_of_other_software_stand_for_settings_that_exist() -> None:
     [
         ("--parallelism.tensor_parallel_degree 2", 1, "2 processes", 2),
         ("--parallelism.tensor_parallel_degree 2", 5, "a multiple of 2 processes", 4),
-        ("--parallelism.pipeline_parallel_degree 3", 2, "3 processes", 3),
+        ("--parallelism.data_parallel_replicate_degree 3", 2, "3 processes", 3),
         ("--parallelism.data_parallel_shard_degree 4", 1, "4 processes", 4),
         ("--parallelism.data_parallel_shard_degree 1", 2, "1 process", 1),
     ],
