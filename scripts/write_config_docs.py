@@ -48,9 +48,9 @@ new optimizer does not have. A recipe with `[[convert]]` sections does not inher
 
 **Flags.** `--section.key value` or `--section.key=value`. Booleans: `--section.key`,
 `--no-section.key`, `--section.no-key`, `--section.key false`. Lists: `--section.key a b` or `a,b`.
-Optional values: `--section.key none`. Hyphens and underscores are equivalent. Sections in a list
-have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
-`--convert.0.name float8`, adds it.
+Optional values: `--section.key none`. An integer may be written as `1e3`. Hyphens and underscores
+are equivalent. Sections in a list have numbers: `--convert.0.recipe rowwise` changes the first one,
+or, with `--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
 recipe without starting anything and reports all its mistakes at once, in the order of the file,

@@ -267,7 +267,7 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
     assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
         "error: defaults: checkpoint.enable: got false; a restart continues from the newest "
         "checkpoint",
-        "  write true",
+        "  use true",
         "error: defaults: training.global_batch_size: got -1; it would change with the number of "
         "ranks",
         "  use 24, which fits all from 2 to 6",
@@ -293,10 +293,10 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}\n  write true"),
-        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}\n  write "auto"'),
-        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}\n  write false"),
-        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}\n  write -1"),
+        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}\n  use true"),
+        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}\n  use "auto"'),
+        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}\n  use false"),
+        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}\n  use -1"),
     ],
 )
 def test_restarts_that_could_not_go_on_are_refused(
