@@ -93,6 +93,20 @@ def test_the_first_lines_of_check_answer() -> None:
     assert "Error" not in done.stderr
 
 
+def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [recipe("[checkpoint]\nenable = true\n"), "--here", "--device", "cpu"]
+    small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
+    assert main(["check", *words, *small]) == 0
+    assert capsys.readouterr().out.endswith("\nstarts from scratch\n")
+    assert train([words[0], *small]) == 0
+    before = sorted(Path("outputs").rglob("*"))
+    assert main(["check", *words, *small]) == 0
+    assert capsys.readouterr().out.endswith("\nresumes from outputs/checkpoint/step-1\n")
+    assert main(["check", *words, *small, "--model.dim=64"]) == 2
+    assert "is of another run" in capsys.readouterr().err
+    assert sorted(Path("outputs").rglob("*")) == before
+
+
 LARGE = ["--training.steps=9", "--model.flavor=70B", "--device", "cuda", "--world-size", "16"]
 LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
 

@@ -95,7 +95,7 @@ def check(
     notices = found.notices
     if here and device == pick().type == "cpu":  # of CUDA devices none is this process's own
         notices += map(found.line, room(job, ranks, ranks, Device("cpu")))
-    start = [] if missing else beginning(found)
+    start = [] if missing else beginning(found, here)
     if wrong:
         print_error(RecipeError(wrong))
     facts = [*summary(job, world_size, not wrong), *start]
@@ -135,16 +135,24 @@ def excess(
     yield f"--device-memory: got {limit:g}; a rank takes about {held:.1f} GiB; {fix}"
 
 
-def beginning(found: config.Recipe[JobConfig]) -> list[str]:
-    """Describe the checkpoint a run starts from, if any; refuse one that does not fit."""
-    path = found.config.checkpoint.initial_load_path
-    if path is None:
+def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
+    """Describe the checkpoint a run starts from, if any; refuse one that does not fit.
+
+    Checkpoints of the run itself count if it is to run `here`.
+    """
+    policy, path = resume_policy(found.config), found.config.checkpoint.initial_load_path
+    if here:
+        start = policy.start()
+    elif path is None:
         return []
-    try:
-        start = resume_policy(found.config).initial()
-    except ConfigError as error:
-        found.refuse([Problem("checkpoint.initial_load_path", str(error))])
-        raise
+    else:
+        try:
+            start = policy.initial()
+        except ConfigError as error:
+            found.refuse([Problem("checkpoint.initial_load_path", str(error))])
+            raise
+    if start.path is None:
+        return ["starts from scratch"]
     what = "starts from the weights in" if start.model_only else "resumes from"
     return [f"{what} {start.path}", *start.changes]
 
