@@ -36,7 +36,7 @@ from torchtitan.parallel import RANK_ROLE
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
-from torchtitan.train import choose, read, refuse, saves
+from torchtitan.train import batch_note, choose, read, refuse, saves
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -163,13 +163,13 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     nodes, each = arguments.nnodes, arguments.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
     ranks = sizes if len(sizes) > 1 else sizes[0]
-    job = read(
-        words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
-    ).config
+    device = pick().type
+    recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(arguments.max_restarts))
+    job = recipe.config
     configure(color=not job.metrics.disable_color_printing)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
-            choose(job)
+            batch_note(recipe, choose(job), sizes[0], device)
     return job
 
 
