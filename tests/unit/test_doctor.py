@@ -122,6 +122,27 @@ def test_a_cuda_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["cuda:0"].detail == "NVIDIA H100 80GB HBM3, 79 GiB"
 
 
+@pytest.mark.parametrize(
+    ("capability", "devices", "states"),
+    [
+        ((8, 0), 1, {"float8": "missing", "mxfp8": "missing", "symmetric memory": "missing"}),
+        ((9, 0), 2, {"float8": "ok", "mxfp8": "missing", "symmetric memory": "ok"}),
+        ((10, 0), 2, {"float8": "ok", "mxfp8": "ok", "symmetric memory": "ok"}),
+    ],
+)
+def test_what_a_cuda_device_can_do(
+    capability: tuple[int, int],
+    devices: int,
+    states: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Device, "capability", capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    rows = found(doctor.features(Device("cuda")))
+    assert {name: rows[name].state for name in states} == states
+
+
 def test_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, state in ((64 * 2**20, "missing"), (2 * 2**30, "ok")):
         usage = type("Usage", (), {"free": free})

@@ -37,6 +37,15 @@ def test_nothing_is_installed_under_the_name_of_the_other_project() -> None:
                 assert "another project" in command or "uninstall" in command, f"{path}: {command}"
 
 
+COMMANDS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Dockerfile"]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_commands_in_pages_have_the_same_versions(path: Path) -> None:
+    for name, versions in re.findall(r'"([\w-]+)([<>][^"]*)"', path.read_text(encoding="utf-8")):
+        assert packages.install(name) == f'pip install "{name}{versions}"'
+
+
 def add_distribution(folder: Path, entry_points: str) -> None:
     info = folder / "torchtitan-0.3.0.dist-info"
     info.mkdir()
