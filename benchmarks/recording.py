@@ -38,7 +38,8 @@ from torchtitan.parallel import open_world
 SIZES = (0, 2000, 20000)
 RANKS, SEQ_LEN, WARMUP = 2, 32, 5
 FLAGS = f"""--no-checkpoint.enable --no-validation.enable --no-data.report_unigram_loss
-    --training.seq_len {SEQ_LEN} --training.steps 100000 --training.local_batch_size 1""".split()
+    --training.seq_len {SEQ_LEN} --training.steps 100000 --training.local_batch_size 1
+    --training.global_batch_size {RANKS}""".split()
 PLACE = re.compile(r"(?<=<!-- RECORDING -->\n).*?(?=<!-- END -->)", re.DOTALL)
 
 

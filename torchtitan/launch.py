@@ -35,7 +35,7 @@ from torchtitan.logging import configure, logger
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
-from torchtitan.train import choose, read, refuse, saves
+from torchtitan.train import batch_note, choose, read, refuse, saves
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = check(arguments, words)
     except ConfigError as error:
         return refuse(error)
-    configure(color=not job.metrics.disable_color_printing)
     if arguments.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         arguments.max_restarts = 0 if obstacles else RESTARTS
@@ -165,12 +164,13 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     nodes, each = arguments.nnodes, arguments.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
     ranks = sizes if len(sizes) > 1 else sizes[0]
-    job = read(
-        words, ranks, pick().type, local_ranks=each, may_restart=bool(arguments.max_restarts)
-    ).config
+    device = pick().type
+    recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(arguments.max_restarts))
+    job = recipe.config
+    configure(color=not job.metrics.disable_color_printing)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
-            choose(job)
+            batch_note(recipe, choose(job), sizes[0], device)
     return job
 
 

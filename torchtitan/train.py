@@ -7,14 +7,17 @@ was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.build import build
-from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
-from torchtitan.checks import load_job
+from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
+from torchtitan.checks import load_job, problems
+from torchtitan.checks.divisibility import BATCH
 from torchtitan.checks.memory_limits import room
 from torchtitan.config import (
     ConfigError,
+    PlannedWorld,
     Problem,
     Recipe,
     Unreachable,
@@ -22,11 +25,12 @@ from torchtitan.config import (
     local_path,
     split_recipe,
 )
-from torchtitan.device import pick
+from torchtitan.device import Device, pick
 from torchtitan.flight_recorder import Recorder
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, in_words
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
+from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
@@ -46,6 +50,9 @@ USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
 Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
 lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
 --help SECTION shows the settings of one section: --help optimizer."""
+
+REFUSAL_SECONDS = 5.0
+"""Time in which all ranks meet the mistake that one has met."""
 
 DEBUG_RECIPE = Path("train_configs/debug_model.toml")
 
@@ -78,37 +85,44 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
         configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
-        folder = local_path(job.job.dump_folder)
-        start = None
-        if launch.rank == 0:
-            # First the lock: a run that is ending may still write the checkpoint to start from.
-            held.enter_context(lock(folder))
-            start = choose(job)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
+    folder = local_path(job.job.dump_folder)
+    start = locked = None
     if launch.rank == 0:
-        log_recipe(recipe)
-        for note in room(job, launch.size, launch.local_size, device):
-            logger.info("%s", recipe.line(note))
-        if launch.restart:
-            where = start.path if start and start.path else "the beginning"
-            ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
-            counts = launch.restart, launch.restarts
-            logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+        warn_of_other()
+        try:
+            # First the lock: a run that is ending may still write the checkpoint to start from.
+            locked = held.enter_context(lock(folder))
+            start = choose(job)
+            about_batch = batch_note(recipe, start, launch.size, device.type)
+            announce(recipe, about_batch, start, launch, device)
+        except ConfigError as error:
+            refuse(error)
+            held.close()
 
-    shared = (ConfigError, TrainingDiverged, SaveFailed)
+    degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
     recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
-    stop = StopSignal()
+    stop = StopSignal(at_request=locked.mark_ending if locked else None)
     try:
-        with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
+        with recorder.joining(), open_world(degrees, job.comm, device) as world:
             start = world.broadcast_object(start)
-            session = described(job, folder, world) if world.rank == 0 else None
-            made = build(job, world, Observer(before_step=recorder.step, session=session), stop)
-            with closing(made.batches):
-                Trainer(made).train(start)
-    except ConfigError as error:
-        return refuse(error)
+            if start is None:
+                return 2  # rank 0 has reported why
+            job = job.with_batch(world.degrees, start.global_batch)
+            observer = observe(job, folder, world, recorder, stop, locked)
+            try:
+                with recorder:
+                    made = build(job, world, observer, stop)
+                    with closing(made.batches):
+                        Trainer(made).train(start)
+            except ConfigError as error:
+                refuse(error)
+                held.close()
+                # All have cleaned up before one exits, upon which the launcher ends the others.
+                world.meet(REFUSAL_SECONDS)
+                return 2
     except (TrainingDiverged, SaveFailed, Unreachable) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
@@ -119,6 +133,47 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             *(skips, made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
+
+
+def announce(
+    recipe: Recipe[JobConfig],
+    about_batch: str | None,
+    start: ResumePoint,
+    launch: Launch,
+    device: Device,
+) -> None:
+    """Log what is known of the run before its ranks meet."""
+    log_recipe(recipe)
+    if about_batch:
+        logger.info("%s", about_batch)
+    for note in room(recipe.config, launch.size, launch.local_size, device):
+        logger.info("%s", recipe.line(note))
+    if launch.restart:
+        where = start.path or "the beginning"
+        ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
+        counts = launch.restart, launch.restarts
+        logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+
+
+def observe(
+    job: JobConfig,
+    folder: Path,
+    world: World,
+    recorder: Recorder,
+    stop: StopSignal,
+    locked: Lock | None,
+) -> Observer:
+    """Return the observer of this rank: its traces, and on rank 0 the files that name the run."""
+    if locked is None:
+        return Observer(before_step=recorder.step)
+
+    def after_step(state: TrainState) -> None:
+        # The last save follows.
+        if stop.is_agreed or state.step >= job.training.steps:
+            locked.mark_ending()
+
+    session = described(job, folder, world)
+    return Observer(before_step=recorder.step, after_step=after_step, session=session)
 
 
 @contextmanager
@@ -215,6 +270,31 @@ def problems_of_task(job: JobConfig) -> Iterator[Problem]:
 def choose(job: JobConfig) -> ResumePoint:
     """Choose the checkpoint to start from, on one rank, before any of them writes."""
     return resume_policy(job).start()
+
+
+def batch_note(
+    recipe: Recipe[JobConfig], start: ResumePoint, ranks: int, device_type: str
+) -> str | None:
+    """Explain the batch of a run if its size may surprise; a resumed run keeps its batch.
+
+    Raises:
+        ConfigError: if the ranks cannot divide it, with numbers of ranks that can.
+    """
+    job, kept = recipe.config, start.global_batch
+    degrees = job.degrees(ranks)
+    if job.training.global_batch_size != -1 or kept in (None, job.global_batch(degrees)):
+        return job.batch_note(degrees)
+    on = in_words(job.data_ranks(degrees))
+    message = f"the run to resume has {kept:,} sequences in a step"
+    if kept % job.data_ranks(degrees):
+        fitting = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)
+        message += f", which {on} cannot divide; use one of {fitting}"
+        recipe.refuse([Problem(BATCH, message)])
+    kept_job = job.with_batch(degrees, kept)
+    replace(recipe, config=kept_job).refuse(problems(kept_job, PlannedWorld(ranks, device_type)))
+    each, times = kept_job.local_batch(degrees), kept_job.accumulation(degrees)
+    message += f", and keeps them: {each:,} at a time x {times:,} accumulated x {on}"
+    return recipe.line(Problem(BATCH, message))
 
 
 def refuse(error: ConfigError) -> int:

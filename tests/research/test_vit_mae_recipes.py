@@ -92,7 +92,7 @@ def test_studies_can_run_where_they_are_meant_to(
 
 def test_it_trains(tmp_path: Path) -> None:
     """From about 1, the loss of the mean of each patch."""
-    small = ["--training.steps=4", "--training.local_batch_size=16", "--validation.steps=1"]
+    small = ["--training.steps=4", "--training.global_batch_size=16", "--validation.steps=1"]
     flags = [*small, "--validation.freq=4", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"]
     run_ranks(train, 1, load_job(OWN, flags, 1, "cpu").config)
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
@@ -105,7 +105,7 @@ def test_sizes_of_images_are_those_of_the_formulas() -> None:
     """One size of six; the table in docs is the page's."""
     page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()
     held = page[page.index("**GiB") : page.index("**GB")]
-    docs = (ROOT / "docs/vision.md").read_text()
+    docs = (ROOT / "docs/vision_results.md").read_text()
     assert [line for line in held.splitlines() if line.startswith("|") and line not in docs] == []
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held.splitlines()[4:]]
     column = {row[0]: row[6] for row in rows if len(row) == 7}
