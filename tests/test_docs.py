@@ -61,13 +61,20 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 PAGES += sorted((ROOT / "torchtitan/research").glob("*/README.md"))
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
-LONG = ("checkpoint.md", "compare.md", "debugging.md", "evaluation.md", "profiling.md")
+LONG = (
+    "checkpoint.md",
+    "compare.md",
+    "debugging.md",
+    "evaluation.md",
+    "profiling.md",
+    "weights.md",
+)
 DAILY = [page for page in PAGES if page.name not in LONG]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 NOT_RUN = {
     "README.md": ["needs Slurm"],
-    "checkpoint.md": ["needs s3fs", "needs a bucket"],
+    "remote.md": ["needs s3fs", "needs a bucket"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,
