@@ -84,7 +84,9 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
-        configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
+        # Our launcher labels each line with its rank.
+        ranks = 1 if launch.is_labeled else launch.size
+        configure(launch.rank, ranks, color=not job.metrics.disable_color_printing)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
@@ -103,10 +105,14 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             held.close()
 
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
-    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
+    recorder = Recorder(
+        job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
+    )
     stop = StopSignal(at_request=locked.mark_ending if locked else None)
     try:
-        with recorder.joining(), open_world(degrees, job.comm, device) as world:
+        with ExitStack() as joined:
+            joined.push(recorder.leave)
+            world = joined.enter_context(open_world(degrees, job.comm, device))
             start = world.broadcast_object(start)
             if start is None:
                 return 2  # rank 0 has reported why

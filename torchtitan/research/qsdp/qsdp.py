@@ -4,8 +4,8 @@
 Weights are rounded to a lattice after a random shift that all ranks share and that changes with
 each step, so that the mean over shifts is the weight itself; gradients are rounded stochastically.
 Both use buckets, from the smallest to the largest number of each. The owner of a weight keeps its
-full precision, but computes with the rounded one, as all ranks do. For very few bits, levels are learned
-(`levels`).
+full precision, but computes with the rounded one, as all ranks do. For very few bits, levels are
+learned (`levels`).
 """
 
 from collections.abc import Iterator
