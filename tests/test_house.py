@@ -20,12 +20,16 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["research"],
-    ["tools.cli", "launch"],
+    ["__main__"],
+    ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
     ["tools.explain", "tools.evaluate"],
     ["tools.history", "tools.options"],
+    ["tools.reference"],
+    ["tools.commands"],
+    ["launch"],
     ["train"],
     ["trainer"],
     ["build"],
@@ -71,8 +75,10 @@ def _unit(parts: Sequence[str]) -> str:
 
 
 def imported_units(tree: ast.AST) -> set[str]:
+    """The units that a module or function imports, but for its last lines as a script."""
     names = set()
-    for node in ast.walk(tree):
+    body = [node for node in getattr(tree, "body", []) if not is_of_script(node)]
+    for node in (each for top in body for each in ast.walk(top)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
@@ -84,6 +90,10 @@ def imported_units(tree: ast.AST) -> set[str]:
             assert node.level == 0, "imports are absolute"
             names.add(node.module)
     return {_unit(name.split(".")[1:]) for name in names if name.startswith("torchtitan.")}
+
+
+def is_of_script(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def of_its_kind(path: Path) -> bool:

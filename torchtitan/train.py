@@ -1,7 +1,7 @@
-"""Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
+"""Training on one rank: in this process alone, or in each that torchrun or our launcher starts.
 
-It trains in one process, or under torchrun in several. Exit status: 0 when the run is finished, or
-was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
+`python -m torchtitan.train` is `torchtitan train`, for torchrun. Exit status: 0 when the run is
+finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
@@ -18,7 +18,6 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Unreachable,
-    help_text,
     local_path,
     split_recipe,
 )
@@ -40,28 +39,11 @@ from torchtitan.resilience.stop import (
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
-USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
-       python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
-
-Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
-lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
---help SECTION shows the settings of one section: --help optimizer."""
-
 DEBUG_RECIPE = Path("train_configs/debug_model.toml")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
-        about = "".join(words[asked[0] + 1 : asked[0] + 2])
-        about = "" if about.startswith("--") else about
-        try:
-            settings = help_text(JobConfig, about)
-        except ConfigError as error:
-            return refuse(error)
-        print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
-        return 0
+def main(words: Sequence[str]) -> int:
+    """Train on this rank, by a recipe and its flags; return the exit status."""
     with ExitStack() as held:
         return run(words, held)
 
@@ -77,7 +59,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
-        configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
+        color = not job.metrics.disable_color_printing
+        configure(launch.rank, launch.size, color, job.metrics.log_level)
         folder = local_path(job.job.dump_folder)
         start = None
         if launch.rank == 0:
@@ -240,4 +223,6 @@ def report_reference(job: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from torchtitan.tools import cli
+
+    sys.exit(cli.main(["train", *sys.argv[1:]]))

@@ -6,7 +6,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -73,6 +73,9 @@ class MetricsConfig(Config):
     tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     disable_color_printing: bool = Field(False, description="No colors, even in a terminal.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe level of messages that are logged: --log-level."
+    )
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
     save_for_all_ranks: bool = Field(
         False, description="Also write metrics.rank{r}.jsonl for every other rank."

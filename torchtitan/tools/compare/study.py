@@ -66,7 +66,7 @@ class Conditions(Config):
     launcher: str = Field(
         "",
         description="Command that starts a run, to which recipe and folder are added; {ranks} is "
-        "filled in. Absent: torchtitan.launch on this machine.",
+        "filled in; empty: torchtitan train --processes on this machine.",
     )
     device: str | None = Field(
         None, pattern="^(cpu|cuda)$", description="Of a launcher of its own; absent: this machine's"
