@@ -23,8 +23,9 @@ from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import commands, train
-from torchtitan.tools.cli import VERBS, main
+from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, count, verb
+from torchtitan.tools.reference import completion_table
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -214,6 +215,19 @@ def test_help_shows_the_choice_that_flags_make(
     titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
     assert titles == ['[optimizer] with name = "Muon"', "[[optimizer.groups]]", "[optimizer.adamw]"]
     assert any("Settings of Muon that" in line for line in lines)
+
+
+def test_help_texts_stand_alone() -> None:
+    """A capital, a period, and the default in parentheses."""
+    commands = {name: command(module) for verbs in VERBS.values() for name, module in verbs.items()}
+    table = completion_table(commands)
+    texts = [(verb, *option) for verb in table.verbs for option in table.verbs[verb].items()]
+    texts += [("train", *setting) for setting in table.settings.items()]
+    assert len(texts) > 350
+    for of, name, (text, _) in texts:
+        is_sentence = re.fullmatch(r"[A-Z0-9].*[.)]", text) or re.match(r"[a-z]+: ", text)
+        assert is_sentence, f"{of} {name}: {text}"
+        assert "absent" not in text, f"{of} {name}: {text}"
 
 
 def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:

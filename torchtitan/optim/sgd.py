@@ -16,7 +16,7 @@ class SGDGroup(GroupConfig):
     """Settings of SGD that differ for some parameters; the first match applies."""
 
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the running gradient; absent: the optimizer's."
+        None, ge=0, lt=1, description="Decay of the running gradient (default: the optimizer's)."
     )
 
 
@@ -25,9 +25,9 @@ class SGD(OptimizerConfig):
 
     # torch's fused SGD does not accept FSDP's sharded parameters.
     implementation: Literal["foreach", "for-loop"] = Field(
-        "foreach", description="Loop over lists of tensors, or over tensors."
+        "foreach", description="Implementation: a loop over lists of tensors, or over tensors."
     )
-    name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
+    name: Literal["SGD"] = Field("SGD", description="Name of the optimizer.")
     groups: tuple[SGDGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
     )

@@ -41,23 +41,24 @@ class Completion(NamedTuple):
 
 
 class Command(TyperCommand):
-    """A verb; its help shows no type for options that take no value."""
+    """A verb; its help shows no type for options without a value, and no default but the text's."""
 
     takes_recipe = False
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
+        return _plain(super().get_params(ctx))
 
 
 class VerbGroup(TyperGroup):
     """A group of verbs, with the same help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
+        return _plain(super().get_params(ctx))
 
 
-def _without_types(params: list[Any]) -> list[Any]:
+def _plain(params: list[Any]) -> list[Any]:
     for option in params:
+        option.show_default = False  # the help texts have the defaults
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
     return params

@@ -123,8 +123,8 @@ def verb(**settings: Any) -> typer.Typer:
 
 
 def Count(help: str, metavar: str = "N") -> Any:
-    """An option that is an integer above 0; its help says what it is where it is absent."""
-    return typer.Option(parser=count, metavar=metavar, help=help, show_default=False)
+    """An option that is an integer above 0."""
+    return typer.Option(parser=count, metavar=metavar, help=help)
 
 
 def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
@@ -132,7 +132,7 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
     return typer.Option(
         *spellings,
         parser=one_of(names),
-        metavar="|".join(names),
+        metavar=" | ".join(names),
         help=help,
         autocompletion=lambda: list(names),
     )
@@ -140,12 +140,16 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
 
 def Text(metavar: str, help: str, *spellings: str) -> Any:
     """An option that is any text."""
-    return typer.Option(*spellings, metavar=metavar, help=help, show_default=False)
+    return typer.Option(*spellings, metavar=metavar, help=help)
 
 
-Recipe = Annotated[str | None, typer.Argument(help="a recipe; --section.key value may follow")]
-Run = Annotated[Path, typer.Argument(help="job.dump_folder of a run: outputs/x")]
-Shrink = Annotated[bool, typer.Option("--shrink", help="reduce model, batches and layout first")]
-Model = Annotated[str | None, Text("NAME", "a key of MODELS; absent: that of the source")]
-Flavor = Annotated[str | None, Text("NAME", "a flavor of the model; absent: that of the source")]
-Imports = Annotated[list[str] | None, Text("MODULE...", "modules to import, which register models")]
+Recipe = Annotated[
+    str | None, typer.Argument(help="Recipe; settings may follow: --section.key VALUE.")
+]
+Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
+Shrink = Annotated[bool, typer.Option("--shrink", help="Reduce model, batches and layout first.")]
+Model = Annotated[str | None, Text("NAME", "Name of the model (default: that of the source).")]
+Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that of the source).")]
+Imports = Annotated[
+    list[str] | None, Text("MODULE...", "Modules to import, which register models.")
+]

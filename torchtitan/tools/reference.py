@@ -50,7 +50,8 @@ def show_settings(found: Sequence[HelpSection], is_long: bool) -> None:
     for section in found:
         rows: list[Any] = [Text(section.about)]
         for entry in section.entries:
-            values = f"({entry.allowed}; default: {entry.default})"
+            default = "" if "(default: " in entry.help else f"; default: {entry.default}"
+            values = f"({entry.allowed}{default})"
             rows.append(Text.assemble((f"--{entry.path}", "bold cyan"), "  ", (values, "dim")))
             rows.append(Padding(Text(entry.help), (0, 0, 0, 4)))
         panels.append((section.title, rows))

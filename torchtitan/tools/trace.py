@@ -1,4 +1,4 @@
-"""Say what became of each rank of a run, by the traces that they left."""
+"""Summarize what happened on each rank of a run, from the traces it wrote."""
 
 from pathlib import Path
 from typing import Annotated

@@ -42,9 +42,7 @@ def train(
     ] = None,
     nnodes: Annotated[
         range | None,
-        Launched(
-            "N", "Number of nodes, or minimum and maximum: 2 or 1:2 (default: 1).", node_range
-        ),
+        Launched("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", node_range),
     ] = None,
     rdzv_endpoint: Annotated[
         str | None, Launched("HOST:PORT", "Address on one of the nodes, the same for all.")

@@ -29,12 +29,12 @@ class GaLoreGroup(AdamGroup):
     """Settings of GaLore and its AdamW that differ for some parameters; the first match applies."""
 
     rank: int | None = Field(
-        None, ge=1, description=("Rank of the projection; absent: the optimizer's.")
+        None, ge=1, description=("Rank of the projection (default: the optimizer's).")
     )
     scale: float | None = Field(
         None,
         gt=0,
-        description=("Factor of the updates of projected matrices; absent: the optimizer's."),
+        description=("Factor of the updates of projected matrices (default: the optimizer's)."),
     )
 
 
@@ -44,14 +44,14 @@ class GaLore(AdamWRule, OptimizerConfig):
     by_role: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 
-    name: Literal["GaLore"] = Field("GaLore", description="Which optimizer.")
+    name: Literal["GaLore"] = Field("GaLore", description="Name of the optimizer.")
     lr: float = Field(5e-3, gt=0, description="Peak learning rate.")
     eps: float = Field(1e-6, gt=0, description="Term added to the root of the second moment.")
     rank: int | None = Field(
         None,
         ge=1,
-        description="Rank of the projection, at most the smaller side of a matrix; absent: a "
-        "quarter of it.",
+        description="Rank of the projection, at most the smaller side of a matrix (default: a "
+        "quarter of it).",
     )
     refresh_period: int = Field(
         200, ge=1, description="Steps between refreshes of the bases from the gradients."
@@ -70,11 +70,12 @@ class GaLore(AdamWRule, OptimizerConfig):
         2,
         ge=0,
         description=(
-            "With svd = randomized: power iterations, which separate close singular values."
+            "With svd = randomized: number of power iterations, which separate close "
+            "singular values."
         ),
     )
     oversampling: int = Field(
-        8, ge=0, description="With svd = randomized: columns in addition to the rank."
+        8, ge=0, description="With svd = randomized: number of columns in addition to the rank."
     )
     moments: Literal["keep", "rotate"] = Field(
         "keep",

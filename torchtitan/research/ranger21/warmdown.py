@@ -10,7 +10,7 @@ from torchtitan.optim import ScheduleConfig
 class Ranger21Schedule(ScheduleConfig):
     """Warm-up, flat, linear warm-down of Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731)."""
 
-    name: Literal["ranger21"] = Field("ranger21", description="Which schedule.")
+    name: Literal["ranger21"] = Field("ranger21", description="Name of the schedule.")
     warmup_steps: int = Field(
         2000,
         ge=0,
@@ -21,8 +21,8 @@ class Ranger21Schedule(ScheduleConfig):
         0.28,
         ge=0,
         le=1,
-        description="Fraction of the steps that decay, at most what the warm-up leaves; absent: "
-        "all of it.",
+        description="Fraction of the steps that decay; at most, and for none: all steps after the "
+        "warm-up.",
     )
     min_lr_factor: float = Field(
         0.03, ge=0, le=1, description="Fraction of the peak rate at which the decay ends."
