@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from collectives import ROOT, formulas
-from quoted import quote
 from slow_link import NAME, Link, slowed
 
 from torchtitan.build import build
@@ -465,13 +464,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps of each at each bandwidth")
     parser.add_argument("--only", nargs="+", help="names of variants; absent: all")
     parser.add_argument("--output", type=Path, help="file for the page; beside it numbers and plot")
-    parser.add_argument("--docs", type=Path, help="page of the documentation that quotes a table")
     parser.add_argument("--again", action="store_true", help="from the numbers that are kept there")
     arguments = parser.parse_args()
     if arguments.again:
         kept = json.loads(arguments.output.with_suffix(".json").read_text())
         found = {name: Measured(**each) for name, each in kept["measured"].items()}
-        write(found, kept["about"], arguments.output, arguments.docs)
+        write(found, kept["about"], arguments.output)
         return
     begin = time.time()
     found = measure(arguments)
@@ -487,13 +485,11 @@ def main() -> None:
         "rounds": arguments.rounds,
     }
     print(f"{time.time() - begin:.0f} s", file=sys.stderr)
-    write(found, about, arguments.output, arguments.docs)
+    write(found, about, arguments.output)
 
 
-def write(
-    found: Mapping[str, Measured], about: Mapping[str, Any], output: Path | None, docs: Path | None
-) -> None:
-    """The page, its plot and its numbers, and its main table in the documentation."""
+def write(found: Mapping[str, Measured], about: Mapping[str, Any], output: Path | None) -> None:
+    """Write the page, its plot and its numbers."""
     plot = output.with_suffix(".svg").name if output else "bandwidth.svg"
     text = page(found, about, plot)
     print(text)
@@ -502,8 +498,6 @@ def write(
         output.with_suffix(".svg").write_text(str(draw(found)))
         kept = {"about": about, "measured": {k: v._asdict() for k, v in found.items()}}
         output.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-    if docs:
-        quote("bandwidth.py", crossings(found), docs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size
 
 from torchtitan.tools.compare.study import Study, read_study
@@ -120,7 +119,6 @@ def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
-    parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
     arguments = parser.parse_args()
     study = read_study(STUDY)
     found = finished(study)
@@ -133,8 +131,6 @@ def main() -> None:
         arguments.output.with_suffix(".svg").write_text(
             str(draw(list(found.values()), "way to send"))
         )
-    if arguments.docs:
-        quote("communication.py", table(found, found[study.baseline]), arguments.docs)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from torchtitan.tools import train as verb_train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 PAGES += sorted((ROOT / "torchtitan/research").glob("*/README.md"))
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")

@@ -23,6 +23,7 @@ LAYERS = [
     ["__main__"],
     ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
+    ["tools.recipes", "tools.doctor"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
     ["tools.explain", "tools.evaluate"],
@@ -44,7 +45,7 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary_losses", "timeline"],
-    ["config", "device", "digest", "torch_private", "local_ranks", "seeds"],
+    ["config", "device", "digest", "torch_private", "local_ranks", "seeds", "packages"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

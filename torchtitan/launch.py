@@ -74,7 +74,6 @@ def start(options: LaunchOptions, words: Sequence[str]) -> int:
         job = check(options, words)
     except ConfigError as error:
         return refuse(error)
-    configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
     if options.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         options = replace(options, max_restarts=0 if obstacles else RESTARTS)
@@ -124,6 +123,7 @@ def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     job = read(
         words, ranks, pick().type, local_ranks=each, may_restart=bool(options.max_restarts)
     ).config
+    configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
             choose(job)

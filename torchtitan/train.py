@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from torchtitan.build import build
-from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
+from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
 from torchtitan.checks import load_job
 from torchtitan.checks.memory_limits import room
 from torchtitan.config import (
@@ -21,11 +21,12 @@ from torchtitan.config import (
     local_path,
     split_recipe,
 )
-from torchtitan.device import pick
+from torchtitan.device import Device, pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
+from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
@@ -38,6 +39,9 @@ from torchtitan.resilience.stop import (
 )
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
+
+REFUSAL_SECONDS = 5.0
+"""Time in which all ranks meet the mistake that one has met."""
 
 DEBUG_RECIPE = Path("train_configs/debug_model.toml")
 
@@ -61,37 +65,42 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         job = recipe.config
         color = not job.metrics.disable_color_printing
         configure(launch.rank, launch.size, color, job.metrics.log_level)
-        folder = local_path(job.job.dump_folder)
-        start = None
-        if launch.rank == 0:
-            # First the lock: a run that is ending may still write the checkpoint to start from.
-            held.enter_context(lock(folder))
-            start = choose(job)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
+    folder = local_path(job.job.dump_folder)
+    start = locked = None
     if launch.rank == 0:
-        log_recipe(recipe)
-        for note in room(job, launch.size, launch.local_size, device):
-            logger.info("%s", recipe.line(note))
-        if launch.restart:
-            where = start.path if start and start.path else "the beginning"
-            ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
-            counts = launch.restart, launch.restarts
-            logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+        warn_of_other()
+        try:
+            # First the lock: a run that is ending may still write the checkpoint to start from.
+            locked = held.enter_context(lock(folder))
+            start = choose(job)
+            announce(recipe, start, launch, device)
+        except ConfigError as error:
+            refuse(error)
+            held.close()
 
-    shared = (ConfigError, TrainingDiverged, SaveFailed)
+    degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
     recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
-    stop = StopSignal()
+    stop = StopSignal(at_request=locked.mark_ending if locked else None)
     try:
-        with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
+        with recorder.joining(), open_world(degrees, job.comm, device) as world:
             start = world.broadcast_object(start)
-            session = described(job, folder, world) if world.rank == 0 else None
-            made = build(job, world, Observer(before_step=recorder.step, session=session), stop)
-            with closing(made.batches):
-                Trainer(made).train(start)
-    except ConfigError as error:
-        return refuse(error)
+            if start is None:
+                return 2  # rank 0 has reported why
+            observer = observe(job, folder, world, recorder, stop, locked)
+            try:
+                with recorder:
+                    made = build(job, world, observer, stop)
+                    with closing(made.batches):
+                        Trainer(made).train(start)
+            except ConfigError as error:
+                refuse(error)
+                held.close()
+                # All have cleaned up before one exits, upon which the launcher ends the others.
+                world.meet(REFUSAL_SECONDS)
+                return 2
     except (TrainingDiverged, SaveFailed, Unreachable) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
@@ -102,6 +111,39 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             *(skips, made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
+
+
+def announce(recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, device: Device) -> None:
+    """Log what is known of the run before its ranks meet."""
+    log_recipe(recipe)
+    for note in room(recipe.config, launch.size, launch.local_size, device):
+        logger.info("%s", recipe.line(note))
+    if launch.restart:
+        where = start.path or "the beginning"
+        ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
+        counts = launch.restart, launch.restarts
+        logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+
+
+def observe(
+    job: JobConfig,
+    folder: Path,
+    world: World,
+    recorder: Recorder,
+    stop: StopSignal,
+    locked: Lock | None,
+) -> Observer:
+    """Return the observer of this rank: its traces, and on rank 0 the files that name the run."""
+    if locked is None:
+        return Observer(before_step=recorder.step)
+
+    def after_step(state: TrainState) -> None:
+        # The last save follows.
+        if stop.is_agreed or state.step >= job.training.steps:
+            locked.mark_ending()
+
+    session = described(job, folder, world)
+    return Observer(before_step=recorder.step, after_step=after_step, session=session)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from tests import registries
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, json_schema, split_recipe
+from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
@@ -345,10 +345,12 @@ def completed(
         ("--help opt", ["optimizer"]),
         ("watch --help a", []),
         ("check --device ", ["cpu", "cuda"]),
-        ("check --here ", ["folder/", "recipe.toml"]),
+        ("check --here ", ["folder/", "recipe.toml", *packaged_recipes()]),
+        ("recipes copy llama3_1", ["llama3_1b"]),
+        ("train llama3_8b_", ["llama3_8b_long"]),
         ("checkpoint ", ["ls", "verify", "diff", "convert"]),
         ("checkpoint convert --to h", ["hf"]),
-        ("train ", ["folder/", "recipe.toml"]),
+        ("train ", ["folder/", "recipe.toml", *packaged_recipes()]),
         ("train rec", ["recipe.toml"]),
         ("train fol", ["folder/one.toml", "folder/two.toml"]),
         ("train folder/t", ["folder/two.toml"]),
@@ -516,7 +518,7 @@ def test_schema_refers_to_nothing_that_is_missing() -> None:
         assert piece.split('"')[0].removeprefix("#/$defs/") in schema["$defs"]
 
 
-def test_reference_page_is_fresh() -> None:
+def test_reference_pages_are_fresh() -> None:
     path = ROOT / "scripts" / "write_config_docs.py"
     spec = importlib.util.spec_from_file_location("write_config_docs", path)
     assert spec
@@ -524,6 +526,8 @@ def test_reference_page_is_fresh() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     with registries.having(registries.SHIPPED):
-        page = script.page()
-    written = script.PAGE.read_text(encoding="utf-8")
-    assert page == written, "run python scripts/write_config_docs.py"
+        pages = script.pages()
+    command = "run python scripts/write_config_docs.py"
+    assert {*(ROOT / "docs/config").iterdir(), ROOT / "docs/config.md"} == {*pages}, command
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, command

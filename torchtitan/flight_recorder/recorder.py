@@ -24,7 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -48,6 +49,7 @@ POLL_INTERVAL = 1.0
 NOTE_BYTES = 511
 # Seconds; gloo marks a collective as done after the program has continued.
 COMPLETION_DELAY = 0.1
+KINDS = ("step", "json", "stack", "gloo")
 # Notes until the end of the first step: of the start and of that step.
 FIRST_STEP = 2
 # What functions that wait for a send or receive are called, in torch and here.
@@ -59,7 +61,11 @@ Frames = Iterable[tuple[FrameType, int]]
 
 
 class Recorder:
-    """A recorder to make before the process group and to enter while the group exists."""
+    """A recorder to make before the process group and to enter while the group exists.
+
+    It writes nothing before that, when the run may still be refused; the files of an earlier run
+    are restored if it is refused later.
+    """
 
     def __init__(
         self,
@@ -80,21 +86,48 @@ class Recorder:
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self._over = threading.Event()
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._forget(rank)
-        if rank == 0:
-            found = [path.stem for path in self.folder.glob("*.step")]
-            for other in [int(stem) for stem in found if stem.isdecimal()]:
-                if other >= world_size:
-                    self._forget(other)
-        self._line = os.open(self.folder / f"{rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
-        self._note("starting", 0)
         # Torch reads these when the first process group is made.
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{self.folder}/{self.prefix}"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
 
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Context in which the ranks join; one that waits in vain leaves a note of it."""
+        try:
+            yield
+        except BaseException:
+            if not self.notes:
+                self._begin()
+            raise
+
+    def _begin(self) -> None:
+        """Replace the files of an earlier run by the first note of this one."""
+        self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._found = {path: path.read_bytes() for path in self._files(self.rank)}
+        if self.rank == 0:
+            found = [path.stem for path in self.folder.glob("*.step")]
+            for other in [int(stem) for stem in found if stem.isdecimal()]:
+                if other >= self.world_size:
+                    self._found |= {path: path.read_bytes() for path in self._files(other)}
+        for path in self._found:
+            path.unlink(missing_ok=True)
+        self._line = os.open(self.folder / f"{self.rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._note("starting", 0)
+
+    def _undo(self) -> None:
+        """Restore the files of the earlier run, as this one was refused."""
+        for path in self._files(self.rank):
+            path.unlink()
+        for path, content in self._found.items():
+            path.write_bytes(content)
+        for path in self._made:
+            with suppress(OSError):  # another rank has files there
+                path.rmdir()
+
     def __enter__(self) -> Self:
+        self._begin()
         self._crash = open(self.folder / f"{self.rank}.stack", "w")
         self._handles_crashes = not faulthandler.is_enabled()
         if self._handles_crashes:
@@ -126,8 +159,12 @@ class Recorder:
         if self._handles_crashes:
             faulthandler.disable()
         self._crash.close()
-        if error is None or isinstance(error, self.shared):
-            self._forget(self.rank, but_step=True)
+        if isinstance(error, self.shared) and not self.at:
+            self._undo()
+        elif error is None or isinstance(error, self.shared):
+            for path in self._files(self.rank):
+                if path.suffix != ".step":
+                    path.unlink()
             self._note("ended" if error else "finished", self.at)
         else:
             self._write(*evidence(error))
@@ -205,11 +242,10 @@ class Recorder:
         unfinished.write_bytes(content)
         unfinished.replace(self.folder / name)
 
-    def _forget(self, rank: int, but_step: bool = False) -> None:
-        """Remove the files of a rank from an earlier run, or after it finished well."""
-        names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in ("json", "stack", "gloo"))]
-        for name in (*names, *([] if but_step else [f"{rank}.step"])):
-            (self.folder / name).unlink(missing_ok=True)
+    def _files(self, rank: int) -> list[Path]:
+        """Return the files of a rank, from this run or an earlier one."""
+        names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
+        return [path for name in names if (path := self.folder / name).exists()]
 
 
 class Terminated(SystemExit):

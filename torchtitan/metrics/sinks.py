@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan.logging import logger, on_terminal
 from torchtitan.metrics.pictures import pixels, write_png
+from torchtitan.packages import install
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
@@ -232,8 +233,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
+            how = install("tensorboard")
             raise RuntimeError(
-                "metrics.enable_tensorboard: TensorBoard is not installed: pip install tensorboard"
+                f"metrics.enable_tensorboard: TensorBoard is not installed: {how}"
             ) from error
         if self.writer is not None:
             self.writer.close()
@@ -276,7 +278,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise RuntimeError(
-                "metrics.enable_wandb: Weights & Biases is not installed: pip install wandb"
+                f"metrics.enable_wandb: Weights & Biases is not installed: {install('wandb')}"
             ) from error
         if self.run is not None:
             return  # a rollback; its steps come again in the same run

@@ -29,8 +29,8 @@ class ScheduleConfig(Config):
         None,
         ge=0,
         le=1,
-        description="Fraction of the steps that decay; at most, and by default: all steps after "
-        "the warm-up.",
+        description="Fraction of the steps that decay, at most all after the warm-up (default: all "
+        "of these).",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = Field(
         "linear", description="Shape of the decay."

@@ -19,7 +19,7 @@ alone, and axes over the same ranks share a group.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -217,6 +217,11 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.slow_group)
         return values[0]
+
+    def meet(self, seconds: float) -> None:
+        """Wait for the other ranks, but not for long: they may have failed elsewhere."""
+        with suppress(RuntimeError):
+            dist.monitored_barrier(self.slow_group, timedelta(seconds=seconds))
 
     def after_first_step(self) -> None:
         """Shorten timeouts, so that a rank that does not respond is detected sooner."""

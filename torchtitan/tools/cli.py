@@ -20,6 +20,7 @@ from typer.main import get_command
 from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import configure
+from torchtitan.packages import warn_of_other
 from torchtitan.tools.commands import (
     CompletedVerb,
     CompletionTable,
@@ -35,6 +36,8 @@ VERBS: Final = {
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",
         "migrate": "migrate",
+        "recipes": "recipes",
+        "doctor": "doctor",
     },
     "Runs": {
         "watch": "watch",
@@ -101,6 +104,8 @@ class Verbs(VerbGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
+        if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
+            warn_of_other()
         modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
         if ctx.resilient_parsing:  # a shell completes the words
             return name, CompletedVerb(name, cached_table(built_table)), rest

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 
+from torchtitan.config import packaged_recipes
+
 PACKAGE = Path(__file__).parents[1]
 
 OptionTable = Mapping[str, tuple[str, list[str] | None]]
@@ -93,6 +95,8 @@ class CompletedVerb(TyperCommand):
             found = [Completion(verb.rpartition(" ")[2]) for verb in inside]
         else:
             found = list(recipes(incomplete)) if is_of_recipe else []
+            if is_of_recipe or name == "recipes copy":
+                found += map(Completion, packaged_recipes())
         # Nothing: the shell completes names of files.
         return [item for item in found if item.value.startswith(incomplete)]
 

@@ -523,8 +523,8 @@ def test_a_missing_package_is_found_before_the_run(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert missing(MetricsConfig()) == []
     assert missing(both) == [
-        ("enable_tensorboard", "TensorBoard is not installed: pip install tensorboard"),
-        ("enable_wandb", "Weights & Biases is not installed: pip install wandb"),
+        ("enable_tensorboard", 'TensorBoard is not installed: pip install "tensorboard>=2.18"'),
+        ("enable_wandb", 'Weights & Biases is not installed: pip install "wandb>=0.19"'),
     ]
 
 
@@ -541,8 +541,8 @@ def test_a_folder_called_wandb_is_not_the_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("sink", "module", "command"),
     [
-        (TensorBoard, "torch.utils.tensorboard", "pip install tensorboard"),
-        (WandB, "wandb", "pip install wandb"),
+        (TensorBoard, "torch.utils.tensorboard", 'pip install "tensorboard>=2.18"'),
+        (WandB, "wandb", 'pip install "wandb>=0.19"'),
     ],
 )
 def test_a_missing_package_at_the_start_names_the_command(
