@@ -221,8 +221,7 @@ def test_help_texts_stand_alone() -> None:
     """A capital, a period, and the default in parentheses."""
     commands = {name: command(module) for verbs in VERBS.values() for name, module in verbs.items()}
     table = completion_table(commands)
-    texts = [(verb, *option) for verb in table.verbs for option in table.verbs[verb].items()]
-    texts += [("train", *setting) for setting in table.settings.items()]
+    texts = [(verb, *option) for verb, options in table.items() for option in options.items()]
     assert len(texts) > 350
     for of, name, (text, _) in texts:
         is_sentence = re.fullmatch(r"[A-Z0-9].*[.)]", text) or re.match(r"[a-z]+: ", text)
@@ -404,7 +403,7 @@ def test_completions_are_kept_until_the_package_changes(
 
     def build() -> commands.CompletionTable:
         built.append(None)
-        return commands.CompletionTable({"train": {"--processes": ["Ranks.", []]}}, [], {}, {})
+        return {"train": {"--processes": ["Ranks.", []]}}
 
     assert commands.cached_table(build) == commands.cached_table(build) == build()
     assert len(built) == 2

@@ -9,29 +9,25 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 
+from torchtitan import __version__
 from torchtitan.config import packaged_recipes
 
 PACKAGE = Path(__file__).parents[1]
 
-OptionTable = Mapping[str, tuple[str, list[str] | None]]
-"""Help of each option, and the values to offer for it; None if it takes no value."""
+CompletionTable = Mapping[str, Mapping[str, tuple[str, list[str] | None]]]
+"""Options of each verb, with their help and values; None for an option that takes no value.
 
-
-class CompletionTable(NamedTuple):
-    """Words that a shell completes."""
-
-    verbs: Mapping[str, OptionTable]
-    """Options by verb; those of a verb in a group by both names: `checkpoint ls`."""
-    recipe_verbs: list[str]
-    """Verbs that take a recipe, its settings and `--help SECTION`."""
-    settings: OptionTable
-    sections: Mapping[str, str]
+A verb in a group has both names: `checkpoint ls`.
+"""
+OF_RECIPE = "--job.config_file"
+"""An option of the verbs that take a recipe."""
 
 
 class Completion(NamedTuple):
@@ -79,63 +75,52 @@ class CompletedVerb(TyperCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         name, table = str(self.name), self.table
-        words = [word for word in ctx.args if word != "="]  # a word of its own in bash
-        if words and f"{name} {words[0]}" in table.verbs:
-            name = f"{name} {words[0]}"
-        is_of_recipe = name in table.recipe_verbs
-        options = {**table.verbs.get(name, {}), **(table.settings if is_of_recipe else {})}
-        last = words[-1] if words else ""
+        words = ["", *(word for word in ctx.args if word != "=")]  # a word of its own in bash
+        if f"{name} {' '.join(words[1:2])}" in table:
+            name = f"{name} {words[1]}"
+        options = table.get(name, {})
+        values = options.get(words[-1], ("", None))[1]
         if incomplete.startswith("-"):
             found = [Completion(option, text) for option, (text, _) in options.items()]
-        elif last in ("-h", "--help"):
-            found = [Completion(*pair) for pair in table.sections.items() if is_of_recipe]
-        elif (values := options.get(last, ("", None))[1]) is not None:
+        elif values is not None:
             found = [Completion(value) for value in values]
-        elif inside := [verb for verb in table.verbs if verb.startswith(f"{name} ")]:
+        elif inside := [verb for verb in table if verb.startswith(f"{name} ")]:
             found = [Completion(verb.rpartition(" ")[2]) for verb in inside]
         else:
-            found = list(recipes(incomplete)) if is_of_recipe else []
-            if is_of_recipe or name == "recipes copy":
-                found += map(Completion, packaged_recipes())
+            is_of_recipe = OF_RECIPE in options
+            files = recipe_files(incomplete) if is_of_recipe else []
+            packaged = packaged_recipes() if is_of_recipe or name == "recipes copy" else []
+            found = [Completion(recipe) for recipe in (*files, *packaged)]
         # Nothing: the shell completes names of files.
         return [item for item in found if item.value.startswith(incomplete)]
 
 
-def recipes(incomplete: str) -> Iterator[Completion]:
-    """Yield the recipes that `incomplete` may become, and the folders that may have one.
+def recipe_files(start: str) -> list[str]:
+    """Return the recipes and folders whose path begins with `start`.
 
-    The only folder is opened, as the shell would end the word after it.
+    If it is one folder, those inside it, as the shell would end the word after the only one.
     """
-    above, slash, start = incomplete.rpartition("/")
-    folder = Path(os.path.expanduser(above + slash))
-    if not folder.is_dir():
-        return
-    found = [
-        Completion(f"{above}{slash}{path.name}{'/' * path.is_dir()}")
-        for path in sorted(folder.iterdir())
-        if path.name.startswith(start)
-        and (start or not path.name.startswith("."))
-        and (path.is_dir() or path.suffix == ".toml")
-    ]
-    if len(found) == 1 and found[0].value.endswith("/"):
-        found = list(recipes(found[0].value)) or found
-    yield from found
+    paths = [path + "/" * os.path.isdir(path) for path in sorted(glob(f"{escape(start)}*"))]
+    found = [path for path in paths if path.endswith(("/", ".toml"))]
+    is_folder = len(found) == 1 and found[0].endswith("/") and found[0] != start
+    return (is_folder and recipe_files(found[0])) or found
 
 
 def cached_table(build: Callable[[], CompletionTable]) -> CompletionTable:
     """Read the table from the cache; build and keep it if the package has changed."""
     times = [file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py")]
-    key = [str(PACKAGE), len(times), max(times)]
+    key = [__version__, len(times), max(times)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan"
     file = cache / f"completion-{hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]}.json"
     with contextlib.suppress(OSError, ValueError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["key"] == key:
-            return CompletionTable(**kept["table"])
+            table: CompletionTable = kept["table"]
+            return table
     table = build()
     with contextlib.suppress(OSError):  # of a read-only home
         cache.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({"key": key, "table": table._asdict()}), encoding="utf-8")
+        new.write_text(json.dumps({"key": key, "table": table}), encoding="utf-8")
         new.replace(file)
     return table

@@ -72,38 +72,34 @@ def _print_panels(panels: Iterable[tuple[str, Sequence[Any]]], is_long: bool = F
 
 
 def completion_table(verbs: Mapping[str, Any]) -> CompletionTable:
-    """Make the table of all verbs, and of the settings of recipes."""
-    commands: dict[str, Any] = {}
-    for name, verb in verbs.items():
-        inside = getattr(verb, "commands", {})
-        commands |= {f"{name} {key}": command for key, command in inside.items()} or {name: verb}
-    settings: dict[str, tuple[str, list[str] | None]] = {}
+    """Return the options of all verbs and the settings of recipes, with their help and values."""
+    settings: dict[str, tuple[str, list[str]]] = {}
     for section in sections(JobConfig):
         for entry in section.entries:
-            flag, values = f"--{entry.path}", list(entry.values)
-            if section.choice and entry.path.endswith(".name"):
+            values = list(entry.values)
+            if entry.path.endswith(".name") and section.choice:
                 values = [section.choice]
-            elif section.choice and entry.path == "model.flavor":
+            elif entry.path == "model.flavor" and section.choice:
                 values = list(MODELS[section.choice].flavors)
             elif entry.path in ("data.dataset", "validation.dataset"):
                 values = list(DATASETS)
-            before = settings.get(flag, ("", []))[1] or []
-            settings[flag] = entry.help, list(dict.fromkeys([*before, *values]))
-    return CompletionTable(
-        {name: _options(command) for name, command in commands.items()},
-        [name for name, command in commands.items() if command.takes_recipe],
-        settings,
-        {**section_lines(), "all": "every section"},
-    )
-
-
-def _options(command: Any) -> dict[str, tuple[str, list[str] | None]]:
-    """Return the options of a command, with their help and values."""
-    context = command.context_class(command, info_name=command.name)
-    found: dict[str, tuple[str, list[str] | None]] = {}
-    for option in command.get_params(context):
-        if option.param_type_name == "option":
-            values = [item.value for item in option.shell_complete(context, "")]
-            about = option.help or "", None if option.is_flag else values
-            found |= dict.fromkeys(option.opts, about)
-    return found
+            of_others = settings.get(f"--{entry.path}", ("", []))[1]
+            settings[f"--{entry.path}"] = entry.help, list(dict.fromkeys([*of_others, *values]))
+    names = [*section_lines(), "all"]
+    table: dict[str, Mapping[str, tuple[str, list[str] | None]]] = {}
+    for name, verb in verbs.items():
+        group = getattr(verb, "commands", {})
+        inside = {f"{name} {key}": command for key, command in group.items()}
+        for path, command in (inside or {name: verb}).items():
+            context = command.context_class(command)
+            options: dict[str, tuple[str, list[str] | None]] = {}
+            for option in command.get_params(context):
+                if option.param_type_name == "option":
+                    found = [item.value for item in option.shell_complete(context, "")]
+                    about = option.help, None if option.is_flag else found
+                    options |= dict.fromkeys(option.opts, about)
+            if command.takes_recipe:
+                about = options["--help"][0], names
+                options |= settings | {"-h": about, "--help": about}
+            table[path] = options
+    return table

@@ -1,6 +1,7 @@
 """Train from a recipe: in this process, or with --processes on several ranks."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -75,22 +76,14 @@ def train(
     words = [*([recipe] if recipe else []), *context.args]
     if log_level:
         words += ["--metrics.log_level", log_level]
-    given = {
-        "nnodes": nnodes,
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_id": rdzv_id,
-        "rdzv_conf": rdzv_conf,
-        "max_restarts": max_restarts,
-        "rejoin_minutes": rejoin_minutes,
-        "log_rank": log_rank,
-    }
-    own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    names = [field.name for field in fields(LaunchOptions)]
+    own = {name: context.params[name] for name in names if context.params[name] is not None}
     if processes:
         if nnodes and nnodes[-1] > 1 and not rdzv_endpoint:
             raise typer.BadParameter(
                 "several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT"
             )
-        return start(LaunchOptions(processes, **own), words)
+        return start(LaunchOptions(**own), words)
     if own:
         option = next(iter(own)).replace("_", "-")
         raise typer.BadParameter(f"--{option} needs the ranks of this node; add --processes N")
