@@ -191,7 +191,7 @@ def ratio(mine: Measured, other: Measured, speed: str) -> float:
 
 
 PAGE = """\
-# Over a slow link
+# Communication methods by bandwidth
 
 <!-- Written by benchmarks/bandwidth.py. -->
 
@@ -215,7 +215,7 @@ in Gb/s; the last column is without a link.
 |---|---:|---:|{rules}
 {rows}
 
-## Where each begins to pay
+## Break-even bandwidth
 
 Below how many Gb/s it is faster than what stands beside it. *Measured*: where the median ratio of
 both in the same round passes 1 on this machine, which others used, so that codes took several

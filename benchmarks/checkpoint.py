@@ -75,7 +75,7 @@ RAW_WRITE, RAW_READ = "write and fsync", "read"
 def recipe(size: str, folder: Path) -> list[str]:
     """Flags of the runs here."""
     words = f"""--model.name=measured --model.flavor={size} --job.dump_folder={folder}
-        --training.local_batch_size=2 --training.seq_len=256
+        --training.local_batch_size=2 --training.global_batch_size=2 --training.seq_len=256
         --checkpoint.keep_latest_k=0 --no-validation.enable --no-data.report_unigram_loss
         --metrics.log_freq=1000000"""
     return words.split()

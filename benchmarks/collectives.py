@@ -194,7 +194,7 @@ def message(collective: Collective) -> Message:
 
 def formulas(job: JobConfig, ranks: int, stage_rank: int = 0, rank: int = 0) -> list[Traffic]:
     """What a step sends according to `torchtitan.estimate.traffic`."""
-    return of_step(job.layout(), job.work(ranks), job.optimizer, stage_rank, rank)
+    return of_step(job.layout(job.degrees(ranks)), job.work(ranks), job.optimizer, stage_rank, rank)
 
 
 def recipe(layout: dict[str, Any]) -> tuple[JobConfig, int]:
@@ -202,6 +202,7 @@ def recipe(layout: dict[str, Any]) -> tuple[JobConfig, int]:
     degrees = [layout.get(key, 1) for key in (REPLICATE, SHARD, TENSOR, CONTEXT, PIPELINE)]
     keys = {
         "training.local_batch_size": BATCH // math.prod(degrees[:2]),
+        "training.global_batch_size": BATCH,
         "training.seq_len": SEQ_LEN,
         "training.steps": 2,
         "metrics.log_freq": 1,

@@ -38,7 +38,7 @@ BOUND = 2.0
 
 SHORT = (
     f"training.steps={STEPS}",
-    *("training.mixed_precision_param=bfloat16", "training.local_batch_size=4"),
+    *("training.mixed_precision_param=bfloat16", "training.global_batch_size=4"),
     *("training.seq_len=128", "lr_scheduler.warmup_steps=20", "metrics.log_freq=1"),
     *("data.report_unigram_loss=false", "validation.enable=false", "checkpoint.enable=false"),
 )

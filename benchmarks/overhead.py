@@ -62,7 +62,7 @@ def flags(folder: str, ranks: int, steps: int) -> list[str]:
     """The debug recipe without saving and validating; the same tokens a step on any ranks."""
     text = f"""--job.dump_folder {folder} --no-checkpoint.enable --no-validation.enable
         --no-data.report_unigram_loss --training.seq_len {SEQ_LEN} --training.steps {steps}
-        --training.local_batch_size {BATCH // ranks}"""
+        --training.local_batch_size {BATCH // ranks} --training.global_batch_size {BATCH}"""
     return text.split()
 
 

@@ -115,7 +115,8 @@ def train(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = f"""--job.dump_folder={folder} --no-checkpoint.enable --no-validation.enable
             --no-data.report_unigram_loss --training.steps=100000 --metrics.log_freq=100000
-            --training.seq_len={arguments.seq_len} --training.local_batch_size={side.sequences}"""
+            --training.seq_len={arguments.seq_len} --training.local_batch_size={side.sequences}
+            --training.global_batch_size={BATCH}"""
         degree = [f"--parallelism.{side.axis}={side.ranks}"] if side.axis else []
         job = load_job(RECIPE, [*words.split(), *degree], side.ranks, "cpu").config
         for module in ("tensor", "fsdp", "pipelining"):

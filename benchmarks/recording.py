@@ -1,6 +1,6 @@
 """What torch's Flight Recorder costs: host memory, and time of a step, by its number of entries.
 
-    python benchmarks/recording.py --page docs/debugging.md
+    python benchmarks/recording.py --page benchmarks/results/recording.md
 
 Each side is a run of the debug model, FSDP2 on two processes, with a recorder of its own size: a
 process has one, made with its first group. The sides take turns, a block of steps each, and the
@@ -38,7 +38,8 @@ from torchtitan.parallel import open_world
 SIZES = (0, 2000, 20000)
 RANKS, SEQ_LEN, WARMUP = 2, 32, 5
 FLAGS = f"""--no-checkpoint.enable --no-validation.enable --no-data.report_unigram_loss
-    --training.seq_len {SEQ_LEN} --training.steps 100000 --training.local_batch_size 1""".split()
+    --training.seq_len {SEQ_LEN} --training.steps 100000 --training.local_batch_size 1
+    --training.global_batch_size {RANKS}""".split()
 PLACE = re.compile(r"(?<=<!-- RECORDING -->\n).*?(?=<!-- END -->)", re.DOTALL)
 
 

@@ -22,8 +22,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
 
 INTRODUCTION = f"""\
-{WRITTEN}
 # Recipes
+
+{WRITTEN}
 
 The format of a recipe, and the reference of every section and key that it can have.
 
@@ -80,7 +81,7 @@ def pages() -> dict[Path, str]:
     ]
     written = {DOCS / "config.md": "\n".join([INTRODUCTION, *index, "", *lists()])}
     for name, parts in tops.items():
-        title = f"{WRITTEN}\n# {parts[0].header}\n\n{about(parts)}\n"
+        title = f"# {parts[0].header}\n\n{WRITTEN}\n{about(parts)}\n"
         written[DOCS / f"config/{name}.md"] = "\n".join([title, *by_header(parts)])
     written[DOCS / "config/torchtitan_keys.md"] = "\n".join(old_keys())
     return written
@@ -172,8 +173,8 @@ def lists() -> Iterator[str]:
 
 def old_keys() -> Iterator[str]:
     """The translation table."""
-    yield WRITTEN
     yield "# What moved since TorchTitan v0.1 and v0.2\n"
+    yield WRITTEN
     yield "A key without a counterpart is ignored if its value changes nothing, and refused"
     yield "otherwise.\n"
     yield "A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that"

@@ -137,7 +137,7 @@ def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = choose(job) if world.rank == 0 else None
         start = world.broadcast_object(start)
-        run = build(job, world)
+        run = build(job.with_batch(world.degrees, start.global_batch), world)
         with closing(run.batches):
             Trainer(run).train(start)
         return look(run)

@@ -76,10 +76,8 @@ def _unit(parts: Sequence[str]) -> str:
 
 
 def imported_units(tree: ast.AST) -> set[str]:
-    """The units that a module or function imports, but for its last lines as a script."""
     names = set()
-    body = [node for node in getattr(tree, "body", []) if not is_of_script(node)]
-    for node in (each for top in body for each in ast.walk(top)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
@@ -91,10 +89,6 @@ def imported_units(tree: ast.AST) -> set[str]:
             assert node.level == 0, "imports are absolute"
             names.add(node.module)
     return {_unit(name.split(".")[1:]) for name in names if name.startswith("torchtitan.")}
-
-
-def is_of_script(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def of_its_kind(path: Path) -> bool:

@@ -4,6 +4,7 @@ import ast
 import functools
 import http.server
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 from tests.compare.browser import CHROMIUM, opened_browser
 from torchtitan.launch import WRONG_RECIPE
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
+from torchtitan.tools.cli import VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -118,3 +120,55 @@ def test_every_registry_has_a_row_in_the_python_api() -> None:
     assert {name for _, name in listed} == {*registries(), "SINKS"}
     for module, name in listed:
         assert hasattr(import_module(f"torchtitan.{module}"), name)
+
+
+@pytest.mark.gate
+def test_table_of_sizes_is_as_computed() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/write_layout_table.py"))
+    page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    assert page == script["written"](page), "run python scripts/write_layout_table.py"
+
+
+@pytest.mark.gate
+def test_every_verb_and_module_is_listed(site: Path) -> None:
+    commands = (site / "commands/index.html").read_text(encoding="utf-8")
+    for name in (verb for group in VERBS.values() for verb in group):
+        assert f'id="torchtitan-{name}"' in commands
+    text = (site / "modules/index.html").read_text(encoding="utf-8")
+    package = ROOT / "torchtitan"
+    for path in package.rglob("*.py"):
+        is_listed = f"<code>{path.name}</code>" in text
+        assert is_listed == (path.stat().st_size > 0) or path.name == "__init__.py", path
+
+
+@functools.cache
+def texts_of_the_package() -> str:
+    """Every string of the package, a line each; values in them are left out."""
+    found = []
+    for path in (ROOT / "torchtitan").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                found.append("".join(map(str, parts)))
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def quoted_messages() -> list[str]:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r'^### "(.+)"$', page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_quoted_messages_exist(message: str) -> None:
+    pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
+    assert re.search(pattern, texts_of_the_package()), "mend docs/troubleshooting.md"
+
+
+def test_tests_that_are_named_exist() -> None:
+    page = (ROOT / "docs/failures_elsewhere.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) == page.count("*Here*:")
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"

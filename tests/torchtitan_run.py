@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.llama3.model import Llama3
+from torchtitan.parallel import Degrees
 from torchtitan.parts import open_stream, open_task
 from torchtitan.tasks.next_token import TokenBatch
 
@@ -110,7 +111,7 @@ def samples(job: JobConfig) -> Iterator[TokenBatch]:
             }
         ),
         open_task(job),
-        accumulation=1,
+        Degrees(),
         rank=0,
         ranks=1,
     )

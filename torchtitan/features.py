@@ -215,7 +215,7 @@ def open_validator(parts: Parts) -> Validator:
             seed=job.debug.seed,
             seq_len=config.seq_len or job.training.seq_len,
             once=config.steps == -1,
-            local_batch_size=config.local_batch_size or job.training.local_batch_size,
+            local_batch_size=config.local_batch_size or job.local_batch(world.degrees),
             accumulation=accumulation,
             rank=world.data_rank,
             ranks=world.degrees.data,

@@ -72,6 +72,11 @@ SAME_RUN = {
 }
 
 
+def in_words(data_ranks: int) -> str:
+    """Return a number of data-parallel ranks in words."""
+    return f"{data_ranks:,} data-parallel rank{'s' * (data_ranks > 1)}"
+
+
 class JobSection(Config):
     """The run as a whole."""
 
@@ -102,13 +107,18 @@ class TrainingSection(Config):
     """Batches, steps and precision."""
 
     local_batch_size: int = Field(
-        8, ge=1, description="Sequences per data-parallel rank in a microbatch."
+        8,
+        ge=1,
+        description="Sequences per data-parallel rank in a microbatch; fewer if its share of "
+        "global_batch_size is smaller.",
     )
     global_batch_size: int = Field(
         -1,
         ge=-1,
-        description="Sequences per optimizer step; more than local_batch_size * ranks is "
-        "accumulated. -1: no accumulation.",
+        description="Sequences per optimizer step, divided among the data-parallel ranks; a share "
+        "of more than local_batch_size is accumulated. -1: local_batch_size times the "
+        "data-parallel ranks, so another number of ranks trains another run; a resumed run keeps "
+        "its batch.",
     )
     seq_len: int = Field(2048, ge=1, description="Tokens in a sequence.")
     steps: int = Field(10000, ge=1, description="Optimizer steps.")
@@ -215,13 +225,52 @@ class JobConfig(Config):
             return self.training.global_batch_size
         return self.training.local_batch_size * self.data_ranks(degrees)
 
+    def local_batch(self, degrees: Degrees) -> int:
+        """Return the number of sequences in a microbatch: at most a rank's share of a step."""
+        share = self.global_batch(degrees) // max(self.data_ranks(degrees), 1)
+        return max(min(self.training.local_batch_size, share), 1)
+
     def accumulation(self, degrees: Degrees) -> int:
         """Return the number of microbatches that each rank accumulates in an optimizer step."""
-        once = self.training.local_batch_size * max(self.data_ranks(degrees), 1)
+        once = self.local_batch(degrees) * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
-    def layout(self) -> Layout:
-        """Return the settings for `parallelize`."""
+    def batch_note(self, degrees: Degrees) -> str | None:
+        """Explain a batch whose size may surprise, if it does."""
+        batch, local = self.global_batch(degrees), self.training.local_batch_size
+        on = in_words(self.data_ranks(degrees))
+        if self.training.global_batch_size == -1:
+            return (
+                "training.global_batch_size is -1, so the batch of a new run follows the number of "
+                f"ranks: {local:,} sequences x {on} = {batch:,} in a step; set it to {batch} to "
+                "train the same run on any number of ranks"
+            )
+        if (share := self.local_batch(degrees)) < local:
+            return (
+                f"training.local_batch_size is {local:,}, but each of {on} has only {share:,} of "
+                f"the {batch:,} sequences in a step (training.global_batch_size)"
+            )
+        return None
+
+    def with_batch(self, degrees: Degrees, kept: int | None) -> "JobConfig":
+        """Return the recipe with a number of sequences for a `global_batch_size` of -1.
+
+        Args:
+            kept: sequences per step of the run to resume, which the data-parallel ranks divide.
+        """
+        if self.training.global_batch_size != -1:
+            return self
+        batch, local = kept or self.global_batch(degrees), self.training.local_batch_size
+        share = batch // self.data_ranks(degrees)
+        if share > local:
+            multiple = self.parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else 1
+            fits = (n for n in range(local, 0, -1) if share % n == n % multiple == 0)
+            local = next(fits, local)
+        sizes = {"global_batch_size": batch, "local_batch_size": local}
+        return self.model_copy(update={"training": self.training.model_copy(update=sizes)})
+
+    def layout(self, degrees: Degrees) -> Layout:
+        """Return the settings for `parallelize`, on a mesh of these sizes."""
         return Layout(
             parallelism=self.parallelism,
             precision=Precision(
@@ -234,7 +283,7 @@ class JobConfig(Config):
             compile=self.compile,
             loss=self.loss,
             seq_len=self.training.seq_len,
-            local_batch_size=self.training.local_batch_size,
+            local_batch_size=self.local_batch(degrees),
             convert=self.convert,
             auxiliary_losses=self.auxiliary_losses,
             sharding=self.sharding,
@@ -244,7 +293,8 @@ class JobConfig(Config):
     def work(self, ranks: int) -> Work:
         """Return the work of a step on `ranks` ranks, for estimates."""
         degrees, spec = self.degrees(ranks), MODELS[self.model.name]
-        return self.layout().work(spec, self.model_args(), degrees, self.accumulation(degrees))
+        layout = self.layout(degrees)
+        return layout.work(spec, self.model_args(), degrees, self.accumulation(degrees))
 
     def schedule_steps(self) -> int:
         """Return the length of the learning rate schedule."""

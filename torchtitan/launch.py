@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,15 +26,16 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
-from torchtitan.config import ConfigError, PlannedWorld, local_path
+from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
+from torchtitan.parallel import RANK_ROLE
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
-from torchtitan.train import choose, read, refuse, saves
+from torchtitan.train import batch_note, choose, read, refuse, saves
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -77,12 +79,10 @@ def start(options: LaunchOptions, words: Sequence[str]) -> int:
     if options.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         options = replace(options, max_restarts=0 if obstacles else RESTARTS)
-        for problem in obstacles:
-            logger.info(
-                "a failed rank ends the run, as it cannot be restarted: %s: %s",
-                problem.path,
-                problem.message,
-            )
+        if obstacles:
+            values = job.flat()
+            why = " and ".join(f"{each.path} = {show(values[each.path])}" for each in obstacles)
+            logger.info("Automatic restarts are off because %s.", why)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run = LaunchedRun(job, torchrun_words(options, words), options.patience * 60)
@@ -120,13 +120,13 @@ def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     nodes, each = options.nnodes, options.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
     ranks = sizes if len(sizes) > 1 else sizes[0]
-    job = read(
-        words, ranks, pick().type, local_ranks=each, may_restart=bool(options.max_restarts)
-    ).config
+    device = pick().type
+    recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(options.max_restarts))
+    job = recipe.config
     configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
-            choose(job)
+            batch_note(recipe, choose(job), sizes[0], device)
     return job
 
 
@@ -141,7 +141,7 @@ def torchrun_words(options: LaunchOptions, words: Sequence[str]) -> list[str]:
         f"--rdzv_id={options.rdzv_id}",
         f"--rdzv_conf={options.rdzv_conf}",
         f"--local-ranks-filter={options.log_rank}",
-        "--role=rank",
+        f"--role={RANK_ROLE}",
         "--tee=3",
         "--signals-to-handle=SIGQUIT",
         *("-m", "torchtitan.train", *words),
@@ -210,8 +210,14 @@ class LaunchedRun:
         traces = self.traces()
         is_first = not self.agent.get_worker_group().group_rank
         if is_first and any(trace.fate != "done" for trace in traces):
-            where = f"traces: {self.folder / self.job.comm.save_traces_folder}"
-            print(*report(traces), where, sep="\n", file=sys.stderr, flush=True)
+            folder = self.folder / self.job.comm.save_traces_folder
+            raised = next((trace.rank for trace in traces if trace.fate == "raised"), None)
+            files = sorted(
+                folder.glob(f"{raised}.*traceback"), key=lambda path: path.stat().st_mtime
+            )
+            where = [f"traceback: {path}" for path in files[-1:]]
+            where += [f"traces of all ranks: {folder}"]
+            print(*report(traces), *where, sep="\n", file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> int:
@@ -224,6 +230,5 @@ def leave(status: int) -> int:
 
 
 if __name__ == "__main__":
-    from torchtitan.tools import cli
-
-    sys.exit(cli.main(["train", *sys.argv[1:]]))
+    # As a script this is a verb of the command line, which is above this module.
+    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))

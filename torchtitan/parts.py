@@ -29,7 +29,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
-from torchtitan.parallel import ParallelModel, World, parallelize, stages
+from torchtitan.parallel import Degrees, ParallelModel, World, parallelize, stages
 from torchtitan.parallel.compile import compiled
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
@@ -88,7 +88,7 @@ class Parts:
         self.data = open_stream(
             job,
             self.task,
-            accumulation=job.accumulation(degrees),
+            degrees,
             rank=groups.group * degrees.data + world.data_rank,
             ranks=job.data_ranks(degrees),
             groups=groups.groups,
@@ -135,20 +135,20 @@ class Parts:
 def open_stream(
     job: JobConfig,
     task: Task,
+    degrees: Degrees,
     *,
-    accumulation: int,
     rank: int,
     ranks: int,
     groups: int = 1,
     device: Device | None = None,
 ) -> DataStream:
-    """Open the data of this rank, for a device."""
+    """Open the data of this rank of a mesh, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
         seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-        accumulation=accumulation,
+        local_batch_size=job.local_batch(degrees),
+        accumulation=job.accumulation(degrees),
         rank=rank,
         ranks=ranks,
         groups=groups,
@@ -185,7 +185,7 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """Return the network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = job.model_args()
-    layout = job.layout()
+    layout = job.layout(world.degrees)
     network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     logger.info(
         "%s %s: %s parameters, computed in %s, on %d x %s",
@@ -197,7 +197,7 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
         world.device.name,
     )
     if world.degrees.pp > 1:
-        microbatches = job.parallelism.microbatches(job.training.local_batch_size)
+        microbatches = job.parallelism.microbatches(layout.local_batch_size)
         logger.info("%s", stages.describe(job.parallelism, len(spec.blocks(network)), microbatches))
     return parallelize(network, spec, args, layout, world, timeline)
 

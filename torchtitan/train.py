@@ -7,14 +7,18 @@ finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from torchtitan.build import build
 from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
-from torchtitan.checks import load_job
+from torchtitan.checks import load_job, problems
+from torchtitan.checks.divisibility import BATCH
 from torchtitan.checks.memory_limits import room
 from torchtitan.config import (
     ConfigError,
+    PlannedWorld,
     Problem,
     Recipe,
     Unreachable,
@@ -23,7 +27,7 @@ from torchtitan.config import (
 )
 from torchtitan.device import Device, pick
 from torchtitan.flight_recorder import Recorder
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, in_words
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
 from torchtitan.packages import warn_of_other
@@ -63,8 +67,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
+        # Our launcher labels each line with its rank.
+        ranks = 1 if launch.is_labeled else launch.size
         color = not job.metrics.disable_color_printing
-        configure(launch.rank, launch.size, color, job.metrics.log_level)
+        configure(launch.rank, ranks, color, job.metrics.log_level)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
@@ -76,19 +82,25 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             # First the lock: a run that is ending may still write the checkpoint to start from.
             locked = held.enter_context(lock(folder))
             start = choose(job)
-            announce(recipe, start, launch, device)
+            about_batch = batch_note(recipe, start, launch.size, device.type)
+            announce(recipe, about_batch, start, launch, device)
         except ConfigError as error:
             refuse(error)
             held.close()
 
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
-    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
+    recorder = Recorder(
+        job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
+    )
     stop = StopSignal(at_request=locked.mark_ending if locked else None)
     try:
-        with recorder.joining(), open_world(degrees, job.comm, device) as world:
+        with ExitStack() as joined:
+            joined.push(recorder.leave)
+            world = joined.enter_context(open_world(degrees, job.comm, device))
             start = world.broadcast_object(start)
             if start is None:
                 return 2  # rank 0 has reported why
+            job = job.with_batch(world.degrees, start.global_batch)
             observer = observe(job, folder, world, recorder, stop, locked)
             try:
                 with recorder:
@@ -113,9 +125,17 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     return exit_status(job, made.state.step, stop, launch)
 
 
-def announce(recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, device: Device) -> None:
+def announce(
+    recipe: Recipe[JobConfig],
+    about_batch: str | None,
+    start: ResumePoint,
+    launch: Launch,
+    device: Device,
+) -> None:
     """Log what is known of the run before its ranks meet."""
     log_recipe(recipe)
+    if about_batch:
+        logger.info("%s", about_batch)
     for note in room(recipe.config, launch.size, launch.local_size, device):
         logger.info("%s", recipe.line(note))
     if launch.restart:
@@ -242,6 +262,31 @@ def choose(job: JobConfig) -> ResumePoint:
     return resume_policy(job).start()
 
 
+def batch_note(
+    recipe: Recipe[JobConfig], start: ResumePoint, ranks: int, device_type: str
+) -> str | None:
+    """Explain the batch of a run if its size may surprise; a resumed run keeps its batch.
+
+    Raises:
+        ConfigError: if the ranks cannot divide it, with numbers of ranks that can.
+    """
+    job, kept = recipe.config, start.global_batch
+    degrees = job.degrees(ranks)
+    if job.training.global_batch_size != -1 or kept in (None, job.global_batch(degrees)):
+        return job.batch_note(degrees)
+    on = in_words(job.data_ranks(degrees))
+    message = f"the run to resume has {kept:,} sequences in a step"
+    if kept % job.data_ranks(degrees):
+        fitting = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)
+        message += f", which {on} cannot divide; use one of {fitting}"
+        recipe.refuse([Problem(BATCH, message)])
+    kept_job = job.with_batch(degrees, kept)
+    replace(recipe, config=kept_job).refuse(problems(kept_job, PlannedWorld(ranks, device_type)))
+    each, times = kept_job.local_batch(degrees), kept_job.accumulation(degrees)
+    message += f", and keeps them: {each:,} at a time x {times:,} accumulated x {on}"
+    return recipe.line(Problem(BATCH, message))
+
+
 def refuse(error: ConfigError) -> int:
     """Print the mistakes in the recipe; return the exit status."""
     print(error.report(), file=sys.stderr, flush=True)
@@ -265,6 +310,5 @@ def report_reference(job: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    from torchtitan.tools import cli
-
-    sys.exit(cli.main(["train", *sys.argv[1:]]))
+    # As a script this is a verb of the command line, which is above this module.
+    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))

@@ -127,7 +127,8 @@ def test_what_the_comparison_decides_no_flag_sets(flags: list[str], line: str) -
 
 def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -> None:
     text = variants("", "parallelism.tensor_parallel_degree = 3", 'model.flavor = "405B"')
-    path = write(tmp_path, "ranks = 3\n" + text)
+    common = "[common]\ntraining.global_batch_size = 9\n"
+    path = write(tmp_path, "ranks = 3\n" + text + common)
     study = read_study(path)
     fine, uneven, large = prepare(study)
     assert not fine.problems

@@ -15,7 +15,7 @@ from torchtitan.device import Device
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ("train_configs/debug_model.toml",)
 SMALL = (
-    *("--training.seq_len", "128", "--training.local_batch_size", "4"),
+    *("--training.seq_len", "128", "--training.global_batch_size", "4"),
     *(
         "--validation.enable",
         "false",
@@ -80,6 +80,7 @@ def says_out_of_memory(folder: str) -> dict[str, Any]:
     said = train(
         folder,
         *("--training.steps", "2", "--training.local_batch_size", "540"),
+        *("--training.global_batch_size", "540"),
         *("--training.seq_len", "8192", "--profiling.enable_memory_snapshot", "true"),
         *("--checkpoint.enable", "false"),
         fails=True,

@@ -89,9 +89,9 @@ def held(job: JobConfig) -> Held:
                 Saved.lasting |= {t.untyped_storage().data_ptr() for t in tensors}
                 Saved.peak = between[0] = 0
     rank = dist.get_rank(run.agree.world.groups["pp"])
-    plan = MemoryInputs(
-        job.layout(), job.work(dist.get_world_size()), job.optimizer, has_states=False
-    )
+    ranks = dist.get_world_size()
+    layout = job.layout(job.degrees(ranks))
+    plan = MemoryInputs(layout, job.work(ranks), job.optimizer, has_states=False)
     return Held(Saved.peak, between[0], [*plan.moments(rank)])
 
 

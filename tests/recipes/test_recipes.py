@@ -139,7 +139,8 @@ def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_step_has_as_many_collectives_as_debugging_says() -> None:
     words = ["--model.tokenizer_path", "none"]
     job = load_job(FOLDER / "llama3_8b.toml", words, RANKS["llama3_8b"], "cpu").config
-    asked = of_step(job.layout(), job.work(RANKS["llama3_8b"]), job.optimizer)
+    ranks = RANKS["llama3_8b"]
+    asked = of_step(job.layout(job.degrees(ranks)), job.work(ranks), job.optimizer)
     page = (FOLDER.parent / "docs/debugging.md").read_text(encoding="utf-8")
     collectives = sum(each.count for each in asked)
     assert f"a step of `llama3_8b.toml` has about {round(collectives, -3):,}." in page

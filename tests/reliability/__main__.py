@@ -1,4 +1,4 @@
-"""Makes all reliability trials, and writes what came out into docs/reliability.md.
+"""Makes all reliability trials, and writes what came out into a page of results.
 
 python -m tests.reliability [arguments of pytest]
 """
@@ -18,7 +18,7 @@ from tests.reliability.conftest import PROPERTY, Row
 from torchtitan.device import Device
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "reliability.md"
+PAGE = FOLDER.parents[1] / "benchmarks/results/reliability.md"
 
 
 class Outcomes:

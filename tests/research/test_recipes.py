@@ -32,6 +32,7 @@ RANKS = {
 SYSTEMS = [name for name in RANKS if (Path(research.__file__).parent / name).is_dir()]
 SMALL = [
     *("--training.steps=3", "--training.seq_len=32", "--training.local_batch_size=2"),
+    "--training.global_batch_size=-1",
     *("--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=1"),
     *("--data.report_unigram_loss=false", "--job.dump_folder=unused"),
     "--metrics.save_events=false",

@@ -92,7 +92,7 @@ def test_studies_can_run_where_they_are_meant_to(
 
 def test_it_trains(tmp_path: Path) -> None:
     """From about 1, the loss of the mean of each patch."""
-    small = ["--training.steps=4", "--training.local_batch_size=16", "--validation.steps=1"]
+    small = ["--training.steps=4", "--training.global_batch_size=16", "--validation.steps=1"]
     flags = [*small, "--validation.freq=4", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"]
     run_ranks(train, 1, load_job(OWN, flags, 1, "cpu").config)
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]

@@ -147,7 +147,7 @@ def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
 def a_rate_trains_the_debug_model(name: str) -> None:
     """From about the loss of guessing evenly among all 2,048 tokens."""
     flags = [
-        *("--training.steps=8", "--training.seq_len=64", "--training.local_batch_size=2"),
+        *("--training.steps=8", "--training.seq_len=64", "--training.global_batch_size=2"),
         *("--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=1"),
         *("--lr_scheduler.warmup_steps=2", "--data.report_unigram_loss=false"),
         *(f"--optimizer.name={name}", "--optimizer.lr=1e-3"),

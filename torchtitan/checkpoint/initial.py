@@ -21,6 +21,8 @@ from torchtitan.config import ConfigError
 from torchtitan.models import spec_in_recipe
 from torchtitan.optim import OptimizerConfig
 
+GLOBAL_BATCH = "training.global_batch_size"
+
 
 class ResumePoint(NamedTuple):
     """Starting point of a run: nothing (`path` is None), its own checkpoint, or another run's."""
@@ -36,6 +38,8 @@ class ResumePoint(NamedTuple):
     """Format of the checkpoint: a key of `weights.opening.OPEN`, or "dcp" as TorchTitan saves."""
     skip_samples: int = 0
     """Number of samples to skip, if the checkpoint lacks the data position."""
+    global_batch: int | None = None
+    """Sequences per step of the run that is resumed, if known."""
 
 
 def initial_point(
@@ -67,6 +71,8 @@ def initial_point(
         # A checkpoint converted from TorchTitan has only the number of tokens.
         tokens = state["train_state"]["tokens"] if holds_run else None
         samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
+        if not model_only:
+            start = start._replace(global_batch=global_batch(state))
     elif kind == "dcp":
         theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
         holds_run = theirs.holds_run
@@ -92,6 +98,18 @@ def initial_point(
             "checkpoint.exclude_from_loading"
         )
     return start
+
+
+def global_batch(state: Mapping[str, Any]) -> int | None:
+    """Return the number of sequences per step of a saved run; None if unknown.
+
+    Runs recorded -1 once; their lanes were as many as the sequences, unless the recipe set them.
+    """
+    recipe = state.get("recipe", {})
+    batch: int = recipe.get(GLOBAL_BATCH, -1)
+    if batch == -1 and recipe.get("data.lanes") == -1 and "data" in state:
+        batch = len(state["data"]["lanes"])
+    return None if batch == -1 else batch
 
 
 def _samples(recipe: Mapping[str, Any], tokens: int | None) -> int | None:

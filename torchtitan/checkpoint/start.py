@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.dcp.reader import saved_by_dcp
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
-from torchtitan.checkpoint.initial import ResumePoint, initial_point
+from torchtitan.checkpoint.initial import (
+    GLOBAL_BATCH,
+    ResumePoint,
+    global_batch,
+    initial_point,
+)
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
@@ -80,8 +85,10 @@ def choose_own(
             f'"auto" or checkpoint.load_step = {_step(path)} to resume from '
             f"{path.name}:\n{_lines(newer)}"
         )
-    saved = read_state(path, read_manifest(path))["recipe"]
-    saved = with_sizes(without_idle_keys(without_idle_sections(saved)))
+    state = read_state(path, read_manifest(path))
+    saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
+    if recipe[GLOBAL_BATCH] == -1:  # no change: the batch is kept
+        recipe = {**recipe, GLOBAL_BATCH: saved.get(GLOBAL_BATCH)}
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())
@@ -97,7 +104,8 @@ def choose_own(
             * fits
         )
     told, aside = tuple(changes.values()), tuple(newer.items())
-    return ResumePoint(path, is_resume=True, changes=told, damaged=aside)
+    batch = global_batch(state)
+    return ResumePoint(path, is_resume=True, changes=told, damaged=aside, global_batch=batch)
 
 
 class _Own(NamedTuple):

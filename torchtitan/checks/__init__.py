@@ -174,7 +174,7 @@ def section_problems(
 
 def problems_of_range(job: JobConfig, sizes: range, world: PlannedWorld) -> Iterator[Problem]:
     """Find all problems of a run whose number of ranks may change, once each."""
-    batch, found = "training.global_batch_size", dict[Problem, list[int]]()
+    batch, found = divisibility.BATCH, dict[Problem, list[int]]()
     for size in sizes:
         for problem in problems(job, replace(world, ranks=size)):
             found.setdefault(problem, []).append(size)

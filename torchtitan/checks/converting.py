@@ -62,9 +62,8 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if not job.convert or model is None:
         return
     in_pipeline = p.pipeline_parallel_degree > 1
-    sequences = (
-        p.pipeline_parallel_microbatch_size if in_pipeline else job.training.local_batch_size
-    )
+    local = job.local_batch(job.degrees(world.ranks))
+    sequences = p.pipeline_parallel_microbatch_size if in_pipeline else local
     shapes = model.spec.shapes(model.args, job.training.seq_len)
     positions = {shape[0] for shape in (shapes.hidden, *shapes.others.values())}
     what = (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, in_words
 from torchtitan.models import MODELS
 from torchtitan.tasks import TASKS
 
@@ -18,6 +18,9 @@ DEGREES = tuple(
         "context_parallel",
     )
 )
+
+
+BATCH = "training.global_batch_size"
 
 
 SHARD = "parallelism.data_parallel_shard_degree"
@@ -85,18 +88,33 @@ def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     t, degrees = job.training, job.degrees(world.ranks)
     if t.global_batch_size == 0 or (ranks := job.data_ranks(degrees)) < 1:
         return  # already reported for training, the degrees, or the groups
-    once = t.local_batch_size * ranks
-    rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES, *GROUPS)
-    if job.global_batch(degrees) % once:
-        near = max(round(t.global_batch_size / once), 1) * once
-        message = (
-            f"it is not a multiple of local_batch_size {t.local_batch_size} x {ranks} "
-            f"data-parallel rank{'s' * (ranks > 1)} = {once}; use {near}"
-        )
-        yield Problem("training.global_batch_size", message, rests_on)
+    batch, local, on = job.global_batch(degrees), t.local_batch_size, in_words(ranks)
+    rests_on = ("training.local_batch_size", BATCH, *DEGREES, *GROUPS)
+    if not _divides(batch, ranks, local):
+        why = f"it is not a multiple of {on}"
+        if batch % ranks == 0:
+            why = (
+                f"it is {batch // ranks:,} sequences on each of {on}, more than "
+                f"training.local_batch_size {local:,} and not a multiple of it"
+            )
+        yield Problem(BATCH, f"{why}; use {_nearest(batch, ranks, local)}", rests_on)
         return
-    for problem in job.data.batch_problems(job.global_batch(degrees), ranks):
+    for problem in job.data.batch_problems(batch, ranks):
         yield problem.within("data")._replace(also=("data", *rests_on))
+
+
+def _divides(batch: int, ranks: int, local: int) -> bool:
+    """Whether a batch has equal parts for the ranks: one of up to `local` sequences, or several."""
+    share, rest = divmod(batch, ranks)
+    return not rest and (share <= local or share % local == 0)
+
+
+def _nearest(batch: int, ranks: int, local: int) -> str:
+    """Return the nearest batches that the ranks can divide."""
+    below, above = batch // ranks, -(-batch // ranks)
+    below = below if below <= local else below // local * local
+    above = above if above <= local else -(-above // local) * local
+    return " or ".join(str(share * ranks) for share in (below, above) if share)
 
 
 def divisors(count: int) -> str:

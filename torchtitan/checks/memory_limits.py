@@ -21,9 +21,8 @@ def of_rank(job: JobConfig, ranks: int) -> MemoryInputs | None:
     """Return the memory plan of a rank; None if there is no such model or layout."""
     if model_of(job) is None or min(job.degrees(ranks)) < 1:
         return None
-    return MemoryInputs(
-        job.layout(), job.work(ranks), job.optimizer, has_states=job.training.steps > 1
-    )
+    layout, has_states = job.layout(job.degrees(ranks)), job.training.steps > 1
+    return MemoryInputs(layout, job.work(ranks), job.optimizer, has_states=has_states)
 
 
 def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -37,7 +36,7 @@ def fits(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if of_samples.total > ANY_MACHINE * GIB:
         yield Problem(
             "training.seq_len",
-            f"with training.local_batch_size {job.training.local_batch_size:,} the samples of "
+            f"with training.local_batch_size {needs.work.local_batch_size:,} the samples of "
             f"a rank take {of_samples}; no machine has that much memory",
             ("training.local_batch_size", "model"),
         )

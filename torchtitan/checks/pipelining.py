@@ -32,12 +32,15 @@ PARTS = "parallelism.module_fqns_per_model_part"
 
 def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the schedule's stages and microbatches are possible with this model and batch."""
-    model, p, batch = model_of(job), job.parallelism, job.training.local_batch_size
+    model, p, degrees = model_of(job), job.parallelism, job.degrees(world.ranks)
     if model is None or p.pipeline_parallel_degree == 1:
         return
+    batch, of = job.local_batch(degrees), "training.local_batch_size"
+    if batch != job.training.local_batch_size:
+        of = "each rank's share of training.global_batch_size,"
     if batch % p.pipeline_parallel_microbatch_size:
-        message = f"it does not divide training.local_batch_size {batch}; use {divisors(batch)}"
-        rests_on = ("training.local_batch_size", *DEGREES)
+        message = f"it does not divide {of} {batch}; use {divisors(batch)}"
+        rests_on = ("training.local_batch_size", "training.global_batch_size", *DEGREES)
         yield Problem("parallelism.pipeline_parallel_microbatch_size", message, rests_on)
         return
     python = {

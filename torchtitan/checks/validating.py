@@ -17,7 +17,7 @@ def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     v, t, p = job.validation, job.training, job.parallelism
     if not v.enable:
         return
-    length, batch = v.seq_len or t.seq_len, v.local_batch_size or t.local_batch_size
+    length, batch = v.seq_len or t.seq_len, v.local_batch_size or 0
     pipelined = p.pipeline_parallel_degree > 1
     rests_on = ("training.seq_len", "parallelism.pipeline_parallel_degree")
     if length > t.seq_len:
@@ -27,7 +27,7 @@ def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         message = f"stages of a pipeline exchange sequences of training.seq_len = {t.seq_len}"
         yield Problem("validation.seq_len", f"{message}; use that", rests_on)
     each = p.pipeline_parallel_microbatch_size
-    if pipelined and batch % each and v.local_batch_size:
+    if pipelined and batch % each:
         message = (
             "it is not a multiple of the microbatches of a pipeline, "
             f"parallelism.pipeline_parallel_microbatch_size = {each}"

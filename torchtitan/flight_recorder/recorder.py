@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -75,8 +75,14 @@ class Recorder:
         world_size: int,
         device_type: str,
         shared: tuple[type[BaseException], ...] = (),
+        restart: int = 0,
     ) -> None:
-        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
+        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace.
+
+        `restart` is the number of this start of the ranks; tracebacks of earlier ones are kept.
+        """
+        self.restart = restart
+        self.traceback_file = f"{rank}.{restart}.traceback" if restart else f"{rank}.traceback"
         self.folder = dump_folder / config.save_traces_folder
         # A single rank never waits for others.
         entries = config.trace_buf_size if world_size > 1 else 0
@@ -85,21 +91,28 @@ class Recorder:
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self._over = threading.Event()
+        self.is_failure_logged = False
+        """Whether the log names the error of this rank, and the file of its traceback."""
 
         # Torch reads these when the first process group is made.
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{self.folder}/{self.prefix}"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
 
-    @contextmanager
-    def joining(self) -> Iterator[None]:
-        """Context in which the ranks join; one that waits in vain leaves a note of it."""
-        try:
-            yield
-        except BaseException:
-            if not self.notes:
-                self._begin()
-            raise
+    def leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process after an error that is logged already, or before all ranks have joined.
+
+        This is an exit callback, for the time from joining the other ranks to leaving them.
+        """
+        if error is not None and not self.notes:
+            self._begin()
+        elif self.is_failure_logged:
+            raise SystemExit(1) from error
 
     def _begin(self) -> None:
         """Replace the files of an earlier run by the first note of this one."""
@@ -168,6 +181,9 @@ class Recorder:
             self._note("ended" if error else "finished", self.at)
         else:
             self._write(*evidence(error))
+            if not isinstance(error, Terminated):
+                text = "".join(traceback.format_exception(error))
+                self._save(self.traceback_file, text.encode())
             self._log_failure()
         os.close(self._line)
         signal.signal(signal.SIGTERM, self._handler)
@@ -235,7 +251,10 @@ class Recorder:
     def _log_failure(self) -> None:
         if self.world_size > 1:
             message = describe_rank(read_rank(self.folder, self.rank))
-            logger.error("%s; for all ranks: torchtitan trace %s", message, self.folder)
+            where = self.folder / self.traceback_file
+            found = f"; traceback: {where}" if where.exists() else ""
+            self.is_failure_logged = where.exists()
+            logger.error("%s%s; for all ranks: torchtitan trace %s", message, found, self.folder)
 
     def _save(self, name: str, content: bytes) -> None:
         unfinished = self.folder / f"{name}.writing"
@@ -245,7 +264,8 @@ class Recorder:
     def _files(self, rank: int) -> list[Path]:
         """Return the files of a rank, from this run or an earlier one."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
-        return [path for name in names if (path := self.folder / name).exists()]
+        found = [path for name in names if (path := self.folder / name).exists()]
+        return found if self.restart else [*found, *self.folder.glob(f"{rank}.*traceback")]
 
 
 class Terminated(SystemExit):

@@ -110,15 +110,17 @@ def summary(job: JobConfig, world_size: int | None) -> Iterator[str]:
     task, samples = TASKS[spec.task], job.global_batch(degrees)
     yield (
         f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} per optimizer step: "
-        f"{t.local_batch_size} at a time x {job.accumulation(degrees)} accumulated x "
+        f"{job.local_batch(degrees)} at a time x {job.accumulation(degrees)} accumulated x "
         f"{job.data_ranks(degrees)} data-parallel"
     )
+    if note := job.batch_note(degrees):
+        yield note
     count = samples * task.units(t.seq_len)
     yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {t.steps:,} steps"
     args = job.model_args()
     network = build_empty(spec.build, args, t.seq_len)
     if degrees.pp > 1:
-        microbatches = job.parallelism.microbatches(t.local_batch_size)
+        microbatches = job.parallelism.microbatches(job.local_batch(degrees))
         yield stages.describe(job.parallelism, len(spec.blocks(network)), microbatches)
         if extra := spec.shapes(args, t.seq_len).extra_hidden:
             yield f"each stage hands on {1 + extra} times as much in training: later tokens too"

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,10 @@ def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
 
 
 def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError), recorder(tmp_path) as mine:
-        mine.step(1)
+    mine = recorder(tmp_path)
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError))
+        stack.enter_context(mine).step(1)
         raise ConfigError("a mistake in the data")
     assert names(tmp_path) == {"0.step"}
 
@@ -69,15 +72,16 @@ def test_a_refused_start_restores_the_traces_of_the_earlier_run(tmp_path: Path) 
         with pytest.raises(ValueError), recorder(tmp_path, rank, 6):
             raise ValueError
     before = {path: path.read_bytes() for path in (tmp_path / "comm_traces").iterdir()}
-    with pytest.raises(ConfigError), recorder(tmp_path, 0, 2):
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError))
+        stack.enter_context(recorder(tmp_path, 0, 2))
         assert names(tmp_path) == {"0.step", "0.stack"}
         raise ConfigError("a mistake in the recipe")
     assert {path: path.read_bytes() for path in (tmp_path / "comm_traces").iterdir()} == before
 
 
 def test_a_rank_that_waits_for_others_in_vain_leaves_a_note(tmp_path: Path) -> None:
-    with pytest.raises(dist.DistError), recorder(tmp_path, 0, 2).joining():
-        raise dist.DistError("too few ranks joined")
+    recorder(tmp_path, 0, 2).leave(dist.DistError, dist.DistError("too few ranks"), None)
     assert report(read_traces(tmp_path / "comm_traces"))[0].startswith("rank 1 left no traces")
 
 

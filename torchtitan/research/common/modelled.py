@@ -152,7 +152,7 @@ class ModelledRun:
                 open_stream(
                     job,
                     task,
-                    accumulation=job.accumulation(degrees),
+                    degrees,
                     rank=rank,
                     ranks=degrees.data,
                 )

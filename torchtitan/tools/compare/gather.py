@@ -210,7 +210,7 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
     """
     degrees = job.degrees(ranks)
     try:
-        traffic = of_step(job.layout(), job.work(ranks), job.optimizer)
+        traffic = of_step(job.layout(degrees), job.work(ranks), job.optimizer)
     except NotImplementedError:
         return None
     found: dict[tuple[str, str], tuple[int, float]] = {}
