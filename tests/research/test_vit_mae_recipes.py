@@ -53,7 +53,7 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
     assert main(words) == 0
     output = capsys.readouterr().out
-    assert output.startswith(f"# valid on {ranks} rank")
+    assert output.startswith(f"valid on {ranks} rank")
     assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output)
 
 

@@ -1,5 +1,6 @@
 """The section `[data]`, and the data sets known by name."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -141,9 +142,7 @@ class DataConfig(Config):
         if path is not None and not exists(path):
             yield Problem("dataset_path", "there is no such file or folder")
         if description is None and not exists(dataset):
-            yield Problem(
-                "dataset", f"it is not an existing path; {allowed_names(dataset, DATASETS)}"
-            )
+            yield Problem("dataset", unknown_dataset(dataset))
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
@@ -167,6 +166,21 @@ class DataConfig(Config):
             allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
             message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
             yield Problem("num_workers", message, ("lanes",))
+
+
+def unknown_dataset(name: str) -> str:
+    """Say that a name is not a data set, and how to read one of the Hugging Face hub."""
+    known = [key for key, dataset in DATASETS.items() if dataset.path == name]
+    fix = allowed_names(name, DATASETS)
+    if known:
+        fix = f"use {' or '.join(known)}"
+    elif re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
+        fix = (
+            "download a data set of the Hugging Face hub, and give the folder (hf download "
+            f"{name} --repo-type dataset --local-dir FOLDER), or add it to DATASETS to stream it "
+            "(docs/extending.md)"
+        )
+    return f"not a data set name and not a path; {fix}"
 
 
 DATA = Registry[type[DataConfig]]("data", {})

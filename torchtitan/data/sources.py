@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config import ConfigError, Context, Registry, local_path
+from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
@@ -127,7 +127,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
         tokenizer: the model's, if it reads text.
     """
     if found := [p.within("data") for p in config.problems(Context())]:
-        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
+        raise RecipeError(f"{p.path}: {p.message}" for p in found)
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
     if description is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import SampleStart
 from torchtitan.data.order import Document, Identity, Position, Source
@@ -384,7 +384,7 @@ def build_stream(
     """
     batch = local_batch_size * accumulation * ranks
     if found := [p.within("data") for p in config.batch_problems(batch, ranks)]:
-        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
+        raise RecipeError(f"{p.path}: {p.message}" for p in found)
     return DataStream(
         config,
         source,
