@@ -1,6 +1,7 @@
 """What is lost when queries, keys and values are rounded to 8 bits, with and without a rotation.
 
-    python benchmarks/attention.py --output benchmarks/results/attention.md --docs docs/precision.md
+    python benchmarks/attention.py --output benchmarks/results/attention.md \\
+        --docs docs/research/attention_8bit.md
 
 Causal attention of 4 heads of 64 over 256 tokens, of normal numbers, in float32. In one half of the
 rows two channels of each head are as many times larger. The error is that of what comes out,

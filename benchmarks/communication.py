@@ -17,37 +17,36 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size
 
 from torchtitan.tools.compare.study import Study, read_study
 
 STUDY = ROOT / "train_configs/studies/communication_debug.toml"
 PAGE = """\
-# What each way to send costs, saves and learns
+# Communication methods: bytes, memory and loss
 
 <!-- Written by benchmarks/communication.py. -->
 
 Four ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens,
 each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
-replicas that agree on a part of their momentum. (One seed of each, AdamW on one rank, the
+replicas that exchange a part of their momentum. (One seed of each, AdamW on one rank, the
 others on two. 1e-3 was best for AdamW, 3e-3 for DeMo and 1e-2 for slices: those of AdamW and slices
-are ends of the range, so a better one may lie beyond.)
+are ends of the range, so a better one may be beyond it.)
 
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-Others used the machine meanwhile, so **the times say little**, as their quartiles show.
+The machine was shared, so **the times are unreliable**, as their quartiles show.
 
 *MB sent* is by rank 0 in a step, by axis: counted, but for RTP's messages, which are by formula.
 *Loss* is the mean of the last {last} steps over the seeds, ± their standard deviation. *Gap* is the
-loss minus that of {base} with the same seed: the mean, and the least and the most. *First steps*:
+loss minus that of {base} with the same seed: the mean and the range. *First steps*:
 whether loss and gradient norm of the first ten are those of {base} within rounding, by the rule of
 [compare](../../docs/compare.md).
 
 {table}
 ![Loss at the end, by seed]({plot})
 
-## What this can show, and what it cannot
+## Limits of this study
 
 - The bytes are exact, and do not depend on the machine.
 - {seeds} seeds of {base} lie {chance:.3f} apart; what is exact has one. Gaps are taken seed
@@ -56,14 +55,14 @@ whether loss and gradient norm of the first ten are those of {base} within round
   this small have mostly learned how often each byte occurs: a loss that rounding spoils late would
   not be seen.
 - The memory is nearly all Python and torch; the model has {mb:.1f} MB of weights. It shows neither
-  what sharding saves nor the errors that LoCo keeps.
-- Replicas that agree by signs train with another optimizer, so their gap is that of SGD by signs
-  too, and not of what is sent alone.
+  the savings of sharding nor the errors that LoCo keeps.
+- Replicas that exchange signs train with another optimizer, so their gap is also that of signed
+  SGD, not only of the compression.
 """
 
 
 TABLE = """\
-| | MB sent | GiB | ms a step (middle half) | seeds | loss | gap | first steps |
+| | MB sent | GiB | ms/step (IQR) | seeds | loss | gap | first steps |
 |---|---|---:|---:|---:|---:|---:|---|
 {rows}
 """
@@ -120,7 +119,6 @@ def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
-    parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
     arguments = parser.parse_args()
     study = read_study(STUDY)
     found = finished(study)
@@ -133,8 +131,6 @@ def main() -> None:
         arguments.output.with_suffix(".svg").write_text(
             str(draw(list(found.values()), "way to send"))
         )
-    if arguments.docs:
-        quote("communication.py", table(found, found[study.baseline]), arguments.docs)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ WARM, TURNS = 5, 60
 """Steps of each optimizer before its times count, and while they do."""
 
 PAGE = """\
-# What each optimizer learns, takes and keeps
+# Optimizers: loss, time and memory
 
 <!-- Written by benchmarks/optimizers.py. -->
 
@@ -42,12 +42,12 @@ has no such limit, as it is meant to have none, and weight decay is that of each
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 
-*ms a step* is of {turns} more steps, one of each optimizer in turn in one process, while others
-used the machine: so **compare times with each other only**. What a refresh of GaLore takes, in
-one of 20 steps, is not in a median.
+*ms/step* is the time of {turns} more steps, one of each optimizer in turn in one process, while
+others used the machine: so **compare times with each other only**. A refresh of GaLore, in one of
+20 steps, is not part of a median.
 
 *Loss* is the mean of the last {last} steps, and over the seeds, ± their standard deviation. *Gap*
-is the loss minus that of {base} with the same seed: the mean, and the least and the most.
+is the loss minus that of {base} with the same seed: the mean and the range.
 *States* are what the optimizer had after its first step, as the run counted them.
 
 {table}
@@ -58,7 +58,7 @@ is the loss minus that of {base} with the same seed: the mean, and the least and
 From one seed. A best rate at the end of a row may have a better one beyond it.
 
 {rates}
-## What this can show, and what it cannot
+## Limits of this study
 
 - The bytes of states are exact. Embedding and head are {outside:.0%} of a model this small, and
   many matrices are too small for codes, so what keeps less of hidden matrices alone, or in few
@@ -78,7 +78,7 @@ From one seed. A best rate at the end of a row may have a better one beyond it.
 """
 
 TABLE = """\
-| | best rate | states, bytes | bytes a parameter | ms a step (middle half) | seeds | loss | gap |
+| | best rate | states, bytes | bytes per parameter | ms/step (IQR) | seeds | loss | gap |
 |---|---:|---:|---:|---:|---:|---:|---|
 {rows}
 """

@@ -1,6 +1,6 @@
 """What torch's Flight Recorder costs: host memory, and time of a step, by its number of entries.
 
-    python benchmarks/recording.py --page docs/debugging.md
+    python benchmarks/recording.py --page benchmarks/results/recording.md
 
 Each side is a run of the debug model, FSDP2 on two processes, with a recorder of its own size: a
 process has one, made with its first group. The sides take turns, a block of steps each, and the

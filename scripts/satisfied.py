@@ -1,11 +1,12 @@
-"""Exit status 0 if this interpreter has all that this checkout requires, and torchtitan itself.
+"""Exit status 0 if this interpreter has all that this checkout requires, and its command.
 
-That may be of another checkout: `environment.sh` has the code of this one come first.
+The command may be of another checkout, under any distribution name: `environment.sh` has the code
+of this one come first. Meta's distribution `torchtitan` has no such command.
 """
 
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
 # The interpreter may have nothing installed but pip, which brings this library along.
@@ -15,7 +16,9 @@ from pip._vendor.packaging.requirements import Requirement
 def is_satisfied(extras: str) -> bool:
     root = Path(__file__).resolve().parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], "torchtitan"]
+    if not entry_points(group="console_scripts", name="torchtitan"):
+        return False
+    wanted = list(project["dependencies"])
     if extra := extras.strip("[]"):
         wanted += project["optional-dependencies"][extra]
     for requirement in map(Requirement, wanted):

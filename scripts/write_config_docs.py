@@ -1,27 +1,32 @@
-"""Writes docs/config.md, the reference of all settings, from the settings themselves.
+"""Writes the reference of all settings from the settings themselves.
+
+That is docs/config.md, and a page in docs/config/ for each section at the top of a recipe.
 
 python scripts/write_config_docs.py
 """
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan.config import show
-from torchtitan.config.help import HelpSection, sections
+from torchtitan.config.help import HelpEntry, HelpSection, sections
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 
-PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+DOCS = Path(__file__).parents[1] / "docs"
+WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
 
-INTRODUCTION = """\
-# Configuration
+INTRODUCTION = f"""\
+# Recipes
 
-<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->
+{WRITTEN}
 
-The reference of all settings: every section and key that a recipe can have.
+The format of a recipe, and the reference of every section and key that it can have.
 
 A recipe is a TOML file. Section and key names are those of TorchTitan v0.2, wherever it has the
 concept.
@@ -36,6 +41,10 @@ flavor = "8B"
 lr = 3e-4
 ```
 
+**Names.** The recipes of this project come with the package, and are found by name in any folder,
+also by `extends`: `torchtitan train debug_model`. A file with that path has priority. `torchtitan
+recipes` lists them, and `torchtitan recipes copy NAME` copies one with those that it extends.
+
 **Precedence.** Flags override the recipe, the recipe overrides the one it extends, and that
 overrides the defaults. A recipe that changes `optimizer.name` does not inherit settings that the
 new optimizer does not have. A recipe with `[[convert]]` sections does not inherit any;
@@ -48,10 +57,11 @@ have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
 `--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
-recipe without starting anything, reports all its mistakes at once, and otherwise prints it with
-every key. `train` makes the same checks before it starts anything; the exit status for a wrong
-recipe is 2. Its last lines estimate the memory of a rank. `train`, and `check --here`, refuse a run
-that cannot fit in the memory of this machine: all ranks share that of a CPU host.
+recipe without starting anything and reports all its mistakes at once. If there are none, it reports
+the layout, the tokens per step and the estimated memory per rank. `train` makes the same checks
+before it starts anything; the [exit code](exit_codes.md) for a wrong recipe is 2. `train`, and
+`check --here`, refuse a run that cannot fit in the memory of this machine: all ranks share that of
+a CPU host.
 
 **Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
 TOML extension of several editors, then completes and validates any recipe whose first line is
@@ -59,26 +69,100 @@ TOML extension of several editors, then completes and validates any recipe whose
 
 **Old recipes.** A recipe of TorchTitan v0.1 or v0.2 loads as it is, with a notice for each key that
 moved. `torchtitan migrate OLD.toml -o NEW.toml` rewrites it with the current keys and keeps the
-comments. [What moved](#what-moved-since-torchtitan-v01-and-v02) is at the end of this page.
+comments. [What moved](config/torchtitan_keys.md) lists all of them.
 """
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION, *map(section, sections(JobConfig)), *lists(), *old_keys()]
-    return "\n".join(parts)
-
-
-def section(section: HelpSection) -> str:
-    """One section as a table."""
-    choice = f' with `name = "{section.choice}"`' if section.choice else ""
-    rows = [
-        f"| `{entry.path.split('.')[-1]}` | {cell(entry.allowed)} | `{cell(entry.default)}` "
-        f"| {cell(entry.help)} |"
-        for entry in section.entries
+def pages() -> dict[Path, str]:
+    """Return the text of every page."""
+    tops = defaultdict(list)
+    for part in sections(JobConfig):
+        tops[part.header.strip("[]").partition(".")[0]].append(part)
+    index = ["## Sections\n", "| section | contents |", "|---|---|"]
+    index += [
+        f"| [`{parts[0].header}`](config/{name}.md) | {cell(about(parts))} |"
+        for name, parts in tops.items()
     ]
-    head = ["| key | value | default | |", "|---|---|---|---|"]
-    return "\n".join([f"## {section.header}{choice}", "", section.about, "", *head, *rows, ""])
+    written = {DOCS / "config.md": "\n".join([INTRODUCTION, *index, "", *lists()])}
+    for name, parts in tops.items():
+        title = f"# {parts[0].header}\n\n{WRITTEN}\n{about(parts)}\n"
+        written[DOCS / f"config/{name}.md"] = "\n".join([title, *by_header(parts)])
+    written[DOCS / "config/torchtitan_keys.md"] = "\n".join(old_keys())
+    return written
+
+
+def about(parts: Sequence[HelpSection]) -> str:
+    """Return a sentence about a section at the top of a recipe, with the sections below it."""
+    first = parts[0]
+    if not first.choice:
+        return first.about
+    names = ", ".join(f"`{part.choice}`" for part in parts if part.header == first.header)
+    number = "Any number of sections, each" if first.header.startswith("[[") else "One"
+    return f"{number} of {names}, selected by `name`."
+
+
+def by_header(parts: Sequence[HelpSection]) -> Iterator[str]:
+    """Yield the text of sections; keys that all choices of one section share are given once."""
+    found = defaultdict(list)
+    for part in parts:
+        found[part.header].append(part)
+    for header, choices in found.items():
+        if len(choices) == 1:
+            if header != parts[0].header:
+                yield f"## {header}\n\n{choices[0].about}\n"
+            yield table(rows(choices[0]))
+            continue
+        shared = [row for row in rows(choices[0]) if all(row in rows(each) for each in choices)]
+        if choices[0].choice:
+            shared.insert(0, name_row(choices))
+        if shared:
+            yield f"## {header}: shared keys\n\n{table(shared)}"
+        own = defaultdict(list)
+        for each in choices:
+            own[tuple(row for row in rows(each) if row not in shared)].append(each)
+        for keys, same in own.items():
+            listed = "\n".join(f"- `{each.choice}`: {each.about}" for each in same)
+            described = listed if len(same) > 1 else same[0].about
+            yield f"## {header} {which(same)}\n\n{described}\n\n{table(keys)}"
+
+
+def which(same: Sequence[HelpSection]) -> str:
+    """Return the words that tell sections from others with the same header."""
+    if same[0].choice:
+        return "with `name = {}`".format(" or ".join(f'"{each.choice}"' for each in same))
+    owner = re.match(r"Settings of (.+) that differ", same[0].about)
+    assert owner, f"several sections are called {same[0].header}: {same[0].about}"
+    return f"of {owner[1]}"
+
+
+def name_row(choices: Sequence[HelpSection]) -> str:
+    """Return the key that chooses one of several sections, as a row of a table."""
+    (entry, *_) = (entry for entry in choices[0].entries if entry.path.endswith(".name"))
+    default = JobConfig().flat().get(entry.path)
+    names = ", ".join(str(each.choice) for each in choices)
+    shown = "required" if default is None else show(default)
+    return as_row(entry._replace(allowed=names, default=shown))
+
+
+def rows(section: HelpSection) -> list[str]:
+    """Return the rows of the table of a section, without the key that chooses it."""
+    entries = (entry for entry in section.entries if entry.allowed != section.choice)
+    return [as_row(entry) for entry in entries]
+
+
+def as_row(entry: HelpEntry) -> str:
+    """Return a key as a row of a table."""
+    default, about = f"`{entry.default}`", entry.help
+    if entry.default == "none" and (said := re.fullmatch(r"(.+) \(default: (.+)\)\.", about)):
+        about, default = f"{said[1]}.", said[2]
+    cells = entry.path.split(".")[-1], cell(entry.allowed), cell(default), cell(about)
+    return "| `{}` | {} | {} | {} |".format(*cells)
+
+
+def table(rows: Sequence[str]) -> str:
+    """Return rows with their head, if there are any."""
+    head = ["| key | value | default | description |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""]) if rows else ""
 
 
 def lists() -> Iterator[str]:
@@ -93,14 +177,15 @@ def lists() -> Iterator[str]:
 
 def old_keys() -> Iterator[str]:
     """The translation table."""
-    yield "## What moved since TorchTitan v0.1 and v0.2\n"
+    yield "# What moved since TorchTitan v0.1 and v0.2\n"
+    yield WRITTEN
     yield "A key without a counterpart is ignored if its value changes nothing, and refused"
     yield "otherwise.\n"
     yield "A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that"
-    yield f"only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}); of recipes"
-    yield "that extend each other, the one that all rest on decides. It was written for the newest"
-    yield "version that has all its keys. What it does not say is the default of that version, with"
-    yield "a notice, where that is not the default here:\n"
+    yield f"only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}). Where"
+    yield "recipes extend each other, the base recipe decides. It was written for the newest"
+    yield "version that has all its keys. A key that it does not set has the default of that"
+    yield "version, with a notice, where that differs from the default here:\n"
     keys = dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults)
     yield f"| key | here | {' | '.join(DEFAULTS)} |\n|---|---|{'---|' * len(DEFAULTS)}"
     ours = JobConfig().flat()
@@ -133,4 +218,6 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -208,9 +208,7 @@ def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("bandwidth", "communication"),
-        ("communication", "communication"),
-        ("attention", "precision"),
+        ("attention", "research/attention_8bit"),
         ("optimizers", "optimizers"),
     ],
 )
@@ -220,6 +218,21 @@ def test_the_documentation_quotes_what_was_measured(name: str, page: str) -> Non
     lines = quoted.splitlines()
     assert len(lines) > 5
     assert set(lines) <= set((ROOT / f"benchmarks/results/{name}.md").read_text().splitlines())
+
+
+RESEARCH = sorted((ROOT / "docs/research").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/communication.md", *RESEARCH], ids=lambda p: p.stem)
+def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path) -> None:
+    """Every decimal figure of its results, but for claims of papers, which come last."""
+    _, results = re.split(r"\n##+ (?:Results|Measurements)\n", page.read_text())
+    own = re.split(r"\n## |\n\nThe papers? report", results)[0]
+    linked = [page.parent / path for path in re.findall(r"\]\(([^)\s]+/results/\w+\.md)\)", own)]
+    text = "".join(path.resolve().read_text() for path in linked)
+    for figure in re.findall(r"\d+\.\d+", own):
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", text), figure
+    assert linked or not re.search(r"\d+\.\d+", own)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +313,8 @@ def test_cost_of_recording(tmp_path: Path) -> None:
     assert [size for size, *_ in rows(page.read_text())] == ["0", "2,000", "20,000"]
 
 
-def test_debugging_quotes_what_recording_costs() -> None:
-    page = (ROOT / "docs/debugging.md").read_text()
+def test_the_cost_of_recording_is_kept() -> None:
+    page = (ROOT / "benchmarks/results/recording.md").read_text()
     table = page.partition("<!-- RECORDING -->\n")[2].partition("<!-- END -->")[0]
     assert [size for size, *_ in rows(table)] == ["0", "2,000", "20,000"]
 

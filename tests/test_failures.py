@@ -72,7 +72,14 @@ def test_failure_ends_the_run_and_is_explained(
     folder = tmp_path / "comm_traces"
     assert main(["trace", str(folder)]) == 0
     told = capsys.readouterr().out
-    assert told in output
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == told
+    traceback = folder / "1.traceback"
+    where = f"traceback: {traceback}\n" if fault == "raise" else ""
+    assert output.endswith(f"{told}{where}traces of all ranks: {folder}\n"), "the report is last"
+    assert "Traceback" not in output
+    assert "[rank 0]" not in output, "the launcher names the rank"
+    assert not where or traceback.read_text().endswith("ValueError: a rank that fails\n")
     assert told.startswith("rank 1 "), "what went wrong comes first"
     traces = read_traces(folder)
     assert traces[0].collectives

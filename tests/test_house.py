@@ -20,8 +20,10 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["research"],
+    ["tools.entry"],
     ["tools.cli", "launch"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
+    ["tools.recipes", "tools.doctor"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
     ["tools.explain", "tools.evaluate"],
@@ -40,7 +42,7 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary_losses", "timeline"],
-    ["config", "device", "digest", "torch_private", "local_ranks", "seeds"],
+    ["config", "device", "digest", "torch_private", "local_ranks", "seeds", "packages"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

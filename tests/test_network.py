@@ -1,7 +1,7 @@
 """Two nodes whose network is cut, lossy or slow: the run heals, and its losses are what they were.
 
 `python -m tests.test_network [arguments of pytest]` makes the trials and enters what came out into
-the table of docs/elastic.md.
+the table of benchmarks/results/reliability.md.
 """
 
 import re
@@ -26,8 +26,8 @@ SAVES = "--checkpoint.interval=10"
 TIMEOUTS = ["--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=30"]
 PORT = 29400
 PROPERTY = "network"
-PAGE = Path(__file__).parent.parent / "docs" / "elastic.md"
-TABLE = re.compile(r"(?<=<!-- NETWORK -->\n).*(?=<!-- END -->)", re.DOTALL)
+PAGE = Path(__file__).parent.parent / "benchmarks/results/reliability.md"
+TABLE = re.compile(r"(?<=<!-- NETWORK -->\n).*?(?=<!-- END -->)", re.DOTALL)
 HEAD = "| trial | seconds | restarts | training again after |\n|---|---|---|---|\n"
 Record = Callable[[str, object], None]
 

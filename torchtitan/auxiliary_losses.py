@@ -33,7 +33,7 @@ class AuxiliaryLossConfig(Config):
         0, ge=0, description="Steps over which the weight rises linearly from 0."
     )
     final_weight: float | None = Field(
-        None, ge=0, description="The weight from `final_step` on; absent: it does not change."
+        None, ge=0, description="The weight from `final_step` on (default: unchanged)."
     )
     final_step: int = Field(0, ge=0, description="The first step with the final weight.")
     decay_steps: int = Field(

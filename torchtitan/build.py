@@ -131,7 +131,9 @@ def assemble(parts: Parts) -> Run:
 def microbatches(parts: Parts) -> Iterator[Batch]:
     """Yield the microbatches of this rank, logging the first sample on rank 0."""
     stream = map(parts.observer.on_microbatch, parts.data)
-    return previewed(stream, parts.task) if parts.world.rank == 0 else stream
+    if parts.world.rank:
+        return stream
+    return previewed(stream, parts.task, lambda: parts.state.step > 0)
 
 
 def call_until_void(calls: Sequence[Callable[[TrainState], object]], state: TrainState) -> None:

@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
-from torchtitan.config import ConfigError, PlannedWorld, local_path, split_options
+from torchtitan.config import ConfigError, PlannedWorld, local_path, show, split_options
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
+from torchtitan.parallel import RANK_ROLE
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
@@ -51,16 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = check(arguments, words)
     except ConfigError as error:
         return refuse(error)
-    configure(color=not job.metrics.disable_color_printing)
     if arguments.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
         arguments.max_restarts = 0 if obstacles else RESTARTS
-        for problem in obstacles:
-            logger.info(
-                "a failed rank ends the run, as it cannot be restarted: %s: %s",
-                problem.path,
-                problem.message,
-            )
+        if obstacles:
+            values = job.flat()
+            why = " and ".join(f"{each.path} = {show(values[each.path])}" for each in obstacles)
+            logger.info("Automatic restarts are off because %s.", why)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         return LaunchedRun(
@@ -168,6 +166,7 @@ def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
     device = pick().type
     recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(arguments.max_restarts))
     job = recipe.config
+    configure(color=not job.metrics.disable_color_printing)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
             batch_note(recipe, choose(job), sizes[0], device)
@@ -185,7 +184,7 @@ def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[
         f"--rdzv_id={arguments.rdzv_id}",
         f"--rdzv_conf={arguments.rdzv_conf}",
         f"--local-ranks-filter={arguments.log_rank}",
-        "--role=rank",
+        f"--role={RANK_ROLE}",
         "--tee=3",
         "--signals-to-handle=SIGQUIT",
         *("-m", "torchtitan.train", *words),
@@ -254,8 +253,14 @@ class LaunchedRun:
         traces = self.traces()
         is_first = not self.agent.get_worker_group().group_rank
         if is_first and any(trace.fate != "done" for trace in traces):
-            where = f"traces: {self.folder / self.job.comm.save_traces_folder}"
-            print(*report(traces), where, sep="\n", file=sys.stderr, flush=True)
+            folder = self.folder / self.job.comm.save_traces_folder
+            raised = next((trace.rank for trace in traces if trace.fate == "raised"), None)
+            files = sorted(
+                folder.glob(f"{raised}.*traceback"), key=lambda path: path.stat().st_mtime
+            )
+            where = [f"traceback: {path}" for path in files[-1:]]
+            where += [f"traces of all ranks: {folder}"]
+            print(*report(traces), *where, sep="\n", file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> NoReturn:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.build import build
-from torchtitan.checkpoint import ResumePoint, SaveFailed, lock
+from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.divisibility import BATCH
 from torchtitan.checks.memory_limits import room
@@ -25,11 +25,12 @@ from torchtitan.config import (
     local_path,
     split_recipe,
 )
-from torchtitan.device import pick
+from torchtitan.device import Device, pick
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig, in_words
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
+from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
@@ -50,7 +51,8 @@ Flags win over the recipe. Booleans: --section.key, --no-section.key, or --secti
 lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
 --help SECTION shows the settings of one section: --help optimizer."""
 
-DEBUG_RECIPE = Path("train_configs/debug_model.toml")
+REFUSAL_SECONDS = 5.0
+"""Time in which all ranks meet the mistake that one has met."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,42 +82,51 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device.make_current()
         recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
-        configure(launch.rank, launch.size, color=not job.metrics.disable_color_printing)
-        folder = local_path(job.job.dump_folder)
-        start = about_batch = None
-        if launch.rank == 0:
-            # First the lock: a run that is ending may still write the checkpoint to start from.
-            held.enter_context(lock(folder))
-            start = choose(job)
-            about_batch = batch_note(recipe, start, launch.size, device.type)
+        # Our launcher labels each line with its rank.
+        ranks = 1 if launch.is_labeled else launch.size
+        configure(launch.rank, ranks, color=not job.metrics.disable_color_printing)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
+    folder = local_path(job.job.dump_folder)
+    start = locked = None
     if launch.rank == 0:
-        log_recipe(recipe)
-        if about_batch:
-            logger.info("%s", about_batch)
-        for note in room(job, launch.size, launch.local_size, device):
-            logger.info("%s", recipe.line(note))
-        if launch.restart:
-            where = start.path if start and start.path else "the beginning"
-            ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
-            counts = launch.restart, launch.restarts
-            logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+        warn_of_other()
+        try:
+            # First the lock: a run that is ending may still write the checkpoint to start from.
+            locked = held.enter_context(lock(folder))
+            start = choose(job)
+            about_batch = batch_note(recipe, start, launch.size, device.type)
+            announce(recipe, about_batch, start, launch, device)
+        except ConfigError as error:
+            refuse(error)
+            held.close()
 
-    shared = (ConfigError, TrainingDiverged, SaveFailed)
-    recorder = Recorder(job.comm, folder, launch.rank, launch.size, device.type, shared=shared)
-    stop = StopSignal()
+    degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
+    recorder = Recorder(
+        job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
+    )
+    stop = StopSignal(at_request=locked.mark_ending if locked else None)
     try:
-        with open_world(job.degrees(launch.size), job.comm, device) as world, recorder:
+        with ExitStack() as joined:
+            joined.push(recorder.leave)
+            world = joined.enter_context(open_world(degrees, job.comm, device))
             start = world.broadcast_object(start)
+            if start is None:
+                return 2  # rank 0 has reported why
             job = job.with_batch(world.degrees, start.global_batch)
-            session = described(job, folder, world) if world.rank == 0 else None
-            made = build(job, world, Observer(before_step=recorder.step, session=session), stop)
-            with closing(made.batches):
-                Trainer(made).train(start)
-    except ConfigError as error:
-        return refuse(error)
+            observer = observe(job, folder, world, recorder, stop, locked)
+            try:
+                with recorder:
+                    made = build(job, world, observer, stop)
+                    with closing(made.batches):
+                        Trainer(made).train(start)
+            except ConfigError as error:
+                refuse(error)
+                held.close()
+                # All have cleaned up before one exits, upon which the launcher ends the others.
+                world.meet(REFUSAL_SECONDS)
+                return 2
     except (TrainingDiverged, SaveFailed, Unreachable) as error:
         logger.error("%s", error)
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
@@ -126,6 +137,47 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             *(skips, made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
+
+
+def announce(
+    recipe: Recipe[JobConfig],
+    about_batch: str | None,
+    start: ResumePoint,
+    launch: Launch,
+    device: Device,
+) -> None:
+    """Log what is known of the run before its ranks meet."""
+    log_recipe(recipe)
+    if about_batch:
+        logger.info("%s", about_batch)
+    for note in room(recipe.config, launch.size, launch.local_size, device):
+        logger.info("%s", recipe.line(note))
+    if launch.restart:
+        where = start.path or "the beginning"
+        ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
+        counts = launch.restart, launch.restarts
+        logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+
+
+def observe(
+    job: JobConfig,
+    folder: Path,
+    world: World,
+    recorder: Recorder,
+    stop: StopSignal,
+    locked: Lock | None,
+) -> Observer:
+    """Return the observer of this rank: its traces, and on rank 0 the files that name the run."""
+    if locked is None:
+        return Observer(before_step=recorder.step)
+
+    def after_step(state: TrainState) -> None:
+        # The last save follows.
+        if stop.is_agreed or state.step >= job.training.steps:
+            locked.mark_ending()
+
+    session = described(job, folder, world)
+    return Observer(before_step=recorder.step, after_step=after_step, session=session)
 
 
 @contextmanager
@@ -203,11 +255,9 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
 
 def no_recipe() -> str:
     """Explain the options without a recipe: the defaults alone train ten thousand steps."""
-    in_tree = Path(__file__).parents[1] / DEBUG_RECIPE
-    debug = next((path for path in (DEBUG_RECIPE, in_tree) if path.is_file()), "RECIPE.toml")
     return (
         "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
-        f"small model in minutes: torchtitan train {debug}; or, to train with the defaults, "
+        "small model in minutes: torchtitan train debug_model; or, to train with the defaults, "
         "--training.steps N"
     )
 

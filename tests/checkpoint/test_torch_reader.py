@@ -115,9 +115,10 @@ def test_torch_opens_converted_weights(tmp_path: Path) -> None:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script and with the checkpoint that it opens."""
     folder = tmp_path_factory.mktemp("page")
-    [script] = [block for block in blocks(ROOT / "docs/checkpoint.md") if "file" in block.marks]
+    found = (block for block in blocks(ROOT / "docs/weights.md") if block.language == "python")
+    [script] = [block for block in found if "file" in block.marks]
     (folder / script.marks["file"]).write_text(script.text)
-    run_ranks(train, MIXED.ranks, recipe(folder / "outputs/extended", MIXED, training={"steps": 4}))
+    run_ranks(train, MIXED.ranks, recipe(folder / "outputs/source", MIXED, training={"steps": 2}))
     return folder
 
 
@@ -148,7 +149,7 @@ def test_script_of_the_documentation_opens_it_without_torchtitan(ranks: int, pag
         name: torch.cat([part[name] for part in parts]) if tensor.ndim else tensor
         for name, tensor in parts[0].items()
     }
-    assert same(whole, page / "outputs/extended/checkpoint/step-4")
+    assert same(whole, page / "outputs/source/checkpoint/step-2")
 
 
 # --- what is kept ---
@@ -156,7 +157,7 @@ def test_script_of_the_documentation_opens_it_without_torchtitan(ranks: int, pag
 
 def test_files_without_sharding_information_are_still_read(page: Path, tmp_path: Path) -> None:
     """Where pieces had names such as `a[0:4]`, as they had in checkpoints of before."""
-    path = Path(shutil.copytree(page / "outputs/extended/checkpoint/step-4", tmp_path / "step-4"))
+    path = Path(shutil.copytree(page / "outputs/source/checkpoint/step-2", tmp_path / "step-2"))
     wanted = {n: SavedTensors(path).read(n).clone() for n in SavedTensors(path).shapes()}
     manifest, files = read_manifest(path), {}
     for name, file in manifest.files.items():

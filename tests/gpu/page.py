@@ -81,10 +81,10 @@ def failures(stages: Mapping[str, Rows]) -> str:
 def right(rows: Rows) -> str:
     """How far each case was from the CPU at most."""
     kinds = {
-        "loss": "loss, in parts",
-        "norm": "gradient norm, in parts",
+        "loss": "relative loss error",
+        "norm": "relative gradient norm error",
         "weight": "largest difference of a weight",
-        "moved": "difference of weights, in parts of their way",
+        "moved": "weight difference relative to update size",
     }
     cells = [
         [case, *(f"{row['figures'][kind]:.1e}" for kind in kinds)]
@@ -146,7 +146,7 @@ def traces(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for name in dict.fromkeys((traced[-1], traced[0])):
         lines.append(f"{name}, by time on the device: {'; '.join(found[name]['longest'])}.")
-        lines.append(f"It waited longest: {'; '.join(found[name]['gaps'])}.")
+        lines.append(f"Longest idle gaps: {'; '.join(found[name]['gaps'])}.")
     return "\n\n".join(lines)
 
 

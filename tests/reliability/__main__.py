@@ -1,4 +1,4 @@
-"""Makes all reliability trials, and writes what came out into docs/reliability.md.
+"""Makes all reliability trials, and writes what came out into a page of results.
 
 python -m tests.reliability [arguments of pytest]
 """
@@ -8,17 +8,17 @@ import platform
 import re
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.reliability.conftest import PROPERTY, Row
+from torchtitan import __version__
 from torchtitan.device import Device
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "reliability.md"
+PAGE = FOLDER.parents[1] / "benchmarks/results/reliability.md"
 
 
 class Outcomes:
@@ -64,7 +64,7 @@ def machine() -> str:
         f"{time.strftime('%d %B %Y')}: {Device('cpu').name}, {os.cpu_count()} cores, "
         f"{memory:.0f} GiB; {platform.system()} {platform.release().split('-')[0]}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, torchtitan "
-        f"{version('torchtitan')}."
+        f"{__version__}."
     )
 
 

@@ -14,7 +14,7 @@ PROPERTY = "reliability"
 
 
 class Row(NamedTuple):
-    """A trial in the table of docs/reliability.md."""
+    """A trial in the table of benchmarks/results/reliability.md."""
 
     trial: str
     expected: str

@@ -26,6 +26,7 @@ from tests.reliability.trials import (
     leftovers,
     play,
     play_each,
+    ranks_of,
     recipe,
 )
 from torchtitan import train
@@ -110,19 +111,62 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
     tell("a second run that waits for the first", "starts from its last checkpoint", "as expected")
 
 
-def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path: Path, tell: Tell) -> None:
-    """Weights of other sizes are met only when they are loaded."""
-    run = tmp_path / "run"
-    assert play(recipe(run)).status == 0
-    before = state_of(run)
-    other = {"model": {"flavor": "flat", "n_layers": 1}}
-    for how in ("auto", "must"):
-        played = play(recipe(run, checkpoint={"resume": how}, **other))
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "other sizes": ({"model": {"flavor": "flat", "n_layers": 1}}, "is of another run"),
+    "other sizes, told to resume": (
+        {"model": {"flavor": "flat", "n_layers": 1}, "checkpoint": {"resume": "must"}},
+        "is in the checkpoint, but not in this run",
+    ),
+    "used, and not to be resumed": ({"checkpoint": {"resume": "never"}}, "has been used"),
+    "a step that there is": ({"checkpoint": {"load_step": 4}}, "already exists"),
+    "a step that there is not": ({"checkpoint": {"load_step": 5}}, "no checkpoint of step 5"),
+    "a typing mistake": ({"data": {"dataset_path": "nowhere"}}, "nowhere"),
+}
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    """Every file with its bytes, and every folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("layout", ["one rank", pytest.param("FSDP 2", marks=pytest.mark.gate)])
+def test_a_refused_start_leaves_the_folder_as_it_was(
+    layout: str, tmp_path: Path, tell: Tell
+) -> None:
+    """Some are refused when the recipe is read, others when a checkpoint is loaded."""
+    run, ranks = tmp_path / "run", ranks_of(layout)
+    assert play(recipe(run, layout), ranks).status == 0
+    (run / "checkpoint/step-7.saving").mkdir()
+    (run / "comm_traces/0.json").write_text("{}")
+    (run / "comm_traces/5.step").write_text("of more ranks")
+    before = content(run)
+    for sections, why in REFUSED.values():
+        played = play(recipe(run, layout, **sections), ranks)
         assert played.status == 2, played.log
+        assert why in played.log
         assert "--checkpoint.resume must" not in played.log  # which would be refused, too
-    changed = {path for path, state in state_of(run).items() if before.get(path) != state}
-    assert {path for path in changed if "comm_traces" not in path} <= {str(run), str(run / "lock")}
-    tell("a start that is refused", "leaves the folder as it was", "as expected")
+        assert content(run) == before, why
+    (run / "lock").write_text("of a run that was killed\n")
+    with folder.lock(run):
+        before = content(run)
+        played = play(recipe(run, layout), ranks)
+        assert played.status == 2, played.log
+        assert "another run writes into" in played.log
+        assert content(run) == before
+    assert (run / "lock").read_text() == "of a run that was killed\n"
+    tell("a start that is refused", "leaves the folder as it was", "as expected", len(REFUSED) + 1)
+
+
+def test_a_refused_start_makes_no_folder(tmp_path: Path) -> None:
+    assert play(recipe(tmp_path / "other", training={"steps": 2})).status == 0
+    initial = {"initial_load_path": str(tmp_path / "other/checkpoint")}
+    model = {"flavor": "flat", "n_layers": 1}
+    played = play(recipe(tmp_path / "run", model=model, checkpoint=initial))
+    assert played.status == 2, played.log
+    assert not (tmp_path / "run").exists()
 
 
 # --- formats ---

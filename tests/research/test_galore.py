@@ -328,7 +328,7 @@ def test_the_table_of_the_docs_is_the_formula() -> None:
     spec = MODELS["llama3"]
     parameters = name_parameters([build_empty(spec.build, LLAMA_7B, 8)], spec.role)
     assert sum(one.shape.numel() for one in parameters) == 6_738_415_616
-    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/research/galore.md").read_text()
     for name, (kind, settings) in OPTIMIZERS_OF_7B.items():
         config = kind(**settings)
         cells = [bytes_of_rank(config, parameters, layout) / GIB for layout in LAYOUTS_OF_7B]

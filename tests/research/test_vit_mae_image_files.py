@@ -255,7 +255,7 @@ def test_a_decoder_that_is_not_installed_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(decoding.PACKAGES, "pillow", ("no_such_module", decoding.PHOTOGRAPHS))
-    message = r'pillow, which decodes \.jpg and \.png files, is not installed: pip install "torcht'
+    message = r'pillow, which decodes \.jpg and \.png files, is not installed: pip install "pill'
     with pytest.raises(ConfigError, match=message):
         open_view(data(folder), size=8, bands=3)
 

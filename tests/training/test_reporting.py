@@ -75,7 +75,7 @@ def waits_by_step(job: JobConfig) -> dict[int, int]:
         waits = Waits()
         # The text of the first sequence is shown on the host.
         put_back.callback(setattr, assembly, "previewed", assembly.previewed)
-        assembly.previewed = lambda batches, tokenizer: batches
+        assembly.previewed = lambda batches, *about: batches
         run = build(job, world, Observer(before_step=waits.begin))
         for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
             real = getattr(owner, word)

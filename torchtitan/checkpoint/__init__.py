@@ -1,7 +1,7 @@
 """Saving and resuming runs."""
 
 from torchtitan.checkpoint.contents import Checkpointable
-from torchtitan.checkpoint.folder import lock, saved_steps
+from torchtitan.checkpoint.folder import Lock, lock, saved_steps
 from torchtitan.checkpoint.initial import ResumePoint
 from torchtitan.checkpoint.live import InMemoryState
 from torchtitan.checkpoint.manager import Checkpointer, SaveFailed
@@ -14,6 +14,7 @@ __all__ = [
     "Checkpointable",
     "Checkpointer",
     "InMemoryState",
+    "Lock",
     "ResumePoint",
     "ResumePolicy",
     "SaveFailed",

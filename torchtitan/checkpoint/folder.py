@@ -16,10 +16,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torchtitan.checkpoint.manifest import (
     Damaged,
@@ -39,6 +40,10 @@ LOCK_FILE = "lock"
 LOCK_SECONDS = 2.0
 """Time to try for the lock. A process that a killed run had just forked (git, a compiler) holds the
 run's lock until its exec, a moment after the run is gone."""
+ENDING = ", which is ending"
+"""End of the lock's text while its holder saves for the last time."""
+ENDING_SECONDS = 600.0
+"""Time to wait for such a holder."""
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:
@@ -119,41 +124,97 @@ def sweep(folder: Path) -> list[str]:
     return swept
 
 
+class Lock:
+    """Lock on a folder, held by this process, whose file names the holder to others."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.file = file
+        self.holder = f"process {os.getpid()} on {socket.gethostname()}"
+
+    def write(self, text: bytes) -> None:
+        """Replace the text of the file; the lock does not depend on it, as a disk may be full."""
+        with suppress(OSError):
+            self.file.truncate(0)
+            self.file.write(text)
+
+    def mark_ending(self) -> None:
+        """Let a run that starts on this folder wait until this one has ended."""
+        self.write(f"{self.holder}{ENDING}\n".encode())
+
+
 @contextmanager
-def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
+def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[Lock]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process ends.
 
-    `key` is the setting that names the folder.
+    The holder is waited for if it is ending. Afterwards the lock's file is as it was before, and a
+    folder made for it is removed if it is empty: a refused start leaves no trace.
+
+    Args:
+        key: setting that names the folder.
 
     Raises:
         ConfigError: if another run has the lock, or the folder cannot be locked.
     """
+    made = [path for path in (dump_folder, *dump_folder.parents) if not path.exists()]
     try:
-        dump_folder.mkdir(parents=True, exist_ok=True)
-        opened = (dump_folder / LOCK_FILE).open("a+", encoding="utf-8")
+        file = _acquire(dump_folder, key)
     except OSError as error:
         raise ConfigError(f"{key}: cannot write into {dump_folder}: {error}") from None
-    with opened as file:
-        if not _take(file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ConfigError(
-                f"{key}: another run writes into {dump_folder} ({holder}); wait until it ends, "
-                "or choose another folder"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
+    try:
+        with file:
+            found, held = file.read(), Lock(file)
+            held.write(f"{held.holder}\n".encode())
+            try:
+                yield held
+            finally:
+                if found:
+                    held.write(found)
+                else:
+                    with suppress(OSError):
+                        (dump_folder / LOCK_FILE).unlink()
+    finally:
+        for path in made:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
-def _take(file: TextIO) -> bool:
-    until = time.monotonic() + LOCK_SECONDS
+def _acquire(dump_folder: Path, key: str) -> FileIO:
+    """Open and lock the file; wait for a holder that is ending, and a moment for any other."""
+    path, began, until, is_told = dump_folder / LOCK_FILE, time.monotonic(), LOCK_SECONDS, False
     while True:
+        waited = time.monotonic() - began
+        try:
+            dump_folder.mkdir(parents=True, exist_ok=True)
+            file = FileIO(path, "a+")
+        except FileNotFoundError:
+            if waited > LOCK_SECONDS:
+                raise
+            continue  # the holder has just removed the folder
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
         except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
+            file.seek(0)
+            holder = file.read().decode().strip() or "another process"
+            file.close()
+            is_ending = holder.endswith(ENDING)
+            if is_ending and waited < ENDING_SECONDS:
+                until = waited + LOCK_SECONDS
+            if waited >= until:
+                raise ConfigError(
+                    f"{key}: another run writes into {dump_folder} ({holder}); wait until it ends, "
+                    "or choose another folder"
+                ) from None
+            if is_ending and not is_told:
+                is_told = True
+                minutes = ENDING_SECONDS / 60
+                logger.info(
+                    "waiting up to %.0f minutes for the run in %s (%s)",
+                    *(minutes, dump_folder, holder),
+                )
+        else:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    file.seek(0)
+                    return file
+            file.close()  # the holder has just removed it
         time.sleep(0.05)

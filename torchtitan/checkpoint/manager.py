@@ -55,8 +55,6 @@ class Checkpointer:
             ConfigError: if the checkpoint does not match the model, the optimizer or the data, or
                 is damaged without a usable alternative.
         """
-        if self.config.enable and not self.config.load_only:
-            self._make_folder()
         start = self._verified(start)
         if start.path is not None and start.model_only:
             path, kind, recipe = start.path, start.format, self.choice.recipe
@@ -82,6 +80,8 @@ class Checkpointer:
                     "stopped at one of these steps, it cannot be saved",
                     ", ".join(f"step-{step}" for step in sorted(self.foreign)),
                 )
+        if self.config.enable and not self.config.load_only:
+            self._make_folder()
         for path, why in start.damaged:
             self._set_aside(path, why)
         for change in start.changes:
@@ -95,22 +95,29 @@ class Checkpointer:
     def _make_folder(self) -> None:
         """Verify that every rank can write to the checkpoint folder, and clear unfinished saves."""
 
-        def make() -> None:
+        def make() -> bool:
             try:
+                is_new = not self.folder.exists()
                 self.store.make_shared(self.folder)
-                for name in disk.sweep(self.folder):
-                    logger.info("deleted %s: an unfinished save", self.folder / name)
+                return is_new
             except OSError as error:
                 raise ConfigError(f"checkpoint.folder: {error}") from None
 
-        on_rank_0(self.world, make)
+        def sweep() -> None:
+            for name in disk.sweep(self.folder):
+                logger.info("deleted %s: an unfinished save", self.folder / name)
+
+        is_new = on_rank_0(self.world, make)
         seen = self.world.gather(self.store.is_shared(self.folder, self.world.rank))
         if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
+            if is_new and self.world.rank == 0:
+                self.store.discard(self.folder)
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
                 "created; use a folder that all nodes share"
             )
+        on_rank_0(self.world, sweep)
 
     def _verified(self, start: ResumePoint) -> ResumePoint:
         """Return `start`, or an older checkpoint, with every file verified."""

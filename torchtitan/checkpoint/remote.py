@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import ConfigError, local_path, shorten
 from torchtitan.config.words import nearest
+from torchtitan.packages import install
 
 if TYPE_CHECKING:
     from typing import Self
@@ -70,7 +71,7 @@ def problem_of_url(url: str) -> str | None:
             package = known_implementations[protocol]["class"].partition(".")[0]
             if package == "fsspec":
                 return f"{protocol}:// cannot be used: {error}"
-            return f"{protocol}:// needs the package {package}: pip install {package}"
+            return f"{protocol}:// needs the package {package}: {install(package)}"
     if not match[3].strip("/"):
         return "it has no folder; add one after the bucket"
     return None

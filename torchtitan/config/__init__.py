@@ -1,10 +1,16 @@
 """Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_file, read_recipe, read_text
+from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import help_text, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
+from torchtitan.config.packaged import (
+    find_recipe,
+    packaged_folder,
+    packaged_name,
+    packaged_recipes,
+)
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
 from torchtitan.config.schema import find, flat
@@ -21,7 +27,7 @@ from torchtitan.config.settings import (
     Setting,
     Unreachable,
 )
-from torchtitan.config.words import allowed_names, exists, local_path, shorten, show
+from torchtitan.config.words import allowed_names, exists, local_path, nearest, shorten, show
 
 __all__ = [
     "CannotRun",
@@ -44,13 +50,19 @@ __all__ = [
     "allowed_names",
     "between",
     "exists",
+    "extended",
     "find",
+    "find_recipe",
     "flat",
     "help_text",
     "json_schema",
     "load",
     "local_path",
     "merge",
+    "nearest",
+    "packaged_folder",
+    "packaged_name",
+    "packaged_recipes",
     "read_file",
     "read_flags",
     "read_recipe",

@@ -9,6 +9,7 @@ from typing import Any
 import tomli
 
 from torchtitan.config.lines import key_lines
+from torchtitan.config.packaged import packaged_name, packaged_recipes
 from torchtitan.config.settings import KeyPath, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
@@ -25,7 +26,7 @@ def read_recipe(
     if not isinstance(parent.value, str):
         problems.append(complain + "wanted the path of a recipe, relative to this one")
         return [settings]
-    base = Path(os.path.normpath(path.parent / parent.value))
+    base = extended(path, parent.value)
     chain = (*seen, path)
     if _real(base) in map(_real, chain):
         circle = " -> ".join(link.name for link in (*chain, base))
@@ -39,13 +40,20 @@ def read_recipe(
     return [*read_recipe(base, problems, chain), settings]
 
 
+def extended(path: Path, value: str) -> Path:
+    """Return the recipe that `path` extends: a path relative to it, or else a packaged recipe."""
+    base = Path(os.path.normpath(path.parent / value))
+    return base if os.path.isfile(base) else packaged_recipes().get(packaged_name(value), base)
+
+
 def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
     """Read the settings of one file; empty if it cannot be read."""
     if os.path.isdir(path):
         problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
         return {}
     if not os.path.isfile(path):
-        problems.append(f"{path}: there is no such recipe{_nearest_file(path)}")
+        near = _nearest_file(path) or "; `torchtitan recipes` lists those of the package"
+        problems.append(f"{path}: there is no such recipe{near}")
         return {}
     try:
         text = read_text(path)
@@ -113,7 +121,10 @@ def _syntax_problem(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
 
 
 def _nearest_file(path: Path, seen: Collection[str] = ()) -> str:
+    recipes = sorted(p.name for p in path.parent.glob("*.toml") if p.name not in seen)
+    near = nearest(path.name, recipes, str(path).removesuffix(path.name))
+    if near := near or nearest(packaged_name(path), packaged_recipes()):
+        return near
     if not os.path.isdir(path.parent):
         return f"; there is no folder {shorten(str(path.parent))}"
-    recipes = sorted(p.name for p in path.parent.glob("*.toml") if p.name not in seen)
-    return nearest(path.name, recipes, str(path).removesuffix(path.name))
+    return ""

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -48,6 +49,7 @@ POLL_INTERVAL = 1.0
 NOTE_BYTES = 511
 # Seconds; gloo marks a collective as done after the program has continued.
 COMPLETION_DELAY = 0.1
+KINDS = ("step", "json", "stack", "gloo")
 # Notes until the end of the first step: of the start and of that step.
 FIRST_STEP = 2
 # What functions that wait for a send or receive are called, in torch and here.
@@ -59,7 +61,11 @@ Frames = Iterable[tuple[FrameType, int]]
 
 
 class Recorder:
-    """A recorder to make before the process group and to enter while the group exists."""
+    """A recorder to make before the process group and to enter while the group exists.
+
+    It writes nothing before that, when the run may still be refused; the files of an earlier run
+    are restored if it is refused later.
+    """
 
     def __init__(
         self,
@@ -69,8 +75,14 @@ class Recorder:
         world_size: int,
         device_type: str,
         shared: tuple[type[BaseException], ...] = (),
+        restart: int = 0,
     ) -> None:
-        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
+        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace.
+
+        `restart` is the number of this start of the ranks; tracebacks of earlier ones are kept.
+        """
+        self.restart = restart
+        self.traceback_file = f"{rank}.{restart}.traceback" if restart else f"{rank}.traceback"
         self.folder = dump_folder / config.save_traces_folder
         # A single rank never waits for others.
         entries = config.trace_buf_size if world_size > 1 else 0
@@ -79,22 +91,56 @@ class Recorder:
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self._over = threading.Event()
+        self.is_failure_logged = False
+        """Whether the log names the error of this rank, and the file of its traceback."""
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._forget(rank)
-        if rank == 0:
-            found = [path.stem for path in self.folder.glob("*.step")]
-            for other in [int(stem) for stem in found if stem.isdecimal()]:
-                if other >= world_size:
-                    self._forget(other)
-        self._line = os.open(self.folder / f"{rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
-        self._note("starting", 0)
         # Torch reads these when the first process group is made.
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(entries)
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{self.folder}/{self.prefix}"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
 
+    def leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process after an error that is logged already, or before all ranks have joined.
+
+        This is an exit callback, for the time from joining the other ranks to leaving them.
+        """
+        if error is not None and not self.notes:
+            self._begin()
+        elif self.is_failure_logged:
+            raise SystemExit(1) from error
+
+    def _begin(self) -> None:
+        """Replace the files of an earlier run by the first note of this one."""
+        self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._found = {path: path.read_bytes() for path in self._files(self.rank)}
+        if self.rank == 0:
+            found = [path.stem for path in self.folder.glob("*.step")]
+            for other in [int(stem) for stem in found if stem.isdecimal()]:
+                if other >= self.world_size:
+                    self._found |= {path: path.read_bytes() for path in self._files(other)}
+        for path in self._found:
+            path.unlink(missing_ok=True)
+        self._line = os.open(self.folder / f"{self.rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._note("starting", 0)
+
+    def _undo(self) -> None:
+        """Restore the files of the earlier run, as this one was refused."""
+        for path in self._files(self.rank):
+            path.unlink()
+        for path, content in self._found.items():
+            path.write_bytes(content)
+        for path in self._made:
+            with suppress(OSError):  # another rank has files there
+                path.rmdir()
+
     def __enter__(self) -> Self:
+        self._begin()
         self._crash = open(self.folder / f"{self.rank}.stack", "w")
         self._handles_crashes = not faulthandler.is_enabled()
         if self._handles_crashes:
@@ -126,11 +172,18 @@ class Recorder:
         if self._handles_crashes:
             faulthandler.disable()
         self._crash.close()
-        if error is None or isinstance(error, self.shared):
-            self._forget(self.rank, but_step=True)
+        if isinstance(error, self.shared) and not self.at:
+            self._undo()
+        elif error is None or isinstance(error, self.shared):
+            for path in self._files(self.rank):
+                if path.suffix != ".step":
+                    path.unlink()
             self._note("ended" if error else "finished", self.at)
         else:
             self._write(*evidence(error))
+            if not isinstance(error, Terminated):
+                text = "".join(traceback.format_exception(error))
+                self._save(self.traceback_file, text.encode())
             self._log_failure()
         os.close(self._line)
         signal.signal(signal.SIGTERM, self._handler)
@@ -198,18 +251,21 @@ class Recorder:
     def _log_failure(self) -> None:
         if self.world_size > 1:
             message = describe_rank(read_rank(self.folder, self.rank))
-            logger.error("%s; for all ranks: torchtitan trace %s", message, self.folder)
+            where = self.folder / self.traceback_file
+            found = f"; traceback: {where}" if where.exists() else ""
+            self.is_failure_logged = where.exists()
+            logger.error("%s%s; for all ranks: torchtitan trace %s", message, found, self.folder)
 
     def _save(self, name: str, content: bytes) -> None:
         unfinished = self.folder / f"{name}.writing"
         unfinished.write_bytes(content)
         unfinished.replace(self.folder / name)
 
-    def _forget(self, rank: int, but_step: bool = False) -> None:
-        """Remove the files of a rank from an earlier run, or after it finished well."""
-        names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in ("json", "stack", "gloo"))]
-        for name in (*names, *([] if but_step else [f"{rank}.step"])):
-            (self.folder / name).unlink(missing_ok=True)
+    def _files(self, rank: int) -> list[Path]:
+        """Return the files of a rank, from this run or an earlier one."""
+        names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
+        found = [path for name in names if (path := self.folder / name).exists()]
+        return found if self.restart else [*found, *self.folder.glob(f"{rank}.*traceback")]
 
 
 class Terminated(SystemExit):

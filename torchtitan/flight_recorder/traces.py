@@ -7,6 +7,7 @@ Of rank 3, in the folder comm.save_traces_folder:
     3.stack   what Python wrote when the process crashed (a segmentation fault, an abort)
     rank_3    torch's Flight Recorder, under the name that torch itself uses with NCCL
     3.gloo    that of gloo, if `rank_3` is NCCL's
+    3.traceback   of the error in 3.json, as Python writes it; 3.2.traceback after restart 2
 
 All but the first exist only after a failure. Traces that torch wrote without the rest can be read
 too.
@@ -117,7 +118,9 @@ def read_traces(folder: Path) -> list[RankTrace]:
     found = (re.fullmatch(r"(\d+)\.(?:step|gloo)|(?:.*\D)?(\d+)", p.name) for p in folder.iterdir())
     ranks = {int(name[1] or name[2]) for name in found if name}
     if not ranks:
-        raise ConfigError(f"{folder}: no traces here; wanted the comm.save_traces_folder of a run")
+        raise ConfigError(
+            f"{folder}: no traces here; wanted the folder of a run, or its comm.save_traces_folder"
+        )
     return [read_rank(folder, rank) for rank in sorted(ranks)]
 
 

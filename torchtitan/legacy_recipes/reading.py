@@ -9,6 +9,7 @@ from torchtitan.config import (
     KeyPath,
     Setting,
     find,
+    find_recipe,
     merge,
     read_flags,
     read_recipe,
@@ -30,7 +31,7 @@ def gather(
 
     Args:
         schema: the tree of settings.
-        recipe: a TOML file.
+        recipe: a TOML file, or the name of a packaged recipe.
         flags: words of the command line.
         over: settings of other places, which win over the recipe, the later over the earlier.
         prepare: called with all settings before the types of flags are known; returns problems.
@@ -44,7 +45,10 @@ def gather(
         problems.extend(result.problems)
         return result.settings
 
-    files = read_recipe(Path(recipe), problems) if recipe else []
+    file = find_recipe(recipe) if recipe else None
+    if file and file != Path(str(recipe)):
+        notices.append(f"{recipe}: the packaged recipe {file}")
+    files = read_recipe(file, problems) if file else []
     files += over
     sources = [translated(source, {}) for source in files]
     # What is prepared may add names to choose from, and the type of a flag follows from a choice:
@@ -58,9 +62,9 @@ def gather(
     from_flags, wrong_flags = read_flags(flags, schema, settings, new_name)
     problems += wrong_flags
     settings = merge(schema, [settings, translated(from_flags, written)], notices)
-    rest = version_defaults(files if recipe else (), from_flags, settings)
+    rest = version_defaults(files if file else (), from_flags, settings)
     notices += rest.notices
     problems += rest.problems
     lowest = {path: s for path, s in rest.settings.items() if find(schema, path, settings)}
-    place = str(recipe) if recipe else "defaults"
+    place = str(file) if file else "defaults"
     return Gathered(lowest | settings, place, notices, problems)

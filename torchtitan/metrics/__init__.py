@@ -4,7 +4,6 @@
 `x` is used when `[metrics] enable_x` is true; a sink without such a key is always used.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,6 +14,7 @@ from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch
+from torchtitan.packages import install, is_installed
 
 __all__ = [
     "EVENTS_FOLDER",
@@ -67,8 +67,8 @@ class MetricsConfig(Config):
     )
     run_name: str | None = Field(
         None,
-        description="Name of the run, in Weights & Biases for example; absent: the name of "
-        "its dump folder.",
+        description="Name of the run, in Weights & Biases for example (default: the name of "
+        "its dump folder).",
     )
     tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
@@ -90,8 +90,8 @@ class MetricsConfig(Config):
 
     def problems(self, context: Context) -> Iterator[Problem]:
         for package, title in {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}.items():
-            if getattr(self, f"enable_{package}") and not _installed(package):
-                message = f"{title} is not installed: pip install {package}"
+            if getattr(self, f"enable_{package}") and not is_installed(package):
+                message = f"{title} is not installed: {install(package)}"
                 yield Problem(f"enable_{package}", message)
 
 
@@ -102,9 +102,3 @@ def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:
     return [
         sink(context) for name, sink in SINKS.items() if getattr(config, f"enable_{name}", True)
     ]
-
-
-def _installed(package: str) -> bool:
-    # A mere folder of that name, such as the `wandb/` that W&B leaves behind, has no origin.
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from torchtitan.logging import logger, on_terminal
 from torchtitan.metrics.pictures import pixels, write_png
+from torchtitan.packages import install
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
 """Percent of the time."""
 RATES = {"tps": "tok/s"}
 """Speeds by their keys, as a row has room for them."""
+STOPS = ("KeyboardInterrupt", "SystemExit", "Terminated")
+"""Exceptions that end a run at request, which are no failures."""
 Metrics = Mapping[str, Value]
 
 
@@ -234,8 +237,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
+            how = install("tensorboard")
             raise RuntimeError(
-                "metrics.enable_tensorboard: TensorBoard is not installed: pip install tensorboard"
+                f"metrics.enable_tensorboard: TensorBoard is not installed: {how}"
             ) from error
         if self.writer is not None:
             self.writer.close()
@@ -278,7 +282,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise RuntimeError(
-                "metrics.enable_wandb: Weights & Biases is not installed: pip install wandb"
+                f"metrics.enable_wandb: Weights & Biases is not installed: {install('wandb')}"
             ) from error
         if self.run is not None:
             return  # a rollback; its steps come again in the same run
@@ -332,10 +336,7 @@ def unit_of(rate: str) -> str:
 
 
 def row_line(step: int, total: int, metrics: Metrics) -> str:
-    """Format a row for the console in aligned columns; 100 characters with the clock before it.
-
-    If waiting for data takes a notable part of the time, it is shown instead of memory.
-    """
+    """Format a row for the console in aligned columns, each of which keeps its meaning."""
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     rate = rate_key(metrics)
     if rate is None:
@@ -351,11 +352,13 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
         f"loss {_show(metrics['loss'], '.4f'):>7}",
         f"norm {_show(metrics['grad_norm'], '#.3g').removesuffix('.'):>5}",
         f"lr {_show(metrics['lr'], '.1e'):>7}",
-        f"{_show(metrics[rate], ',.0f'):>6} {RATES.get(rate, f'{unit_of(rate)}/s')}",
+        f"{_show(metrics[rate], ',.0f'):>6} {RATES.get(rate, f'{unit_of(rate)}/s')}/device",
         *([f"mfu {mfu:>3.0%}"] if isinstance(mfu, float) else []),
-        f"data {waiting:.0f}%" if is_waiting else f"{_show(memory, places):>4} GiB",
+        f"{_show(memory, places):>4} GiB",
         f"eta {_about(metrics['eta_s'])}",
     ]
+    if is_waiting:
+        parts.append(f"data {waiting:.0f}%")
     if metrics["skipped"]:
         parts.append(f"skipped {metrics['skipped']}")
     return "  ".join(parts)
@@ -363,9 +366,10 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
 
 def summary_text(summary: Metrics) -> str:
     """The closing lines of a run."""
-    how = f"stopped by {summary['stopped_by']} " if summary["stopped_by"] else ""
-    if not how and summary["step"] != summary["total_steps"]:
-        how = "stopped "
+    is_short = summary["step"] != summary["total_steps"]
+    how = "stopped" if is_short or summary["stopped_by"] in STOPS else "finished"
+    if summary["stopped_by"] and summary["stopped_by"] not in STOPS:
+        how = "failed"
     rate = rate_key(summary) or "tps"
     unit = unit_of(rate)
     step, steps = summary["step"], summary["steps"]
@@ -373,15 +377,16 @@ def summary_text(summary: Metrics) -> str:
     assert isinstance(steps, int)
     # What an earlier launch did is known of some numbers only.
     launch, whole = (" in this launch", " in the whole run") if step > steps else ("", "")
+    best = summary["best_validation_loss"]
     since = f"{launch}, which resumed from step {step - steps}" if launch else ""
     lines = [
-        f"{how or 'finished '}at step {step} of {summary['total_steps']}",
+        f"{how} at step {step} of {summary['total_steps']}",
         f"  steps done            {steps}{since}; {summary['skipped']} skipped",
         f"  {unit:<20}  {_show(summary[unit], ',d')}{whole}",
         f"  time                  {_duration(summary['seconds'])}{launch}",
         f"  {f'mean {unit}/s/device':<20}  {_show(summary[rate], ',.0f')}{launch}",
         f"  final loss            {_show(summary['loss'], '.4f')}",
-        f"  best validation loss  {_show(summary['best_validation_loss'], '.4f')}{launch}",
+        *([f"  best validation loss  {best:.4f}{launch}"] if best is not None else []),
         f"  peak memory           {_show(summary['memory_gib'], '.2f')} GiB{launch}",
     ]
     if summary.get("failed_sinks"):

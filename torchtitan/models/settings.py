@@ -22,7 +22,7 @@ MAX_SIZE = 2**28
 
 def size(about: str, **bounds: Any) -> Any:
     """Define a key whose default is the flavor's value."""
-    return Field(None, description=f"{about}; absent: the flavor's.", **bounds)
+    return Field(None, description=f"{about} (default: the flavor's).", **bounds)
 
 
 class ModelConfig(Config):
@@ -72,8 +72,8 @@ class TextConfig(ModelConfig):
 
     tokenizer_path: str | None = Field(
         None,
-        description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one; "
-        "absent: bytes.",
+        description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one "
+        "(default: bytes).",
     )
     attn_mask_type: AttentionMask = Field(
         "causal",

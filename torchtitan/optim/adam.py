@@ -143,13 +143,13 @@ class AdamGroup(GroupConfig):
     """Settings of Adam and AdamW that differ for some parameters; the first match applies."""
 
     beta1: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the first moment; absent: the optimizer's."
+        None, ge=0, lt=1, description="Decay of the first moment (default: the optimizer's)."
     )
     beta2: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the second moment; absent: the optimizer's."
+        None, ge=0, lt=1, description="Decay of the second moment (default: the optimizer's)."
     )
     eps: float | None = Field(
-        None, gt=0, description="Added to the root of the second moment; absent: the optimizer's."
+        None, gt=0, description="Added to the root of the second moment (default: the optimizer's)."
     )
 
 

@@ -37,7 +37,7 @@ class MuonGroup(AdamGroup):
     """Settings of Muon that differ for some parameters; the first match applies."""
 
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the running gradient; absent: the optimizer's."
+        None, ge=0, lt=1, description="Decay of the running gradient (default: the optimizer's)."
     )
 
 
@@ -45,10 +45,10 @@ class AdamWPart(AdamWRule):
     """AdamW, for the parameters that Muon does not update."""
 
     lr: float | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="Peak learning rate; absent: the optimizer's."
+        None, gt=0, description="Peak learning rate (default: the optimizer's)."
     )
     weight_decay: float | None = Field(  # type: ignore[assignment]
-        None, ge=0, description="Weight decay; absent: the optimizer's."
+        None, ge=0, description="Weight decay (default: the optimizer's)."
     )
 
     def over(self, optimizer: UpdateRule) -> AdamWRule:

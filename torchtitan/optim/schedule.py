@@ -23,14 +23,14 @@ class ScheduleConfig(Config):
         description="Steps of linear warm-up to the peak rate; at most all of the schedule.",
     )
     total_steps: int | None = Field(
-        None, ge=1, description="Length of the schedule; training.steps when absent."
+        None, ge=1, description="Length of the schedule (default: training.steps)."
     )
     decay_ratio: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Share of the steps that decay; absent, or at most: all steps after the "
-        "warm-up.",
+        description="Share of the steps that decay, at most all after the warm-up (default: all of "
+        "them).",
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = Field(
         "linear", description="Shape of the decay."

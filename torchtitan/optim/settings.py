@@ -137,7 +137,7 @@ class GroupConfig(Config):
     )
     lr_factor: float = Field(1.0, ge=0, description="Multiplies the learning rate.")
     weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay; absent: the optimizer's."
+        None, ge=0, description="Weight decay (default: the optimizer's)."
     )
 
     def matches(self, parameter: NamedParameter) -> bool:

@@ -16,7 +16,7 @@ class SGDGroup(GroupConfig):
     """Settings of SGD that differ for some parameters; the first match applies."""
 
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the running gradient; absent: the optimizer's."
+        None, ge=0, lt=1, description="Decay of the running gradient (default: the optimizer's)."
     )
 
 

@@ -37,12 +37,20 @@ from torchtitan.parallel.sharding import (
     casting,
 )
 from torchtitan.parallel.technique import Converters, Technique
-from torchtitan.parallel.world import CommConfig, Degrees, Launch, World, open_world
+from torchtitan.parallel.world import (
+    RANK_ROLE,
+    CommConfig,
+    Degrees,
+    Launch,
+    World,
+    open_world,
+)
 from torchtitan.tasks import Batch
 from torchtitan.timeline import Timeline
 
 __all__ = [
     "FSDP2",
+    "RANK_ROLE",
     "SHARDING",
     "ActivationCheckpointConfig",
     "CommConfig",

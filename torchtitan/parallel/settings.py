@@ -79,8 +79,8 @@ class ParallelismConfig(Config):
     pipeline_parallel_layers_per_stage: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of layers in a stage, which determines the number of stages; "
-        "absent: one stage per rank, or two with interleaved schedules.",
+        description="Maximum number of layers in a stage, which determines the number of stages "
+        "(default: one stage per rank, or two with interleaved schedules).",
     )
     pipeline_parallel_balance: Literal["flops", "parameters"] = Field(
         "flops", description="Quantity that is balanced between the stages."
@@ -88,12 +88,12 @@ class ParallelismConfig(Config):
     pipeline_parallel_embedding_weight: float | None = Field(
         None,
         ge=0,
-        description="Cost of the embedding, in layers; absent: computed.",
+        description="Cost of the embedding, in layers (default: computed).",
     )
     pipeline_parallel_head_weight: float | None = Field(
         None,
         ge=0,
-        description="Cost of norm and output, in layers; absent: computed.",
+        description="Cost of norm and output, in layers (default: computed).",
     )
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] = Field(
         (),

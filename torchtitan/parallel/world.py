@@ -19,7 +19,7 @@ alone, and axes over the same ranks share a group.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -106,6 +106,10 @@ class CommConfig(Config):
             yield Problem("save_traces_file_prefix", message)
 
 
+RANK_ROLE = "rank"
+"""Role that our launcher gives to ranks; torch's agent writes `[rank0]:` before their output."""
+
+
 class Launch(NamedTuple):
     """Rank, size and restarts of this process, from the environment variables of torchrun."""
 
@@ -120,6 +124,8 @@ class Launch(NamedTuple):
     restarts: int = 0
     local_size: int = 1
     """Number of ranks on this machine."""
+    is_labeled: bool = False
+    """Whether the launcher writes the rank before each line of output."""
 
     @classmethod
     def read(cls) -> "Launch":
@@ -140,6 +146,7 @@ class Launch(NamedTuple):
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
             restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            is_labeled=os.environ.get("ROLE_NAME") == RANK_ROLE,
         )
 
 
@@ -217,6 +224,11 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.slow_group)
         return values[0]
+
+    def meet(self, seconds: float) -> None:
+        """Wait for the other ranks, but not for long: they may have failed elsewhere."""
+        with suppress(RuntimeError):
+            dist.monitored_barrier(self.slow_group, timedelta(seconds=seconds))
 
     def after_first_step(self) -> None:
         """Shorten timeouts, so that a rank that does not respond is detected sooner."""

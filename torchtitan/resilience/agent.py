@@ -121,6 +121,8 @@ class Agent(LocalElasticAgent):
         self._has_forwarded = False
         self._in_rendezvous = True
         self._restarts = 0
+        self._failure = ""
+        """Description of a failure that is not yet reported."""
 
     def work(self) -> None:
         """Run the ranks until they are done.
@@ -217,9 +219,8 @@ class Agent(LocalElasticAgent):
         if is_final or self.stopped_by or self._restarts == self.spec.max_restarts:
             raise ChildFailedError("torchtitan.train", dict(failures))
         self._restarts += 1
-        self.at_failure()
-        message = "%s; restart %d of %d"
-        logger.warning(message, describe(failures), self._restarts, self.spec.max_restarts)
+        counts = f"restart {self._restarts} of {self.spec.max_restarts}"
+        self._failure = f"{describe(failures)}; {counts}"
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
@@ -232,6 +233,10 @@ class Agent(LocalElasticAgent):
                     break
                 time.sleep(self.spec.monitor_interval)
         super()._stop_workers(worker_group)
+        if self._failure:  # after all that the ranks have written
+            self.at_failure()
+            logger.warning("%s", self._failure)
+            self._failure = ""
 
 
 def describe(failures: Mapping[int, ProcessFailure]) -> str:

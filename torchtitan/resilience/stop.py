@@ -7,6 +7,7 @@ status that means "start me again"; see docs/elastic.md for all of them.
 import ctypes
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -43,7 +44,9 @@ class StopSignal:
     One rank's request is no decision: all ranks agree on it with each step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_request: Callable[[], None] | None = None) -> None:
+        """`at_request` is called at the first signal."""
+        self.at_request = at_request
         self.by: signal.Signals | None = None
         """The first signal."""
         self.is_agreed = False
@@ -83,6 +86,8 @@ class StopSignal:
             self.by = received
             message = "%s: finishing this step, then saving; send it again to stop immediately"
             logger.info(message, received.name)
+            if self.at_request is not None:
+                self.at_request()
         # A scheduler may signal all processes of a job, and the launcher passes on what it got: so
         # one request may come as two signals, but never twice as the same one.
         if received != ORPHANED:

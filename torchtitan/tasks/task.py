@@ -1,5 +1,6 @@
 """Interface of a task: its batches and their source, its loss, unit and metrics."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,8 @@ class Task:
     """Key of units per second and device."""
     content: ClassVar[str] = "text"
     """Required content of documents: see `torchtitan.data.Dataset.content`."""
+    sample: ClassVar[str] = "sequence"
+    """Name of a sample."""
     outputs: ClassVar[str] = "outputs"
     """Name of the last dim of a model's outputs: tokens of a vocabulary, say."""
     has_logits: ClassVar[bool] = False
@@ -147,9 +150,12 @@ class Task:
         return {}
 
 
-def previewed(batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
-    """Yield the batches, logging the first sample of the first one."""
-    first = next(batches)
-    logger.info("first sequence: %s", task.preview(first))
+def previewed(
+    batches: Iterator[Batch], task: Task, is_resumed: Callable[[], bool]
+) -> Iterator[Batch]:
+    """Yield the batches, logging the first sample of the first one; for debugging on a resume."""
+    first, level = next(batches), logging.DEBUG if is_resumed() else logging.INFO
+    if logger.isEnabledFor(level):
+        logger.log(level, "first %s: %s", task.sample, task.preview(first))
     yield first
     yield from batches

@@ -20,6 +20,7 @@ from typer.main import get_command
 from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import configure
+from torchtitan.packages import warn_of_other
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -29,6 +30,8 @@ VERBS: Final = {
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",
         "migrate": "migrate",
+        "recipes": "recipes",
+        "doctor": "doctor",
     },
     "Runs": {
         "watch": "watch",
@@ -85,6 +88,8 @@ class Verbs(TyperGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
+        if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
+            warn_of_other()
         modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
         return name, get_command(import_module(f"torchtitan.tools.{modules[name]}").app), rest
 

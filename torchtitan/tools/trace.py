@@ -1,4 +1,4 @@
-"""Say what became of each rank of a run, by the traces that they left."""
+"""Summarize what happened on each rank, from the traces it wrote."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from torchtitan.flight_recorder import read_traces, report
+from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import Verb, verb
 
 app = verb()
@@ -15,7 +16,8 @@ app = verb()
 def trace(
     folder: Annotated[
         Path,
-        typer.Argument(help="comm.save_traces_folder of the run: outputs/x/comm_traces"),
+        typer.Argument(help="dump folder of the run, or the folder of its traces: outputs/x"),
     ],
 ) -> None:
-    print(*report(read_traces(folder)), sep="\n")
+    traces = RunHistory(folder).rank_traces_folder
+    print(*report(read_traces(traces if traces.is_dir() else folder)), sep="\n")

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,13 @@ def names(folder: Path) -> set[str]:
 
 
 def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
-    mine = recorder(tmp_path, world_size=2)
-    for state, step in (("starting", 0), ("training", 1), ("training", 1000)):
-        if step:
-            mine.step(step)
-        (trace,) = read_traces(tmp_path / "comm_traces")
-        assert (trace.state, trace.step, trace.world_size) == (state, step, 2)
-        assert trace.pid == os.getpid()
+    with recorder(tmp_path, world_size=2) as mine:
+        for state, step in (("starting", 0), ("training", 1), ("training", 1000)):
+            if step:
+                mine.step(step)
+            (trace,) = read_traces(tmp_path / "comm_traces")
+            assert (trace.state, trace.step, trace.world_size) == (state, step, 2)
+            assert trace.pid == os.getpid()
 
 
 def test_a_rank_by_itself_records_no_collectives(
@@ -55,9 +56,33 @@ def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
 
 
 def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError), recorder(tmp_path):
-        raise ConfigError("a mistake in the recipe")
+    mine = recorder(tmp_path)
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError))
+        stack.enter_context(mine).step(1)
+        raise ConfigError("a mistake in the data")
     assert names(tmp_path) == {"0.step"}
+
+
+def test_a_refused_start_restores_the_traces_of_the_earlier_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), recorder(tmp_path / "run"):
+        raise ConfigError("a mistake in the recipe")
+    assert not (tmp_path / "run").exists()
+    for rank in (0, 5):
+        with pytest.raises(ValueError), recorder(tmp_path, rank, 6):
+            raise ValueError
+    before = {path: path.read_bytes() for path in (tmp_path / "comm_traces").iterdir()}
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError))
+        stack.enter_context(recorder(tmp_path, 0, 2))
+        assert names(tmp_path) == {"0.step", "0.stack"}
+        raise ConfigError("a mistake in the recipe")
+    assert {path: path.read_bytes() for path in (tmp_path / "comm_traces").iterdir()} == before
+
+
+def test_a_rank_that_waits_for_others_in_vain_leaves_a_note(tmp_path: Path) -> None:
+    recorder(tmp_path, 0, 2).leave(dist.DistError, dist.DistError("too few ranks"), None)
+    assert report(read_traces(tmp_path / "comm_traces"))[0].startswith("rank 1 left no traces")
 
 
 def test_traces_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
@@ -65,7 +90,8 @@ def test_traces_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
         with pytest.raises(ValueError), recorder(tmp_path, rank, 6):
             raise ValueError
     assert {"0.json", "0.stack", "rank_0", "5.json", "rank_5", "5.step"} <= names(tmp_path)
-    recorder(tmp_path, 0, 2)
+    with recorder(tmp_path, 0, 2):
+        pass
     assert names(tmp_path) == {"0.step"}
 
 

@@ -29,12 +29,12 @@ class GaLoreGroup(AdamGroup):
     """Settings of GaLore and its AdamW that differ for some parameters; the first match applies."""
 
     rank: int | None = Field(
-        None, ge=1, description=("Rank of the projection; absent: the optimizer's.")
+        None, ge=1, description=("Rank of the projection (default: the optimizer's).")
     )
     scale: float | None = Field(
         None,
         gt=0,
-        description=("Factor of the updates of projected matrices; absent: the optimizer's."),
+        description=("Factor of the updates of projected matrices (default: the optimizer's)."),
     )
 
 
@@ -50,8 +50,8 @@ class GaLore(AdamWRule, OptimizerConfig):
     rank: int | None = Field(
         None,
         ge=1,
-        description="Rank of the projection, at most the smaller side of a matrix; absent: a "
-        "quarter of it.",
+        description="Rank of the projection, at most the smaller side of a matrix (default: a "
+        "quarter of it).",
     )
     refresh_period: int = Field(
         200, ge=1, description="Steps between refreshes of the bases from the gradients."

@@ -21,8 +21,8 @@ class Ranger21Schedule(ScheduleConfig):
         0.28,
         ge=0,
         le=1,
-        description="Fraction of the steps that decay, at most what the warm-up leaves; absent: "
-        "all of it.",
+        description="Fraction of the steps that decay, at most what the warm-up leaves; none: all "
+        "of it.",
     )
     min_lr_factor: float = Field(
         0.03, ge=0, le=1, description="Fraction of the peak rate at which the decay ends."

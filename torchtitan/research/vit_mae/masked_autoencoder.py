@@ -117,6 +117,7 @@ class MaskedAutoencoder(Task):
     """Task of restoring hidden patches from the visible ones."""
 
     unit, rate, content = "images", "images_per_second", "images"
+    sample = "image"
     outputs = "numbers of a patch"
     has_picture = True
 
@@ -143,7 +144,7 @@ class MaskedAutoencoder(Task):
         assert isinstance(batch, MaskedImages)
         visible, patches = batch.visible.shape[1], batch.order.shape[1]
         size = " x ".join(map(str, batch.images(self.args.patch_size).shape[1:]))
-        return f"an image of {size}, {visible} of its {patches} patches visible"
+        return f"{size}, {visible} of its {patches} patches visible"
 
     def picture(self, batch: Batch, outputs: Tensor) -> Tensor:
         """Draw some images, below each its visible patches, and below that the restored image.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from torchtitan.config import Config, Context, Problem
+from torchtitan.packages import install
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable in which torchft looks for the address of its lighthouse."""
@@ -60,8 +61,7 @@ class FaultToleranceConfig(Config):
                 yield Problem("min_replica_size", f"there are only {there}", ("group_size",))
         if self.enable and context.world.is_here:
             if importlib.util.find_spec("torchft") is None:
-                message = 'torchft is not installed: pip install "torchft>=0.2,<0.3"'
-                yield Problem("enable", message)
+                yield Problem("enable", f"torchft is not installed: {install('torchft')}")
             if not os.environ.get(LIGHTHOUSE):
                 wanted = f"set {LIGHTHOUSE}=http://HOST:29510 in the environment"
                 yield Problem("enable", f"the address of the lighthouse is missing; {wanted}")

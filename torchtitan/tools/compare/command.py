@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, find_recipe
 from torchtitan.tools.compare import FORMS, compare_folders, dry_run, read, summary
 from torchtitan.tools.compare import compare as run_and_compare
 from torchtitan.tools.options import Count, RecipeVerb, count, verb
@@ -55,7 +55,7 @@ def compare(
         report = compare_folders(folders, baseline, place, warmup)
     else:
         study = read(
-            paths,
+            [find_recipe(path) for path in paths],
             vary,
             context.args,
             ranks=ranks,

@@ -17,6 +17,7 @@ import torch
 
 from torchtitan.config import ConfigError
 from torchtitan.config.words import nearest
+from torchtitan.packages import install
 from torchtitan.tools.evaluate.continuation import Row, generate
 from torchtitan.tools.evaluate.inference import InferenceModel, open_model
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
@@ -53,7 +54,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
         ConfigError: if a name is not among them, or the harness is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("lm-evaluation-harness is not installed: pip install lm_eval")
+        raise ConfigError(f"lm-evaluation-harness is not installed: {install('lm_eval')}")
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not folder.is_dir():

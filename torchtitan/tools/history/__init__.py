@@ -207,11 +207,15 @@ class RunHistory:
         paths = list(self.traces_folder.glob("*/rank*_trace.json"))
         return traces_in(max(paths, key=lambda path: path.stat().st_mtime).parent) if paths else {}
 
+    @property
+    def rank_traces_folder(self) -> Path:
+        """The folder of the steps of the ranks, and of their traces if they failed."""
+        return self.folder / str(self.recipe.get("comm.save_traces_folder", "comm_traces"))
+
     def state(self) -> RunState:
         """The state of the run, by the notes of its ranks at every step."""
-        notes = self.folder / str(self.recipe.get("comm.save_traces_folder", "comm_traces"))
         try:
-            traces = read_traces(notes)
+            traces = read_traces(self.rank_traces_folder)
         except ConfigError:
             return RunState(False, 0, 0, "unknown: its ranks left no record of their steps")
         step, ranks = max(trace.step for trace in traces), max(t.world_size for t in traces)

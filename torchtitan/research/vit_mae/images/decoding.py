@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.config import ConfigError
+from torchtitan.packages import install
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
 PHOTOGRAPHS: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
@@ -52,7 +53,7 @@ def check_packages(suffixes: set[str]) -> None:
         if needed and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"{package}, which decodes {' and '.join(needed)} files, is not installed: "
-                'pip install "torchtitan[vision]"'
+                f"{install(package)}"
             )
 
 

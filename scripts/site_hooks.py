@@ -1,0 +1,106 @@
+"""Parts of the site that mkdocs does not find in docs/ by itself.
+
+Pages from elsewhere in the repository are added, the options of the verbs and the purposes of all
+modules are filled in, and links to files that the site does not have become plain text: the pages
+are also read in the repository, where those links work.
+"""
+
+import ast
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the code of this clone, whichever one is installed
+
+
+def added() -> dict[str, str]:
+    """Return the place in the site of each file that is not in docs/."""
+    results = (ROOT / "benchmarks/results").iterdir()
+    papers = (path.parent.name for path in (ROOT / "torchtitan/research").glob("*/README.md"))
+    pages = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+    pages["benchmarks/README.md"] = "benchmarks/index.md"
+    for path in results:
+        if path.suffix in (".md", ".svg"):
+            pages[f"benchmarks/results/{path.name}"] = f"benchmarks/results/{path.name}"
+    return pages | {f"torchtitan/research/{name}/README.md": f"papers/{name}.md" for name in papers}
+
+
+ADDED = added()
+LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "modules", "api")
+MORE_SEARCHED = ("troubleshooting", "glossary", "quickstart", "layouts")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages from outside docs/."""
+    for path, uri in ADDED.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Fill in what is computed, and point links to where the site has their files."""
+    if page.file.src_uri == "commands.md":
+        markdown += "\n\n" + "\n".join(verbs())
+    if page.file.src_uri == "modules.md":
+        markdown += "\n\n" + "\n".join(modules())
+    if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
+        boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
+        page.meta["search"] = {"boost": boost}
+    assert page.file.abs_src_path is not None
+    here = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
+
+    def linked(match: re.Match[str]) -> str:
+        text, name, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here), name))
+        place = {**ADDED, "README.md": "index.md"}.get(path)
+        if path.startswith("docs/"):
+            place = path.removeprefix("docs/")
+        if place is None:
+            return text if (ROOT / path).exists() else match[0]
+        relative = posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")
+        return f"[{text}]({relative}{anchor})"
+
+    return re.sub(r"\[([^\[\]]*)\]\(([\w./-]+)(#[^)]*|)\)", linked, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let paths in tables break after a slash."""
+    return re.sub(
+        r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
+    )
+
+
+def verbs() -> Iterator[str]:
+    """Yield the help of every verb."""
+    import typer.cli
+
+    from torchtitan.tools.cli import VERBS
+
+    for group in VERBS.values():
+        for name, module in group.items():
+            command = typer.main.get_command(import_module(f"torchtitan.tools.{module}").app)
+            context = typer.Context(command, info_name=name)
+            yield typer.cli.get_docs_for_click(
+                obj=command, ctx=context, indent=1, name=name, call_prefix="torchtitan"
+            )
+
+
+def modules() -> Iterator[str]:
+    """Yield a table of the modules of each package, with the first lines of their docstrings."""
+    package = ROOT / "torchtitan"
+    folders = sorted({path.parent for path in package.rglob("*.py")})
+    for folder in folders:
+        yield f"\n## {folder.relative_to(ROOT).as_posix()}/\n\n| module | purpose |\n|---|---|"
+        for path in sorted(folder.glob("*.py")):
+            if about := ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
+                first = about.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+                yield f"| `{path.name}` | {first} |"

@@ -1,0 +1,174 @@
+"""The site is built without a warning, and shows and requests what it should."""
+
+import ast
+import functools
+import http.server
+import re
+import runpy
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from signal import SIGTERM, SIGUSR1
+
+import pytest
+
+from tests.compare.browser import CHROMIUM, opened_browser
+from torchtitan.launch import WRONG_RECIPE
+from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
+from torchtitan.tools.cli import VERBS
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # --strict fails for dead links and anchors, and for pages that the navigation omits.
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+class Elements(HTMLParser):
+    """The files that a page loads, and the ids of its headings."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.headings: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in LOADED and (file := values.get(LOADED[tag])):
+            self.loaded.append(file)
+        if re.fullmatch("h[1-6]", tag) and (heading := values.get("id")):
+            self.headings.append(heading)
+
+
+@pytest.mark.gate
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        elsewhere = [file for file in Elements(page).loaded if re.match(r"(https?:)?//", file)]
+        assert elsewhere == [], page
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+@pytest.mark.gate
+def test_headings_of_a_page_can_be_linked(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        # mkdocs numbers the anchors of equal headings, and the numbers change with their order.
+        names = Counter(re.sub(r"_\d+$", "", each) for each in Elements(page).headings)
+        assert [name for name, count in names.items() if count > 1] == [], page
+
+
+@pytest.mark.gate
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_search_finds_a_page(scheme: str, site: Path) -> None:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with opened_browser() as browser:
+            page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+            requested: list[str] = []
+            page.on("request", lambda request: requested.append(request.url))
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            shown = page.locator("body").get_attribute("data-md-color-scheme")
+            assert shown == {"light": "default", "dark": "slate"}[scheme]
+            page.get_by_placeholder("Search").fill("exit codes")
+            page.locator(".md-search-result__link").first.click()
+            page.wait_for_url("**/exit_codes/**")
+        server.shutdown()
+    assert {url.split("/")[2] for url in requested if url.startswith("http")} == {
+        f"127.0.0.1:{server.server_port}"
+    }
+
+
+def test_exit_codes_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/exit_codes.md").read_text(encoding="utf-8")
+    run = page.partition("## A run")[2].partition("## Other verbs")[0]
+    codes = re.findall(r"^\| ([\d]+|128 \+ n) \|", run, re.MULTILINE)
+    assert codes == ["0", "1", str(WRONG_RECIPE), str(DIVERGED), str(REQUEUE), "128 + n"]
+    stopped = {by: status_of_stop(by, True) for by in (*SIGNALS, None)}
+    assert {by for by, code in stopped.items() if code == REQUEUE} == {SIGTERM, SIGUSR1}
+    assert set(stopped.values()) == {0, REQUEUE}
+    assert status_of_stop(SIGTERM, False) == 1
+
+
+def registries() -> Iterator[str]:
+    """The name of every registry of the package."""
+    for path in (ROOT / "torchtitan").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Registry["):
+                yield ast.unparse(node.targets[0])
+
+
+def test_every_registry_has_a_row_in_the_python_api() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `torchtitan\.([\w.]+)\.(\w+)` \|", page, re.MULTILINE)
+    assert {name for _, name in listed} == {*registries(), "SINKS"}
+    for module, name in listed:
+        assert hasattr(import_module(f"torchtitan.{module}"), name)
+
+
+@pytest.mark.gate
+def test_table_of_sizes_is_as_computed() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/write_layout_table.py"))
+    page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    assert page == script["written"](page), "run python scripts/write_layout_table.py"
+
+
+@pytest.mark.gate
+def test_every_verb_and_module_is_listed(site: Path) -> None:
+    commands = (site / "commands/index.html").read_text(encoding="utf-8")
+    for name in (verb for group in VERBS.values() for verb in group):
+        assert f'id="torchtitan-{name}"' in commands
+    text = (site / "modules/index.html").read_text(encoding="utf-8")
+    package = ROOT / "torchtitan"
+    for path in package.rglob("*.py"):
+        is_listed = f"<code>{path.name}</code>" in text
+        assert is_listed == (path.stat().st_size > 0) or path.name == "__init__.py", path
+
+
+@functools.cache
+def texts_of_the_package() -> str:
+    """Every string of the package, a line each; values in them are left out."""
+    found = []
+    for path in (ROOT / "torchtitan").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                found.append("".join(map(str, parts)))
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def quoted_messages() -> list[str]:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r'^### "(.+)"$', page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_quoted_messages_exist(message: str) -> None:
+    pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
+    assert re.search(pattern, texts_of_the_package()), "mend docs/troubleshooting.md"
+
+
+def test_tests_that_are_named_exist() -> None:
+    page = (ROOT / "docs/failures_elsewhere.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) == page.count("*Here*:")
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"

@@ -1,0 +1,173 @@
+"""Earlier states are read: docs/stability.md says what stays, these tests hold it."""
+
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.earlier import COMMITS, EARLIER, Checkout, fields, listed_options, settings
+from tests.ranks import run_ranks
+from tests.runs import rows, train
+from torchtitan.checks import load_job
+from torchtitan.config import json_schema
+from torchtitan.job import JobConfig
+from torchtitan.legacy_recipes import TABLE
+from torchtitan.models import MODELS
+from torchtitan.tools.cli import main
+from torchtitan.tools.compare import read as read_study
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/stability.md").read_text()
+RECIPES = sorted(
+    str(path.relative_to(EARLIER))
+    for commit in COMMITS
+    for path in (EARLIER / commit).glob("train_configs/**/*.toml")
+)
+STUDIES = [name for name in RECIPES if "studies" in name]
+UNTIL_38F6C66 = {
+    "metrics": {"time/agree"},
+    "report": {
+        "variants[].grad_norm.tokens[]",
+        "variants[].loss.tokens[]",
+        "variants[].tokens_per_step",
+    },
+}
+"""Names of the first state that were changed before anything was promised; the page lists them."""
+
+every_commit = pytest.mark.parametrize("commit", COMMITS)
+
+
+@pytest.fixture
+def in_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of the checkpoints names its text and its model as they are there."""
+    monkeypatch.chdir(EARLIER)
+    monkeypatch.syspath_prepend(str(EARLIER))
+
+
+def kept(commit: str, name: str) -> Any:
+    return json.loads((EARLIER / commit / name).read_text())
+
+
+def written(path: Path) -> dict[str, Any]:
+    return {
+        key: value
+        for line in path.read_text().splitlines()
+        for key, value in json.loads(line).items()
+    }
+
+
+def test_the_page_names_every_state() -> None:
+    assert {"6ebf193", "38f6c66", "ff7c037"} <= set(COMMITS)
+    assert set(re.findall(r"`([0-9a-f]{7})`", PAGE)) == set(COMMITS)
+    for names in UNTIL_38F6C66.values():
+        assert all(f"`{name.removesuffix('[]')}`" in PAGE for name in names)
+
+
+@pytest.fixture
+def in_clone(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A folder with the recipes of a commit, and the data they name; returns a recipe's path."""
+    commit, _, recipe = request.param.partition("/")
+    (tmp_path / "train_configs").symlink_to(EARLIER / commit / "train_configs")
+    (tmp_path / "assets/images").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return recipe
+
+
+@pytest.mark.parametrize("in_clone", sorted(set(RECIPES) - set(STUDIES)), indirect=True)
+def test_recipes_load(in_clone: str) -> None:
+    job = load_job(in_clone, [], None, "cuda", exempt=["model.tokenizer_path"]).config
+    assert MODELS[job.model.name]
+
+
+@pytest.mark.parametrize("in_clone", STUDIES, indirect=True)
+def test_studies_load(in_clone: str) -> None:
+    unset = ("ranks", "baseline", "rounds", "warmup_steps", "steps", "seeds", "launcher", "trace")
+    found = read_study([Path(in_clone)], [], [], **dict.fromkeys((*unset, "output")))
+    assert len(found.plans) > 1
+
+
+@every_commit
+def test_the_resolved_recipe_of_a_run_has_the_same_values(commit: str, in_earlier: None) -> None:
+    path = f"{commit}/run/recipe.toml"
+    resolved = load_job(path, [], 2, "cpu").config.flat()
+    text = (EARLIER / path).read_text()
+    sections = {name: values for name, values in tomllib.loads(text).items() if values}
+    expected = {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in values.items()
+        if not isinstance(value, dict | list)
+    }
+    found = {key: resolved[key] for key in expected if key in resolved}
+    assert found == {key: expected[key] for key in found}
+    assert {key for key in expected if key not in found} <= set(TABLE)
+    assert len(found) > 100
+
+
+@every_commit
+def test_every_key_is_known(commit: str) -> None:
+    schema = json_schema(JobConfig)
+    known = set(settings(schema, schema["$defs"]))
+    gone = [key for key in kept(commit, "settings.json") if key not in known and key not in TABLE]
+    assert not gone
+
+
+@every_commit
+def test_every_option_is_known(commit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = kept(commit, "command_line.json")
+    launch = expected.pop("launch")
+    for verb, options in expected.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", "200")
+            assert main([*verb.split(), "--help"]) == 0
+        assert set(options) <= {*listed_options(capsys.readouterr().out), "--help"}, verb
+    found = Checkout(ROOT).run(ROOT, "-m", "torchtitan.launch", "--help")
+    assert set(launch) <= set(listed_options(found))
+
+
+@every_commit
+def test_metrics_keep_their_names(commit: str, in_earlier: None, tmp_path: Path) -> None:
+    job = load_job("recipe.toml", [f"--job.dump_folder={tmp_path}"], 2, "cpu").config
+    run_ranks(train, 2, job)
+    expected = set(written(EARLIER / commit / "run/metrics.jsonl"))
+    found = {key for row in rows(tmp_path) for key in row}
+    assert expected - found <= (UNTIL_38F6C66["metrics"] if commit == "6ebf193" else set())
+
+
+@every_commit
+@pytest.mark.parametrize("verb", ["watch --once", "explain", "plot", "checkpoint ls"])
+def test_runs_are_read(commit: str, verb: str, in_earlier: None, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(EARLIER / commit / "run", run)
+    shutil.copytree(EARLIER / commit / "checkpoint", run / "checkpoint")
+    assert main([*verb.split(), str(run)]) == 0
+
+
+def test_runs_of_all_states_are_compared(in_earlier: None, tmp_path: Path) -> None:
+    runs = []
+    for commit in COMMITS:
+        shutil.copytree(EARLIER / commit / "run", tmp_path / commit)
+        runs.append(str(tmp_path / commit))
+    words = ["--output", str(tmp_path / "study"), "--warmup-steps", "1"]
+    assert main(["compare", *runs, *words]) == 0
+    report = json.loads((tmp_path / "study/report.json").read_text())
+    assert [len(variant["loss"]["values"]) for variant in report["variants"]] == [6] * len(COMMITS)
+
+
+@pytest.mark.gate
+def test_reports_keep_their_fields(in_earlier: None, tmp_path: Path) -> None:
+    variants = ["--vary", "optimizer.lr=1e-2,3e-2", "--rounds=1", "--warmup-steps=1"]
+    alone = ["--ranks=1", "--steps=2", f"--output={tmp_path}"]
+    assert main(["compare", "recipe.toml", *variants, *alone]) == 0
+    found = set(fields(json.loads((tmp_path / "report.json").read_text())))
+    for commit in COMMITS:
+        gone = UNTIL_38F6C66["report"] if commit == "6ebf193" else set()
+        missing = set(kept(commit, "report.json")) - found - gone
+        # Shares have the names of the phases in metrics.jsonl; a phase without time is left out.
+        assert not {name for name in missing if "time_shares" not in name}

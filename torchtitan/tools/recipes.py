@@ -1,0 +1,100 @@
+"""List the recipes that come with the package, and copy them."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan.config import (
+    ConfigError,
+    extended,
+    merge,
+    nearest,
+    packaged_folder,
+    packaged_name,
+    packaged_recipes,
+    read_file,
+    read_recipe,
+    validate_all,
+)
+from torchtitan.job import JobConfig
+from torchtitan.logging import on_terminal
+from torchtitan.tools.options import Verb, verb
+
+BASES = "base/"
+"""Recipes that others extend, and that are not trained by themselves."""
+
+app = verb(help=__doc__)
+
+
+@app.callback(invoke_without_command=True)
+def list_recipes(context: typer.Context) -> None:
+    if context.invoked_subcommand:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("recipe or study", "model", "ranks", "", box=None, padding=(0, 2, 0, 0))
+    for name, path in packaged_recipes().items():
+        if not name.startswith(BASES):
+            table.add_row(name, *described(path))
+    console = Console(width=None if on_terminal() else 10_000)
+    with console.capture() as capture:
+        console.print(table)
+    print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")
+    print("\nstart one with `torchtitan train NAME`, a study with `torchtitan compare NAME`")
+
+
+@app.command(cls=Verb)
+def copy(
+    name: Annotated[str, typer.Argument(help="a packaged recipe or study: llama3_8b")],
+    to: Annotated[Path, typer.Argument(help="a folder, or a file that ends with .toml")] = Path(),
+) -> None:
+    """Copy a recipe and those that it extends; nothing is overwritten."""
+    recipes = packaged_recipes()
+    recipe = recipes.get(packaged_name(name))
+    if recipe is None:
+        near = nearest(packaged_name(name), recipes) or "; see torchtitan recipes"
+        raise ConfigError(f"{name}: there is no packaged recipe of that name{near}")
+    is_file = to.suffix == ".toml"
+    root = to.parent if is_file else to
+    start = recipe.parent if is_file else packaged_folder()
+    files = {source: root / os.path.relpath(source, start) for source in needed(recipe)}
+    if is_file:
+        files[recipe] = to
+    for source, file in files.items():
+        if ".." in file.relative_to(root).parts:
+            raise ConfigError(f"{name} extends {source.name}, in another folder: copy to a folder")
+        if file.exists() and file.read_bytes() != source.read_bytes():
+            raise ConfigError(f"{file} exists, with other content; copy to another folder")
+    for source, file in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(source.read_bytes())
+        print(file)
+
+
+def described(path: Path) -> tuple[str, str, str]:
+    """Return the model and ranks of a recipe or study, and the first sentence of its comment."""
+    text = path.read_text(encoding="utf-8")
+    lines = re.match(r"(#.*\n)*", text)
+    comment = " ".join((lines[0] if lines else "").replace("# ", "").split())
+    sentence = re.split(r"\.(?= [A-Z]|$)", comment)[0]
+    settings = merge(JobConfig, read_recipe(path, []), [])
+    if study := settings.get(("ranks",)):
+        return "", str(study.value), sentence
+    job, _, _ = validate_all(JobConfig, settings)
+    documented = re.search(r"on (\d+) GPUs", sentence)
+    ranks = documented[1] if documented else f"{job.parallelism.least_ranks}+"
+    return f"{job.model.name} {job.model.flavor}", ranks, sentence
+
+
+def needed(path: Path) -> Iterator[Path]:
+    """Yield a recipe or study, and all files that it extends or names."""
+    yield path
+    for key, setting in read_file(path, []).items():
+        of_variant = len(key) == 3 and (key[0], key[2]) == ("variants", "recipe")
+        if of_variant or key in (("extends",), ("recipe",)):
+            yield from needed(extended(path, setting.value))
