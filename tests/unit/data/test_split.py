@@ -180,10 +180,6 @@ def test_streams_cannot_be_divided(tmp_path: Path) -> None:
     [
         ("--data.dataset c4", "documents of a stream, which are read in order, cannot be held out"),
         ("--data.dataset synthetic", 'only text can be held out, and the data set "synthetic" has'),
-        (
-            "--data.dataset scenes --model.name vit_mae",
-            'only text can be held out, and the data set "scenes" has none',
-        ),
     ],
 )
 def test_what_has_no_documents_to_hold_out(
