@@ -226,7 +226,8 @@ def read(
 def problems_of_files(job: JobConfig) -> Iterator[Problem]:
     """Find problems in a first look at data files."""
     task = TASKS[MODELS[job.model.name].task]
-    held_out = job.validation.data(job.data) if job.validation.enable else {}
+    is_other = job.validation.enable and job.data.validation_fraction is None
+    held_out = job.validation.data(job.data) if is_other else {}
     for section, configs in (("data", [job.data]), ("validation", held_out.values())):
         for config in configs:
             key = f"{section}.dataset_path" if config.dataset_path else f"{section}.dataset"

@@ -83,6 +83,8 @@ class Console:
         held_out = context.recipe.get("validation.dataset_path") or (
             context.recipe.get("validation.dataset")
         )
+        if context.recipe.get("data.validation_fraction"):
+            held_out = "held-out documents"
         self.held_out = held_out if isinstance(held_out, str) else ""
         """Name of the validation data set if there is only one; rows name one of several."""
         self.bar: Any = None
