@@ -16,6 +16,7 @@ from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from tests.compare.browser import CHROMIUM, opened_browser
 from torchtitan.launch import WRONG_RECIPE
@@ -75,7 +76,7 @@ def test_headings_of_a_page_can_be_linked(site: Path) -> None:
 @pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_search_finds_a_page(scheme: str, site: Path) -> None:
+def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -86,6 +87,8 @@ def test_search_finds_a_page(scheme: str, site: Path) -> None:
             page.goto(f"http://127.0.0.1:{server.server_port}/")
             shown = page.locator("body").get_attribute("data-md-color-scheme")
             assert shown == {"light": "default", "dark": "slate"}[scheme]
+            options = {"runOnly": ["color-contrast", "link-in-text-block"]}
+            assert Axe().run(page, options=options).response["violations"] == []
             page.get_by_placeholder("Search").fill("exit codes")
             page.locator(".md-search-result__link").first.click()
             page.wait_for_url("**/exit_codes/**")
