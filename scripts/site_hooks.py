@@ -1,7 +1,7 @@
 """Parts of the site that mkdocs does not find in docs/ by itself.
 
 Pages from elsewhere in the repository are added. The README's section Install, the options of the
-verbs and the purposes of all modules are filled in. Links to files that the site does not have become
+verbs and the purposes of all modules are filled in. Links to files outside of the site become
 plain text: the pages are also read in the repository, where those links work.
 """
 
