@@ -82,13 +82,16 @@ def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> No
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with opened_browser() as browser:
             page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+            page.set_default_timeout(120_000)
             requested: list[str] = []
             page.on("request", lambda request: requested.append(request.url))
-            page.goto(f"http://127.0.0.1:{server.server_port}/?q=exit+codes")
+            home = f"http://127.0.0.1:{server.server_port}/"
+            page.goto(home)
             shown = page.locator("body").get_attribute("data-md-color-scheme")
             assert shown == {"light": "default", "dark": "slate"}[scheme]
             options = {"runOnly": ["color-contrast", "link-in-text-block"]}
             assert Axe().run(page, options=options).response["violations"] == []
+            page.goto(f"{home}?q=exit+codes")
             page.get_by_placeholder("Search").click()
             page.locator(".md-search-result__link").first.click()
             page.wait_for_url("**/exit_codes/**")
