@@ -16,8 +16,7 @@ from pip._vendor.packaging.requirements import Requirement
 def is_satisfied(extras: str) -> bool:
     root = Path(__file__).resolve().parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [(name, target)] = project["scripts"].items()
-    if target not in (script.value for script in entry_points(group="console_scripts", name=name)):
+    if not entry_points(group="console_scripts", name="torchtitan"):
         return False
     wanted = list(project["dependencies"])
     if extra := extras.strip("[]"):

@@ -35,6 +35,8 @@ def added() -> dict[str, str]:
 
 
 ADDED = added()
+LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "modules", "api")
+MORE_SEARCHED = ("troubleshooting", "glossary", "quickstart", "layouts")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -50,6 +52,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         markdown += "\n\n" + "\n".join(verbs())
     if page.file.src_uri == "modules.md":
         markdown += "\n\n" + "\n".join(modules())
+    if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
+        boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
+        page.meta["search"] = {"boost": boost}
     assert page.file.abs_src_path is not None
     here = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
 

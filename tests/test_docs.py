@@ -73,7 +73,7 @@ DAILY = [page for page in PAGES if page.name not in LONG]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 NOT_RUN = {
-    "README.md": ["needs Slurm"],
+    "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
     "remote.md": ["needs s3fs", "needs a bucket"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],

@@ -42,6 +42,14 @@ def test_a_second_clone_uses_the_active_environment_and_its_own_code(clone: Path
     assert not (clone / ".venv").exists()
 
 
+def test_an_environment_without_our_command_is_not_used(clone: Path) -> None:
+    """Such as one with Meta's distribution `torchtitan`."""
+    code = "import runpy, sys, importlib.metadata as m; m.entry_points = lambda **_: (); "
+    code += "sys.argv = ['satisfied.py', '']; runpy.run_path('scripts/satisfied.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=clone, check=False)
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("requirement", ["torch >= 99", "no-such-package-anywhere"])
 def test_an_environment_that_lacks_something_is_not_used(requirement: str, clone: Path) -> None:
     project = clone / "pyproject.toml"

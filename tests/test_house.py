@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["research"],
+    ["tools.entry"],
     ["tools.cli", "launch"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor"],

@@ -54,8 +54,6 @@ lists: --section.key a b, or a,b; to unset an optional setting: --section.key no
 REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
-DEBUG_RECIPE = Path("train_configs/debug_model.toml")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit status."""
@@ -256,11 +254,9 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
 
 def no_recipe() -> str:
     """Explain the options without a recipe: the defaults alone train ten thousand steps."""
-    in_tree = Path(__file__).parents[1] / DEBUG_RECIPE
-    debug = next((path for path in (DEBUG_RECIPE, in_tree) if path.is_file()), "RECIPE.toml")
     return (
         "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
-        f"small model in minutes: torchtitan train {debug}; or, to train with the defaults, "
+        "small model in minutes: torchtitan train debug_model; or, to train with the defaults, "
         "--training.steps N"
     )
 
