@@ -149,7 +149,6 @@ def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path: Path, theirs: The
     assert losses(tmp_path / "v03") == losses(tmp_path / "v02") != theirs.losses
     words = refusal(resumed(tmp_path / "run", theirs.folder / "v03"))
     assert "missing: optimizer.state.layers.0.attention.wq.weight.exp_avg" in words
-    assert words.endswith('set checkpoint.exclude_from_loading = ["optimizer"]')
 
 
 def test_adam_goes_on_from_adam(tmp_path: Path) -> None:

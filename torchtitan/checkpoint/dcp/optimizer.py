@@ -53,8 +53,7 @@ def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -
         wrong += [f"unexpected: {STATE}{weight}.{state}" for state in sorted(there - wanted)]
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
-        fix = 'to start without them, set checkpoint.exclude_from_loading = ["optimizer"]'
-        lines = (f"  {line}" for line in [*wrong[:SHOWN], *more, fix])
+        lines = (f"  {line}" for line in [*wrong[:SHOWN], *more])
         raise RecipeError([f"{checkpoint.path}: not the states of {optimizer.name}:", *lines])
 
 
