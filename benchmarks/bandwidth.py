@@ -185,7 +185,7 @@ def begins(saved: float, longer: float) -> float | None:
 
 
 def ratio(mine: Measured, other: Measured, speed: str) -> float:
-    """Of the tokens a second: the median over the rounds."""
+    """Return the ratio of tokens/s: the median over the rounds."""
     pairs = zip(mine.seconds[speed], other.seconds[speed], strict=True)
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
@@ -208,7 +208,7 @@ Others used the machine meanwhile: its load was {load}.
 
 *MB* is what a rank sends to the other node in a step, counted by the link. *Processor* is the
 processor time of a step, of all ranks, in milliseconds; what others do on the machine hardly
-changes it. The rest are tokens a second of all ranks, the median of {rounds} rounds, by bandwidth
+changes it. The rest are tokens/s of all ranks, the median of {rounds} rounds, by bandwidth
 in Gb/s; the last column is without a link.
 
 | | MB | processor | {speeds} | none |
@@ -217,12 +217,12 @@ in Gb/s; the last column is without a link.
 
 ## Break-even bandwidth
 
-Below how many Gb/s it is faster than what stands beside it. *Measured*: where the median ratio of
+Below how many Gb/s it is faster than the other method. *Measured*: where the median ratio of
 both in the same round passes 1 on this machine, which others used, so that codes took several
 times as long as on one that is free; above 1 Gb/s the link hardly matters, and a ratio near 1
 passes it by chance. *By formula*: 8 (b - b') / (a' - a), with the bytes b of the table, and for the
 seconds a its processor time, shared by {cores} cores that have nothing else to do. *Ratio*: that of
-the tokens a second at {slowest} Gb/s, median, least and most of the rounds.
+the tokens/s at {slowest} Gb/s, median and range over the rounds.
 
 {crossings}
 {predicted}"""
@@ -342,12 +342,12 @@ GPU_VARIANTS = {
 PREDICTED = """\
 ## On GPUs, by the formula
 
-{nodes} nodes of {gpus} GPUs train Llama 3 8B, {tokens:,} tokens a GPU and step: weights are
+{nodes} nodes of {gpus} GPUs train Llama 3 8B, {tokens:,} tokens per GPU and step: weights are
 gathered in bfloat16, gradients reduced in float32. **Nothing of that was measured.** *GB* is what a
 GPU sends in a step on the axis that joins the nodes, by the formulas, around a ring, with a network
 card of its own. Computing takes {compute:.2f} s, if 6 x {numbers:.2f} billion parameters x tokens
 run at {mfu:.0%} of the {peak:.0f} TFLOP/s of an {gpu}. *Longer* is what writing and reading codes
-adds at the least: in one kernel that reads and writes everything once, at {memory:.2f} TB/s (DeMo's
+adds at least: in one kernel that reads and writes everything once, at {memory:.2f} TB/s (DeMo's
 transforms at {float32:.0f} TFLOP/s). Eager PyTorch makes many passes and takes a multiple of that,
 which divides the next column by as much. It pays below 8 (b - b') / (a' - a) Gb/s if nothing is
 sent while something is computed, and below 8 b / a' if as much as possible is.
@@ -448,7 +448,7 @@ def draw(found: Mapping[str, Measured]) -> Picture:
                 picture.line([(left, y(value)), (right, y(value))], LINE, width=0.5)
                 picture.text(left - 8, y(value) + 4, f"{value:,}", "end")
     picture.text((left + right) / 2, bottom + 38, "Gb/s between nodes", "middle", MUTED)
-    picture.text(left, 24, "tokens a second, all ranks", color=MUTED)
+    picture.text(left, 24, "tokens/s, all ranks", color=MUTED)
     for number, (name, values) in enumerate(lines.items()):
         color, dash = COLORS[number % len(COLORS)], ("", "6 3", "2 2")[number % 3]
         points = [(x(speed), y(value)) for speed, value in zip(GIGABITS, values, strict=True)]

@@ -58,7 +58,7 @@ def copies_and_parts(copies: int, parts: int, title: str, about: str, notes: lis
 
 
 def ddp() -> Picture:
-    notes = ["Backward: an all-reduce of each block's gradients, once a step."]
+    notes = ["Backward: an all-reduce of each block's gradients, once per step."]
     about = "Two ranks; each holds all six blocks and reads samples of its own."
     return copies_and_parts(2, 1, "DDP: every rank has the whole model", about, notes)
 
@@ -75,7 +75,7 @@ def fsdp() -> Picture:
 def hsdp() -> Picture:
     notes = [
         "Dashed: all-gathers and reduce-scatters stay among the ranks of one copy.",
-        "Arrows: an all-reduce of each part's gradients between the copies, once a step.",
+        "Arrows: an all-reduce of each part's gradients between the copies, once per step.",
     ]
     about = "Two copies of two ranks; each rank holds half of every block."
     return copies_and_parts(2, 2, "HSDP: copies of a model in parts", about, notes)
@@ -114,7 +114,7 @@ def tensor() -> Picture:
             *("sums", ("reduce-scatter", "")),
             *("tokens", ("all-gather", "")),
             *("whole", ("output", "columns")),
-            *("features", ("all-reduce", "3 numbers a token")),
+            *("features", ("all-reduce", "3 numbers per token")),
             "loss",
         ],
     }

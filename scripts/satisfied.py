@@ -9,15 +9,16 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
-# The interpreter may have nothing installed but pip, which brings this library along.
-from pip._vendor.packaging.requirements import Requirement
+try:
+    from packaging.requirements import Requirement
+except ModuleNotFoundError:  # it is required, too
+    sys.exit(1)
 
 
 def is_satisfied(extras: str) -> bool:
     root = Path(__file__).resolve().parent.parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [(name, target)] = project["scripts"].items()
-    if target not in (script.value for script in entry_points(group="console_scripts", name=name)):
+    if not entry_points(group="console_scripts", name="torchtitan"):
         return False
     wanted = list(project["dependencies"])
     if extra := extras.strip("[]"):

@@ -41,6 +41,10 @@ flavor = "8B"
 lr = 3e-4
 ```
 
+**Names.** The recipes of this project come with the package, and are found by name in any folder,
+also by `extends`: `torchtitan train debug_model`. A file with that path has priority. `torchtitan
+recipes` lists them, and `torchtitan recipes copy NAME` copies one with those that it extends.
+
 **Precedence.** Flags override the recipe, the recipe overrides the one it extends, and that
 overrides the defaults. A recipe that changes `optimizer.name` does not inherit settings that the
 new optimizer does not have. A recipe with `[[convert]]` sections does not inherit any;

@@ -20,13 +20,17 @@ PACKAGE = Path(__file__).parent.parent / "torchtitan"
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["research"],
-    ["tools.cli", "launch"],
+    ["__main__"],
+    ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
     ["tools.explain", "tools.evaluate"],
     ["tools.history", "tools.options"],
+    ["tools.reference"],
+    ["tools.commands"],
+    ["launch"],
     ["train"],
     ["trainer"],
     ["build"],

@@ -23,6 +23,30 @@ ODD = re.compile(
 """Words that say in a private way what the field has a term for."""
 
 
+PAGES = [
+    *(PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((PACKAGE.parent / "docs").rglob("*.md")),
+    *sorted(PACKAGE.glob("research/*/README.md")),
+]
+PRIVATE = re.compile(
+    r"\b(few bits|ways? to send|runs? apart|middle half|steps in the backward|what rounding takes"
+    r"|right in the mean|anew|all the same|at the least|at the most"
+    r"|(ms|bytes|GiB|GB|MB|messages|tokens|images|numbers|seconds) a"
+    r" (step|rank|parameter|second|device|GPU|microbatch|token|number))\b"
+)
+"""Words that a reader would not search for: the field says low-bit, per step, IQR, unbiased."""
+SEARCHED = """
+    8-bit attention, activation checkpointing, auxiliary losses, context parallelism, crashed or
+    hung, data parallelism, DCP, DeMo, DiLoCo, error feedback, Float8, FSDP, GaLore, HSDP, Hugging
+    Face, infrequent synchronization, lm-evaluation-harness, local SGD, loss spikes, low-bit
+    gradients, low-bit optimizer states, low-bit weights, Muon, multi-node, multi-token
+    prediction, MXFP8, optimizer offload, optimizer-in-backward, parameter groups, pipeline
+    parallelism, preemption, QSDP, restarts, S3, stragglers, TensorBoard, tensor parallelism,
+    torch.compile, unbiased, z-loss, ZeRO
+"""
+"""Terms that a reader searches for, each of which is in a heading."""
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Every docstring of a module, of fields too, with its line."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -45,3 +69,16 @@ def faults(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_docstrings_are_plain_english(path: Path) -> None:
     assert not list(faults(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PACKAGE.parent)))
+def test_pages_use_the_terms_of_the_field(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [found[0] for found in PRIVATE.finditer(" ".join(prose.split()))] == []
+
+
+def test_terms_that_are_searched_are_headings() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    headings = "\n".join(re.findall(r"^#+ (.+)$", text, re.MULTILINE)).lower()
+    terms = (" ".join(term.split()) for term in SEARCHED.split(","))
+    assert [term for term in terms if term.lower() not in headings] == []

@@ -1,6 +1,7 @@
 """Packages that this one needs or can use, and the other distribution called `torchtitan`."""
 
 import importlib.util
+import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
@@ -8,14 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import tomli
 
-from torchtitan.logging import logger
-
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION: Final = "torchtitan-pretrain"
-COMMAND: Final = "torchtitan.tools.cli:main"
-"""Entry point of the command, by which a distribution of this project is recognized."""
 PACKAGE: Final = Path(__file__).parent
 
 
@@ -54,9 +51,12 @@ def is_installed(module: str) -> bool:
 
 
 def other_torchtitan() -> str | None:
-    """Return the version of Meta's distribution `torchtitan`, if this environment has it, too."""
+    """Return the version of Meta's distribution `torchtitan`, if this environment has it, too.
+
+    It has no command, unlike this project, which had the same name before.
+    """
     for found in distributions(name="torchtitan"):
-        if all(entry.value != COMMAND for entry in found.entry_points):
+        if not found.entry_points:
             return found.version
     return None
 
@@ -65,7 +65,7 @@ def other_torchtitan() -> str | None:
 def warn_of_other() -> None:
     """Warn once of another distribution that installs files of the same import name."""
     if version := other_torchtitan():
-        logger.warning(
+        logging.getLogger("torchtitan").warning(
             "Meta's torchtitan %s is installed in this environment, too, and has the same import "
             "name; the files in %s are used. To remove it: pip uninstall torchtitan, and then "
             "install %s again, as both own some of the files",

@@ -80,7 +80,7 @@ def test_the_numbers_show_what_is_not_loaded(commit: str, part: str, tmp_path: P
 @pytest.mark.parametrize("commit", COMMITS)
 def test_its_digests_are_verified(commit: str, tmp_path: Path) -> None:
     path = EARLIER / commit / "checkpoint/step-3"
-    assert inspection.verify(path) == (True, [f"{path}: equal to what was saved, to the bit"])
+    assert inspection.verify(path) == (True, [f"{path}: OK"])
     saved = SavedTensors(path)
     for name in saved.shapes():
         tensor = saved.read(name).clone()

@@ -63,8 +63,8 @@ def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -
     assert "killed after step 2 was saved, resumed on one rank" in lines
     assert "killed after step 2 was saved, resumed on 2 ranks (dp_shard 2)" in lines
     assert lines[-1].startswith(
-        "the same run: killed after step 2 of 4 and resumed on one rank, to the bit; "
-        "on 2 ranks (dp_shard 2), losses are off by "
+        "PASS: killed after step 2 of 4 and resumed on one rank, to the bit; "
+        "on 2 ranks (dp_shard 2): max loss difference "
     )
     rows = [line.split() for line in lines if line.strip().startswith("3 ")]
     assert len(rows) == 2
@@ -79,7 +79,7 @@ def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(
 ) -> None:
     assert verify("--then-layout", "tp=2") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "resumed on 2 ranks (dp_shard 2), to the bit; on 2 ranks (tp 2), losses" in last
+    assert "resumed on 2 ranks (dp_shard 2), to the bit; on 2 ranks (tp 2): max loss" in last
 
 
 def test_optimizer_state_that_is_not_loaded_is_named(
@@ -93,7 +93,7 @@ def test_optimizer_state_that_is_not_loaded_is_named(
     monkeypatch.setattr(contents, "load_into", forgetful)
     assert alone() == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    where = "another run: resumed on one rank, step 2, as it was loaded: optimizer.layers.0."
+    where = "FAIL: resumed on one rank, step 2, as it was loaded: optimizer.layers.0."
     assert last.startswith(f"{where}attention.wq.weight.exp_avg[")
     assert "] is 0, uninterrupted " in last
     assert last.endswith("; 2 of 85 tensors differ")

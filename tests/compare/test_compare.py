@@ -128,6 +128,11 @@ def test_runs_that_exist_are_compared_as_they_are(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/report.json").read_text())["machine"]["device"] == "abacus"
     with pytest.raises(RecipeError, match="--baseline: got x; allowed: slow, fast"):
         compare_folders([slow, fast], "x", tmp_path / "out", 5)
+    before = (tmp_path / "out/report.json").read_bytes()
+    with pytest.raises(RecipeError, match="out: has the report of other runs; choose another"):
+        compare_folders([fast, slow], None, tmp_path / "out", 5)
+    assert (tmp_path / "out/report.json").read_bytes() == before
+    compare_folders([slow, fast], None, tmp_path / "out", 5)
 
 
 def test_other_data_are_no_parity(tmp_path: Path) -> None:

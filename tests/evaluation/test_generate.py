@@ -275,7 +275,13 @@ def test_text_that_grows_is_the_text_that_is_printed_at_once(
     grown = capfd.readouterr()
     assert cli.main(["generate", *words]) == 0
     assert capfd.readouterr().out == grown.out
-    assert grown.out.startswith("=== prompt 1\na\n--- continued\n")
+    first, second = grown.out.split("=== prompt 2\n")
+    assert first.startswith("=== prompt 1\na")
+    assert second.startswith("b")
+    [one] = results(capfd, *words[:3], "--tokens", "20")
+    assert first == f"=== prompt 1\na{one['continuation']}\n\n"
+    assert cli.main(["generate", *words[:3], "--tokens", "20"]) == 0
+    assert capfd.readouterr().out == f"a{one['continuation']}\n\n"
     assert "tokens/s" in grown.err
 
 

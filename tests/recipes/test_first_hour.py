@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import tiers
-from torchtitan.launch import main as launch
+from torchtitan import __version__
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_train_without_a_recipe_offers_one(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *flags]) == 2
-    assert launch(["--processes", "2", *flags]) == 2
+    assert main(["train", "--processes", "2", *flags]) == 2
     told = capsys.readouterr().err
     expected = (
         "error: torchtitan train: got no recipe\n"
@@ -58,7 +58,7 @@ def test_the_debug_recipe_is_named_as_it_can_be_typed(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     python = sys.version.split()[0]
-    expected = f"torchtitan {version('torchtitan')}, torch {version('torch')}, Python {python}\n"
+    expected = f"torchtitan {__version__}, torch {version('torch')}, Python {python}\n"
     assert capsys.readouterr().out == expected
 
 
@@ -69,18 +69,18 @@ def test_help_of_a_section_has_that_section_alone(
     assert main(["train", "--help", about]) == 0
     name = about.strip("[]")
     lines = capsys.readouterr().out.splitlines()
-    headers = [line for line in lines if line.startswith("[")]
+    headers = [line for line in lines if line.startswith("╭")]
     assert headers
-    assert all(line.strip("[").startswith(name) for line in headers)
-    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert all(line.strip("╭─ [").startswith(name) for line in headers)
+    flags = [line.split()[1] for line in lines if line.startswith("│ --")]
     assert flags
     assert all(flag.startswith(f"--{name}.") for flag in flags)
 
 
 def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "recipe.toml", "--help", "training.seq-len"]) == 0
-    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-    assert [flag.split()[0] for flag in flags] == ["--training.seq_len"]
+    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")]
+    assert [flag.split()[1] for flag in flags] == ["--training.seq_len"]
 
 
 def test_help_before_a_flag_is_that_of_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,13 @@ import platform
 import re
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.reliability.conftest import PROPERTY, Row
+from torchtitan import __version__
 from torchtitan.device import Device
 
 FOLDER = Path(__file__).parent
@@ -64,7 +64,7 @@ def machine() -> str:
         f"{time.strftime('%d %B %Y')}: {Device('cpu').name}, {os.cpu_count()} cores, "
         f"{memory:.0f} GiB; {platform.system()} {platform.release().split('-')[0]}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, torchtitan "
-        f"{version('torchtitan')}."
+        f"{__version__}."
     )
 
 

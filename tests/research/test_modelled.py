@@ -83,9 +83,9 @@ def test_what_sends_less_is_compared_with_a_model_of_it(
     said = capsys.readouterr().out
     assert "\n  everything is computed in float64: " in said
     last = said.splitlines()[-1]
-    assert last.startswith("the same run: 3 steps simulated in one process and ")
+    assert last.startswith("PASS: 3 steps simulated in one process and ")
     # Far less than what is allowed: no number was sent in another code.
-    assert float(last.split(" off by ")[1].split()[0]) < 1e-9
+    assert float(last.split(" difference ")[1]) < 1e-9
 
 
 def test_without_a_model_it_is_refused(
@@ -118,7 +118,7 @@ def test_a_code_that_is_wrong_is_named(
     monkeypatch.setattr(QuantizedReduce, "__call__", spoiled)
     assert verify(MODELLED["QSDP"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.match(r"another run: SGD with momentum, step 1, rank 1: gradient of ", last)
+    assert re.match(r"FAIL: SGD with momentum, step 1, rank 1: gradient of ", last)
 
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

@@ -48,6 +48,28 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
     assert {*folders, "reference: 3.5"} <= {*words(path)}
 
 
+def test_other_metrics_are_drawn_into_files_of_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(1, loss=5.0), row(2, loss=3.0), {"step": 2, "event": "statistics", "norm/a": 0.5}]
+    folder = write_run(tmp_path / "run", rows)
+    assert main(["plot", str(folder), "--metric", "norm/a", "--metric", "loss"]) == 0
+    assert capsys.readouterr().out == f"{folder}/norm-a.svg\n{folder}/loss.svg\n"
+    assert "norm/a" in words(folder / "norm-a.svg")
+    assert main(["plot", str(folder), "--metric", "los"]) == 2
+    assert f"{folder}: the run has reported no los; its metrics: " in capsys.readouterr().err
+
+
+def test_a_file_that_is_there_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = write_run(tmp_path / "run", [row(1, loss=5.0)]), tmp_path / "curves.svg"
+    path.write_text("mine")
+    assert main(["plot", str(folder), "--output", str(path)]) == 2
+    assert "curves.svg; already exists" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [

@@ -81,7 +81,7 @@ def test_what_is_shown_of_a_run(tmp_path):
     (folder / "environment.json").write_text(json.dumps(environment))
     assert lines(folder) == [
         "run         long  llama3 8B  8 x NVIDIA H100  a, b",
-        "state       alive: last row 5.0 s ago; 0:00:20 of steps until the next report",
+        "state       alive: last report 5.0 s ago; next expected in 15 s",
         "step        20 of 1,000 (2%), 0:01:00 left",
         "loss        █▅▁  3.0000",
         "grad norm   ▁▁▁  1.0000",
@@ -136,20 +136,20 @@ def test_a_run_that_has_not_reported_yet(tmp_path):
 @pytest.mark.parametrize(
     ("step", "step_time", "since", "expected"),
     [
-        (20, 2.0, 5, "alive: last row 5.0 s ago; 0:00:20 of steps until the next report"),
+        (20, 2.0, 5, "alive: last report 5.0 s ago; next expected in 15 s"),
         (20, 2.0, 60, "alive: "),
         (
             20,
             2.0,
             61,
-            "silent: last row 0:01:01 ago; 0:00:20 of steps",
+            "silent: last report 0:01:01 ago; next was expected after 20 s. It may be saving,",
         ),
         # Nine steps are left, of a tenth of a second: half a minute is not yet long.
-        (1, 0.1, 30, "alive: last row 0:00:30 ago; 0.9 s of steps until the next report"),
+        (1, 0.1, 30, "alive: last report 30 s ago; next was expected after 0.9 s"),
         (1, 0.1, 31, "silent: "),
         (1000, 2.0, 3600, "finished at step 1,000, 1:00:00 ago"),
         # A clock that differs from this one.
-        (20, 2.0, -9, "alive: last row 0.0 s ago"),
+        (20, 2.0, -9, "alive: last report 0.0 s ago"),
     ],
 )
 def test_whether_a_run_seems_alive(step, step_time, since, expected, tmp_path):

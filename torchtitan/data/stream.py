@@ -163,6 +163,9 @@ class DataStream:
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
         if advice := source.advice(self._lanes):
             logger.warning("data: %s", advice)
+        if isinstance(source, ShuffledDocuments) and (part := source.part):
+            use = "held out" if config.is_held_out else "trained on"
+            logger.info("data: %s are %s (data.validation_fraction)", part, use)
         self._restart(0, {})
 
     def _restart(self, samples: int, records: dict[int, SampleStart | None]) -> None:

@@ -1,4 +1,4 @@
-"""Draw the loss of runs side by side: an SVG, which every browser shows.
+"""Plot the loss, or other metrics, of runs in one SVG file, which every browser shows.
 
 It is written by hand, so that no plotting library is needed; `torchtitan compare` has interactive
 plots of much more.
@@ -29,48 +29,80 @@ app = verb()
 
 @app.command(cls=Verb, help=__doc__.partition("\n")[0])
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of each run: outputs/x")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs (job.dump_folder): outputs/x.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help=("file to write; absent: loss.svg in the first run's folder")
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write (default: loss.svg in the first run's folder).",
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Metric to plot, such as grad_norm; may be repeated (default: loss).",
         ),
     ] = None,
     reference: Annotated[
         float | None,
         typer.Option(
             metavar="LOSS",
-            help=("a loss to compare with, drawn as a line, such as the unigram loss"),
+            help="Loss to compare with, drawn as a line, such as the unigram loss.",
         ),
     ] = None,
 ) -> None:
-    path = output or runs[0] / "loss.svg"
-    curves = [Curve.of(RunHistory.open(folder), folder) for folder in runs]
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output: got {path}; there is no folder {path.parent}")
-    path.write_text(draw(curves, reference), encoding="utf-8")
-    print(path)
+    metrics = metric or ["loss"]
+    if output is not None:
+        problem = (
+            f"there is no folder {output.parent}"
+            if not output.parent.is_dir()
+            else "already exists; choose another file, or delete it"
+            if output.exists()
+            else "it is one file; draw one --metric at a time"
+            if len(metrics) > 1
+            else ""
+        )
+        if problem:
+            raise ConfigError(f"--output: got {output}; {problem}")
+    histories = [RunHistory.open(folder) for folder in runs]
+    drawn = {
+        key: draw([Curve.of(*pair, key) for pair in zip(histories, runs, strict=True)], reference)
+        for key in metrics
+    }
+    for key, text in drawn.items():
+        path = output or runs[0] / f"{key.replace('/', '-')}.svg"
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run by step; those that are not finite are left out."""
+    """The losses of a run by step, or another metric; those that are not finite are left out."""
 
     name: str
+    metric: str
     training: Sequence[Point]
     validation: Sequence[Point]
 
     @classmethod
-    def of(cls, history: RunHistory, folder: Path) -> "Curve":
-        """Read the losses of a run.
+    def of(cls, history: RunHistory, folder: Path, metric: str) -> "Curve":
+        """Read a metric of a run.
 
         Raises:
-            ConfigError: if it has reported no loss yet.
+            ConfigError: if it has not been reported.
         """
-        training = list(_points(history.reports, "loss"))
-        if not training:
-            raise ConfigError(f"{folder}: the run has reported no loss")
-        return cls(str(folder), training, list(_points(history.rows, "validation_loss")))
+        points = list(_points(history.rows, metric))
+        if not points:
+            numbers = {k for row in history.rows for k, v in row.items() if isinstance(v, float)}
+            there = f"; its metrics: {', '.join(sorted(numbers))}" if numbers else ""
+            raise ConfigError(f"{folder}: the run has reported no {metric}{there}")
+        dots = list(_points(history.rows, "validation_loss")) if metric == "loss" else []
+        return cls(str(folder), metric, points, dots)
 
 
 def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
@@ -113,7 +145,9 @@ def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
             parts.append(f'<circle cx="{x(step)}" cy="{y(loss)}" r="4" fill="{color}"/>')
         parts.append(text(RIGHT, TOP + 14 + 18 * number, curve.name, color))
     dots = "; dots: validation" if any(curve.validation for curve in curves) else ""
-    parts.append(text(RIGHT, HEIGHT - 6, f"training loss{dots}", INK))
+    metric = curves[0].metric
+    title = "training loss" if metric == "loss" else metric
+    parts.append(text(RIGHT, HEIGHT - 6, f"{title}{dots}", INK))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -129,5 +163,6 @@ def scale(losses: Sequence[float]) -> tuple[float, float, float]:
 
 def _points(rows: Sequence[Row], key: str) -> Iterator[Point]:
     for row in rows:
-        if (value := row.get(key)) is not None and math.isfinite(value):
+        value = row.get(key)
+        if isinstance(value, float | int) and math.isfinite(value):
             yield row["step"], value

@@ -41,14 +41,19 @@ def list_recipes(context: typer.Context) -> None:
     for name, path in packaged_recipes().items():
         if not name.startswith(BASES):
             table.add_row(name, *described(path))
-    Console(width=None if on_terminal() else 10_000).print(table)
+    console = Console(width=None if on_terminal() else 10_000)
+    with console.capture() as capture:
+        console.print(table)
+    print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")
     print("\nstart one with `torchtitan train NAME`, a study with `torchtitan compare NAME`")
 
 
 @app.command(cls=Verb)
 def copy(
-    name: Annotated[str, typer.Argument(help="a packaged recipe or study: llama3_8b")],
-    to: Annotated[Path, typer.Argument(help="a folder, or a file that ends with .toml")] = Path(),
+    name: Annotated[str, typer.Argument(help="Packaged recipe or study: llama3_8b.")],
+    to: Annotated[
+        Path, typer.Argument(help="Folder, or file that ends with .toml (default: this folder).")
+    ] = Path(),
 ) -> None:
     """Copy a recipe and those that it extends; nothing is overwritten."""
     recipes = packaged_recipes()
@@ -92,5 +97,6 @@ def needed(path: Path) -> Iterator[Path]:
     """Yield a recipe or study, and all files that it extends or names."""
     yield path
     for key, setting in read_file(path, []).items():
-        if key in (("extends",), ("recipe",)) or (key[0], key[-1]) == ("variants", "recipe"):
+        of_variant = len(key) == 3 and (key[0], key[2]) == ("variants", "recipe")
+        if of_variant or key in (("extends",), ("recipe",)):
             yield from needed(extended(path, setting.value))

@@ -1,4 +1,4 @@
-"""Encoding of numbers in a few bits, and of a unit for sending.
+"""Encoding of numbers in low bits, and of a unit for sending.
 
 A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 bits:
 
@@ -184,7 +184,7 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """Format in which a unit is sent: matrices in few bits, and the rest unchanged.
+    """Format in which a unit is sent: matrices in low bits, and the rest unchanged.
 
     The rest are parameters with one dim, such as norms' weights, and those smaller than a bucket.
     """
@@ -194,13 +194,13 @@ class WireFormat:
 
     @cached_property
     def parts(self) -> list[tuple[bool, int]]:
-        """Whether each parameter is sent in few bits, and its number of elements, in order."""
+        """Whether each parameter is sent in low bits, and its number of elements, in order."""
         shapes = self.unit.shapes.values()
         return [(len(s) > 1 and s.numel() >= self.codec.bucket, s.numel()) for s in shapes]
 
     @cached_property
     def coarse(self) -> int:
-        """Number of elements sent in few bits."""
+        """Number of elements sent in low bits."""
         return sum(size for is_coarse, size in self.parts if is_coarse)
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -209,7 +209,7 @@ class WireFormat:
         return self.codec.bytes_of(self.coarse) + exact * dtype.itemsize
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Split `rows` (R, p) into elements sent in few bits (R, c) and unchanged (R, p - c)."""
+        """Split `rows` (R, p) into elements sent in low bits (R, c) and unchanged (R, p - c)."""
         pieces = torch.split(rows, [size for _, size in self.parts], 1)
         kinds = [is_coarse for is_coarse, _ in self.parts]
         both = ([p for p, k in zip(pieces, kinds, strict=True) if k is w] for w in (True, False))

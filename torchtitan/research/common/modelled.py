@@ -68,7 +68,7 @@ class MeshPosition:
     boxes: Mapping[str, Box]
     """Parts of parameters, by name."""
     units: tuple[tuple[str, Mapping[str, tuple[int, ...]]], ...]
-    """Units that are sent together, with their shapes; empty if nothing is sent in few bits."""
+    """Units that are sent together, with their shapes; empty if nothing is sent in low bits."""
 
 
 def modelled_steps(

@@ -1,4 +1,4 @@
-"""Base classes of communication in few bits: settings, a step counter, and a reduction."""
+"""Base classes of low-bit communication: settings, a step counter, and a reduction."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -25,14 +25,14 @@ Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
 
 
 class Quantized(Config):
-    """Settings of messages in few bits."""
+    """Settings of low-bit messages."""
 
-    bits: int = Field(8, ge=2, le=8, description="Bits of each number that is sent.")
+    bits: int = Field(8, ge=2, le=8, description="Bits per communicated value.")
     bucket: Bucket = Field(
-        1024, description=("Count of numbers that share a scale; a multiple of 8.")
+        1024, description=("Number of values that share a scale; a multiple of 8.")
     )
     scales: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype of the scales that are sent with them."
+        "float32", description="Dtype of the scales that are sent with the values."
     )
 
     def wire_format(self, unit: Unit, form: Form) -> WireFormat:
@@ -64,7 +64,7 @@ class Clock(Communicator):
 
 
 class QuantizedReduce(Clock, Reduce):
-    """Reduction that sends rows in few bits to their owners, which sum them in float32."""
+    """Reduction that sends rows in low bits to their owners, which sum them in float32."""
 
     def __init__(self, wire_format: WireFormat, group: ProcessGroup) -> None:
         super().__init__(wire_format.unit, group)
@@ -73,7 +73,7 @@ class QuantizedReduce(Clock, Reduce):
         """Levels that all ranks use, if not at equal distances."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode the elements sent in few bits (R, c) as codes (R, bytes)."""
+        """Encode the elements sent in low bits (R, c) as codes (R, bytes)."""
         raise NotImplementedError
 
     def __call__(self, part: Tensor, whole: Tensor) -> None:
@@ -89,7 +89,7 @@ class QuantizedReduce(Clock, Reduce):
 
 
 class QuantizedGradients(Quantized, GradientsConfig):
-    """Settings of a reduction in few bits; `form` is the form of its codes."""
+    """Settings of a low-bit reduction; `form` is the form of its codes."""
 
     operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "all_to_all"
 

@@ -1,4 +1,4 @@
-"""LoCo: gradients in few bits, with a moving average of the rounding errors
+"""LoCo: low-bit gradients, with a moving average of the rounding errors
 (Xie et al., 2024, arXiv:2407.04480).
 
 For each row that a rank sends, with e = 0 at first,
@@ -37,11 +37,11 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class Compensated(Quantized):
-    """Settings of messages whose rounding errors are sent later."""
+    """Settings of low-bit messages with error feedback."""
 
-    bits: int = Field(4, ge=2, le=8, description="Bits of each number that is sent.")
+    bits: int = Field(4, ge=2, le=8, description="Bits per communicated value.")
     bucket: Bucket = Field(
-        256, description=("Count of numbers that share a scale; a multiple of 8.")
+        256, description=("Number of values that share a scale; a multiple of 8.")
     )
     compensate: bool = Field(
         True,
@@ -97,7 +97,7 @@ class Compensation:
 
 
 class LoCo(Compensated, QuantizedGradients):
-    """Gradients in few bits, whose rounding errors are sent later."""
+    """Low-bit gradients with error feedback."""
 
     remembers: ClassVar[bool] = True
 
@@ -131,7 +131,7 @@ class LoCoReduce(QuantizedReduce):
 
 
 class LoCoReplicas(Compensated, AgreementConfig):
-    """Sum of replicas' gradients in few bits, whose rounding errors are sent later."""
+    """Low-bit sum of the replicas' gradients, with error feedback."""
 
     name: Literal["loco"] = Field("loco", description="Method of synchronizing replicas.")
 
@@ -147,7 +147,7 @@ class LoCoReplicas(Compensated, AgreementConfig):
 
 
 class LoCoReducer(ReplicaReducer):
-    """All-reduce in few bits: each replica sums a part, and sends the sum to all.
+    """Low-bit all-reduce: each replica sums a part, and sends the sum to all.
 
     Both hops are compensated, each by its own errors; all replicas decode the same sums.
     """

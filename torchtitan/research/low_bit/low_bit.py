@@ -1,4 +1,4 @@
-"""Adam's moments in few bits, from torchao: a half to an eighth of the memory of float32.
+"""Low-bit Adam moments, from torchao: a half to an eighth of the memory of float32.
 
 A moment is split into blocks; a block is stored as a scale and a code for each element. 8-bit codes
 index the steps of a dynamic map (Dettmers et al., 2022, arXiv:2110.02861), 4-bit ones for a smaller
@@ -44,7 +44,7 @@ BYTES = {"bfloat16": 4.0, "float8": 2 + 8 / 256, "8bit": 2 + 8 / 256, "4bit": 1 
 
 @dataclass(frozen=True)
 class LowBitStorage(MomentStorage):
-    """Storage of Adam's moments in few bits."""
+    """Storage of low-bit Adam moments."""
 
     dtype: StateDtype
     rounds = True

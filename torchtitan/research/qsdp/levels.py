@@ -18,7 +18,7 @@ SAMPLES, BATCH, PASSES = 2**14, 2**10, 8
 
 
 class Levels:
-    """Levels of each parameter of a unit that is sent in few bits, the same on all ranks.
+    """Levels of each parameter of a unit that is sent in low bits, the same on all ranks.
 
     A bucket has the levels of the parameter in which it starts.
     """

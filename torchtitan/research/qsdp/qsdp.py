@@ -1,11 +1,11 @@
-"""QSDP: gathers of weights and reductions of gradients in few bits
+"""QSDP: low-bit gathers of weights and reductions of gradients
 (Markov et al., 2023, arXiv:2302.02390).
 
 Weights are rounded to a lattice after a random shift that all ranks share and that changes with
 each step, so that the mean over shifts is the weight itself; gradients are rounded stochastically.
 Both use buckets, from the smallest to the largest number of each. The owner of a weight keeps its
-full precision, but computes with the rounded one, as all ranks do. For few bits, levels are learned
-(`levels`).
+full precision, but computes with the rounded one, as all ranks do. For very few bits, levels are
+learned (`levels`).
 """
 
 from collections.abc import Iterator
@@ -44,15 +44,15 @@ class WithLevels(Quantized):
     learn_steps: int = Field(
         1000,
         ge=1,
-        description=(
-            "Steps between updates of the learned levels; the first is in the first step."
-        ),
+        description=("Steps between updates of the learned levels (the first at step 1)."),
     )
     learn_rate: float = Field(
         0.01,
         gt=0,
         lt=1,
-        description=("Learning rate of the levels: how far a number moves its nearest level."),
+        description=(
+            "Learning rate of the levels: fraction by which a value moves its nearest level."
+        ),
     )
 
     def open_levels(self, wire_format: WireFormat, group: ProcessGroup) -> Levels | None:

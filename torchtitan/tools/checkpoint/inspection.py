@@ -65,7 +65,7 @@ def verify(checkpoint: Path) -> tuple[bool, list[str]]:
     if saved_by_dcp(checkpoint):
         return _verify_dcp(checkpoint)
     problems = list(damage(checkpoint))
-    return not problems, problems or [f"{checkpoint}: equal to what was saved, to the bit"]
+    return not problems, problems or [f"{checkpoint}: OK"]
 
 
 def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:

@@ -8,6 +8,7 @@ gather     builds the report (results) from all of them
 markdown   the report as text, with its verdict; html_page: the page, with plots
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,17 @@ def compare_folders(
     """Compare existing runs, and write the same report from their folders.
 
     Raises:
-        ConfigError: if a folder has no run.
+        ConfigError: if a folder has no run, or `output` has the report of other runs.
     """
     if len(folders) < 2:
         raise RecipeError([f"{folders[0]}: is one run; wanted two or more to compare"])
+    earlier = output / "report.json"
+    if earlier.exists():
+        conditions = json.loads(earlier.read_text(encoding="utf-8"))["conditions"]
+        if conditions.get("folders") != [str(folder) for folder in folders]:
+            raise RecipeError(
+                [f"{output}: has the report of other runs; choose another folder with --output"]
+            )
     names = [folder.name for folder in folders]
     if len({slug(name) for name in names}) < len(names):
         names = [str(folder) for folder in folders]

@@ -151,8 +151,11 @@ class Printer:
             print("\n", flush=True)
 
     def _head(self, sample: GeneratedText) -> None:
+        """Print the prompt, which the continuation follows, below a heading if there are more."""
         of = f", sample {sample.sample}" if self.wanted.samples > 1 else ""
-        print(f"=== prompt {sample.number}{of}\n{sample.prompt}\n--- continued", flush=True)
+        if of or len(self.wanted.prompts) > 1:
+            print(f"=== prompt {sample.number}{of}")
+        print(sample.prompt, end="", flush=True)
 
     def _more(self, text: str) -> None:
         print(text[self.shown :], end="", flush=True)

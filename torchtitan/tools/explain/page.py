@@ -55,7 +55,7 @@ def _about(facts: Facts) -> Iterator[str]:
         yield _line("loss", " + ".join(["that of the task", *weighted]))
     mfu = "" if facts.mfu is None else f", MFU {facts.mfu:.1%}"
     speed = (
-        f"{show(facts.rate, ',.0f')} {facts.unit}/s/device, {show(facts.step_s, '.3g')} s a step"
+        f"{show(facts.rate, ',.0f')} {facts.unit}/s/device, {show(facts.step_s, '.3g')} s per step"
         f"{mfu} (medians of the reports after the first)"
     )
     yield _line("speed", speed if facts.rate else "unknown: there is no report after the first")
@@ -77,9 +77,9 @@ def _start(facts: Facts) -> str:
     if facts.first_step_s is None:
         return "unknown: there is no event log (metrics.save_events)"
     before = facts.before_first_step_s
-    until = "" if before is None else f"{before:.1f} s to the first step, "
-    compiling = f", {facts.compile_s:.1f} s of it all in the compiler" if facts.compile_s else ""
-    return f"{until}{facts.first_step_s:.1f} s for it{compiling}"
+    startup = "" if before is None else f"startup {before:.1f} s, "
+    compiling = f"; {facts.compile_s:.1f} s of it all compiling" if facts.compile_s else ""
+    return f"{startup}first step {facts.first_step_s:.1f} s{compiling}"
 
 
 def _phases(facts: Facts) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _between_ranks(facts: Facts) -> Iterator[str]:
         sent = ", ".join(f"{_bytes(size)} over {axis}" for axis, size in facts.sent.items())
         is_complete = facts.on_cuda or facts.layout.get("pp", 1) == 1
         rest = "" if is_complete else ", and what gloo does not record: from stage to stage"
-        yield f"Rank 0 sends in a step: {sent}{rest}."
+        yield f"Rank 0 sends per step: {sent}{rest}."
     if facts.traces:
         yield from describe_traces(facts.traces)
     else:
@@ -123,7 +123,7 @@ def describe_traces(traces: Traces) -> Iterator[str]:
     yield f"The newest trace, of {steps} ({traces.folder}):"
     for rank, compute in traces.compute_s.items():
         yield (
-            f"  rank {rank:<4} computes {1000 * compute:.1f} ms a step; exposed communication "
+            f"  rank {rank:<4} computes {1000 * compute:.1f} ms per step; exposed communication "
             f"{traces.exposed[rank]:.1%}, idle {traces.idle[rank]:.1%}"
         )
     if traces.left_out:

@@ -83,12 +83,13 @@ def verify(
             return False
         console.print(found.table(f"\n{name}"))
         if fault := found.fault():
-            console.print(f"\nanother run: {name}, {fault}", style="bold red")
+            console.print(f"\nFAIL: {name}, {fault}", style="bold red")
             return False
         off = max(off, found.largest())
     where = "on one rank" if checked.is_exact else "simulated in one process"
-    said = f"{job.training.steps} steps {where} and on {ranks}; weights are off by {off:.0e}"
-    console.print(f"\nthe same run: {said} at most", style="bold green")
+    count = job.training.steps
+    said = f"{count} step{'s' * (count > 1)} {where} and on {ranks}"
+    console.print(f"\nPASS: {said}; max weight difference {off:.0e}", style="bold green")
     return True
 
 

@@ -197,8 +197,11 @@ def _make_model_small(draft: Draft, other: ParallelismConfig) -> None:
     draft.tree["model"] |= sizes
     if draft.job.model_args() != small:
         raise ConfigError(f"--shrink: the settings of {spec.name} do not have all of its sizes")
-    changed = (f"{key} {show(size)}" for key, size in sizes.items() if size != before[key])
-    draft.changes.append(f"[model]: {', '.join(changed)}: --shrink")
+    draft.changes += [
+        f"model.{key} = {show(size)} (was {show(before[key])}): --shrink"
+        for key, size in sizes.items()
+        if size != before[key]
+    ]
     draft.lower("loss.vocabulary_chunk", vocabulary // 3, "--shrink: fewer tokens")
     tokenizer = job.model.tokenizer
     if _is_there(tokenizer) and load_tokenizer(tokenizer).vocab_size > vocabulary:

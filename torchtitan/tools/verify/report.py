@@ -42,8 +42,8 @@ class Comparison:
     def table(self, title: str) -> "Table":
         """A line a step. Of several ranks, the numbers of the one that is farthest off."""
         headings = (
-            *("\nstep", "loss\none", "\nlayout", "\noff"),
-            *("norm\none", "\nlayout", "\noff", "weights\noff", "\nin"),
+            *("\nstep", "loss\none rank", "\nlayout", "\ndiff"),
+            *("norm\none rank", "\nlayout", "\ndiff", "weights\nmax diff", "\nmax diff at"),
         )
         table = empty_table(title, headings)
         for one, found in self.steps():
@@ -115,8 +115,8 @@ class Resumption:
 
     def table(self, title: str) -> "Table":
         """A line a step, beginning with what was loaded."""
-        headings = ("\nstep", "loss\nuninterrupted", "\nresumed", "\noff", "\nsamples")
-        table = empty_table(title, (*headings, "tensors\noff", "\nin"))
+        headings = ("\nstep", "loss\nuninterrupted", "\nresumed", "\ndiff", "\nsamples")
+        table = empty_table(title, (*headings, "tensors\nmax diff", "\nmax diff at"))
         for number, (whole, resumed) in enumerate(self.steps()):
             step, expected = resumed[0], whole[0]
             read, samples = _samples(resumed), "loaded"

@@ -1,6 +1,6 @@
-"""Shows on a CPU that a recipe's run, killed and resumed, is the run that is never stopped.
+"""Shows on a CPU that a recipe's run, killed and resumed, is the uninterrupted run.
 
-A run of 2k steps is made without a stop. The same run is killed after it has saved step k: a rank
+A run of 2k steps is not interrupted. The same run is killed after it has saved step k: a rank
 ends by SIGKILL, the others as their launcher would end them. It is resumed from what is on disk, in
 its own layout, where every bit must be the same, and in another, where sums are added up in another
 order. Loaded state, samples, losses, weights, optimizer and counters are compared step by step.
@@ -69,7 +69,7 @@ def verify_resume(
         console.print("for this check:", *(f"  {line}" for line in asked.changes), sep="\n")
         trial = Trial(asked, Path(folder))
         try:
-            whole = trial.never_stopped()
+            whole = trial.uninterrupted()
             trial.killed()
             for number, (job, ranks) in enumerate(asked.layouts):
                 where = _where(job, ranks)
@@ -78,19 +78,19 @@ def verify_resume(
                 title = f"killed after step {trial.half} was saved, resumed {where}"
                 console.print(found.table(f"\n{title}"))
                 if fault := found.fault():
-                    console.print(f"\nanother run: resumed {where}, {fault}", style="bold red")
+                    console.print(f"\nFAIL: resumed {where}, {fault}", style="bold red")
                     return False
         except RanksFailed as error:
             print_error(f"no comparison: {error}")
             return False
     summary = (
-        f"\nthe same run: killed after step {trial.half} of {2 * trial.half} and resumed "
+        f"\nPASS: killed after step {trial.half} of {2 * trial.half} and resumed "
         f"{_where(asked.job, asked.ranks)}, to the bit"
     )
     if not found.is_exact:
         summary += (
-            f"; {where}, losses are off by {found.largest_loss():.0e} ({LOSS:.0e} is allowed), "
-            f"weights by {found.largest_weight():.0e} ({WEIGHT:.0e})"
+            f"; {where}: max loss difference {found.largest_loss():.0e} (tolerance {LOSS:.0e}), "
+            f"max weight difference {found.largest_weight():.0e} ({WEIGHT:.0e})"
         )
     console.print(summary, style="bold green")
     return True
@@ -98,7 +98,7 @@ def verify_resume(
 
 def _problems(job: JobConfig, ranks: int) -> Iterator[Problem]:
     """Find problems of the recipe as it is resumed, including those of this machine."""
-    # The run that is not stopped keeps every step; three others keep a few.
+    # The uninterrupted run keeps every step; three others keep a few.
     return problems_here(job, ranks, CHECKPOINT_BYTES * (job.training.steps + 6))
 
 
@@ -115,7 +115,7 @@ class Trial:
         self.asked, self.folder = asked, folder
         self.half = asked.job.checkpoint.interval
 
-    def never_stopped(self) -> list[list[Step]]:
+    def uninterrupted(self) -> list[list[Step]]:
         """All steps, of which each is saved, for the others to be compared with."""
         every = {"interval": 1, "keep_latest_k": 0, "async_mode": "disabled", "resume": "auto"}
         job, ranks = self._in("whole", self.asked.job, **every), self.asked.ranks

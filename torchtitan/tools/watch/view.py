@@ -74,10 +74,14 @@ def state(history: RunHistory, now: float) -> str:
         return f"finished at step {step:,}, {ago} ago"
     log_freq = recipe.get("metrics.log_freq", 1)
     due = (log_freq - step % log_freq) * (report.get("step_time") or 0.0)
-    text = f"last row {ago} ago; {duration(due)} of steps until the next report"
+    is_due = since >= due
+    expected = (
+        f"was expected after {duration(due)}" if is_due else f"expected in {duration(due - since)}"
+    )
+    text = f"last report {ago} ago; next {expected}"
     if since <= max(SILENT_FACTOR * due, SILENT_SECONDS):
         return f"alive: {text}"
-    return f"silent: {text}. It is saving, validating, compiling or hanging, or it is gone"
+    return f"silent: {text}. It may be saving, validating, compiling or hung, or have exited"
 
 
 def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, str]]:
@@ -184,5 +188,7 @@ def number(value: object, otherwise: float = math.nan) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as 2.5 s, or 0:01:30."""
-    return f"{seconds:.1f} s" if seconds < 10 else str(timedelta(seconds=round(seconds)))
+    """Format seconds as 2.5 s, 25 s, or 0:01:30."""
+    if round(seconds) < 60:
+        return f"{seconds:.{int(seconds < 10)}f} s"
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,137 @@
+"""Recipes that come with the package are found by name in any folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError, find_recipe, packaged_folder, packaged_recipes
+from torchtitan.tools.cli import main
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_all_files_of_the_clone_are_packaged() -> None:
+    assert packaged_folder() == FOLDER
+    assert sorted(packaged_recipes().values()) == sorted(FOLDER.rglob("*.toml"))
+
+
+@pytest.mark.parametrize(
+    "name", ["debug_model", "debug_model.toml", "train_configs/debug_model.toml"]
+)
+def test_a_recipe_is_found_by_name(name: str) -> None:
+    path = FOLDER / "debug_model.toml"
+    assert find_recipe(name) == path
+    found = load_job(name, [], 1, "cpu")
+    assert found.config == load_job(path, [], 1, "cpu").config
+    assert found.notices[0] == f"{name}: the packaged recipe {path}"
+
+
+def test_a_file_wins_over_a_packaged_recipe() -> None:
+    Path("debug_model.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
+    found = load_job("debug_model.toml", [], 1, "cpu")
+    assert found.config.training.steps == 3
+    assert not [line for line in found.notices if "packaged" in line]
+
+
+def test_a_folder_of_that_name_is_no_recipe() -> None:
+    Path("debug_model").mkdir()
+    assert find_recipe("debug_model") == FOLDER / "debug_model.toml"
+
+
+@pytest.mark.parametrize("name", ["../pyproject.toml", "/etc/passwd", "", ".", "a\0b"])
+def test_only_recipes_are_found(name: str) -> None:
+    assert find_recipe(name) == Path(name)
+
+
+def test_a_packaged_recipe_can_be_extended() -> None:
+    Path("base.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
+    for parent, steps in (("debug_model.toml", 100), ("base.toml", 3)):
+        Path("mine.toml").write_text(f'extends = "{parent}"\n', encoding="utf-8")
+        assert load_job("mine.toml", [], 1, "cpu").config.training.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("debug_modle", "did you mean debug_model?"),
+        ("train_configs/lama3_8b.toml", "did you mean llama3_8b?"),
+        ("configs/mine.toml", "there is no folder configs"),
+        ("mine.toml", "`torchtitan recipes` lists those of the package"),
+    ],
+)
+def test_a_recipe_that_is_not_there(name: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_job(name, [], 1, "cpu")
+    assert error.value.lines == [f"{name}: there is no such recipe; {hint}"]
+
+
+def test_a_packaged_study_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "studies/layouts_debug.toml", "--check"]) == 0
+    assert "in outputs/studies/layouts_debug" in capsys.readouterr().out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["recipe", "or", "study", "model", "ranks"]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[:-2]}
+    assert rows.keys() == {name for name in packaged_recipes() if not name.startswith("base/")}
+    assert rows["llama3_8b"] == "llama3 8B 8 Llama 3.1 8B on 8 GPUs of 80 GB"
+    assert rows["research/demo"].startswith("llama3 debugmodel 2+ Two replicas that")
+    assert rows["studies/fsdp_debug"].startswith("4 Every strategy of PyTorch FSDP")
+    assert not [line for line in lines if line.endswith(" ")]
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_a_copy_is_the_same_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", name, "mine"]) == 0
+    copied = capsys.readouterr().out.splitlines()
+    assert copied[0] == f"mine/{name}.toml"
+    for file in copied:
+        assert Path(file).read_bytes() == (FOLDER / Path(file).relative_to("mine")).read_bytes()
+    assert {str(path) for path in Path("mine").rglob("*.toml")} == set(copied)
+    if not name.startswith("studies/"):
+        before, after = (read(path) for path in (FOLDER / f"{name}.toml", Path(copied[0])))
+        assert before == after
+
+
+def read(path: Path) -> object:
+    exempt = ["model.tokenizer_path", "data.dataset_path"]
+    return load_job(path, [], None, "cuda", exempt=exempt).config
+
+
+def test_a_copy_has_the_name_of_a_file() -> None:
+    assert main(["recipes", "copy", "llama3_8b", "mine/first.toml"]) == 0
+    files = {str(path) for path in Path().rglob("*.toml")}
+    assert files == {"mine/first.toml", "mine/base/llama3.toml"}
+
+
+def test_a_file_cannot_extend_one_outside_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", "research/loco", "mine.toml"]) == 2
+    assert "copy to a folder" in capsys.readouterr().err
+    assert os.listdir() == []
+
+
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", "llama3_8b"]) == 0
+    assert main(["recipes", "copy", "llama3_70b"]) == 0, "which extends the same"
+    Path("base/llama3.toml").write_text("mine", encoding="utf-8")
+    Path("llama3_8b.toml").unlink()
+    assert main(["recipes", "copy", "llama3_8b"]) == 2
+    assert "base/llama3.toml exists" in capsys.readouterr().err
+    assert Path("base/llama3.toml").read_text(encoding="utf-8") == "mine"
+    assert not Path("llama3_8b.toml").exists()
+
+
+def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", "llama_8b"]) == 2
+    assert "there is no packaged recipe of that name; did you mean llama3_8b?" in (
+        capsys.readouterr().err
+    )
