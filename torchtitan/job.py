@@ -22,6 +22,7 @@ from torchtitan.config import (
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
+from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -80,8 +81,8 @@ def in_words(data_ranks: int) -> str:
 class JobSection(Config):
     """The run as a whole."""
 
-    config_file: str | None = Field(None, description="The recipe to read; a flag only.")
-    dump_folder: str = Field("outputs", description="Folder that everything is written to.")
+    config_file: str | None = Field(None, description="Recipe to read; only as a flag.")
+    dump_folder: str = Field("outputs", description="Folder for all output of the run.")
     description: str = Field("", description="Description of the run; it has no effect.")
     print_config: bool = Field(False, description="Print the resolved recipe at the start.")
     imports: tuple[str, ...] = Field(
@@ -162,7 +163,9 @@ class DebugSection(Config):
     """Seed and determinism."""
 
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the data order.")
-    deterministic: bool = Field(False, description="Only deterministic algorithms; slower on CUDA.")
+    deterministic: bool = Field(
+        False, description="Use only deterministic algorithms, which are slower on CUDA."
+    )
     deterministic_warn_only: bool = Field(
         False,
         description="Warn about operations without a deterministic algorithm instead of failing.",
@@ -176,6 +179,9 @@ class DebugSection(Config):
 
 class JobConfig(Config):
     """A recipe."""
+
+    synonyms = SYNONYMS
+    help_command = "torchtitan train --help"
 
     job: JobSection = JobSection()
     model: Annotated[ModelConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()

@@ -16,27 +16,33 @@ _DIM, _RESET = "\033[2m", "\033[0m"
 _COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 
 
-def configure(rank: int = 0, world: int = 1, color: bool = True) -> None:
+def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "info") -> None:
     """Write the log of this process to standard error: `12:34:56 [rank 3] WARNING message`.
 
     The rank is shown where there is more than one; colour only on a terminal, unless `color` is
-    False or NO_COLOR is set (https://no-color.org). A second call replaces the first.
+    False or NO_COLOR is set (https://no-color.org). Lines below `level` are left out. A second call
+    replaces the first.
     """
     handler = _CurrentStderr()
     handler.setFormatter(
         _Formatter(
             f"[rank {rank}] " if world > 1 else "",
-            color and on_terminal() and not os.environ.get("NO_COLOR"),
+            color and has_color(),
         )
     )
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False
 
 
 def on_terminal() -> bool:
     """Whether standard error is a terminal that understands control codes."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_color() -> bool:
+    """Whether standard error shows colors, and the user has not turned them off."""
+    return on_terminal() and not os.environ.get("NO_COLOR")
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

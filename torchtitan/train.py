@@ -1,13 +1,14 @@
-"""Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
+"""Training on one rank: in this process alone, or in each that torchrun or our launcher starts.
 
-It trains in one process, or under torchrun in several. Exit status: 0 when the run is finished, or
-was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
+`python -m torchtitan.train` is `torchtitan train`, for torchrun. Exit status: 0 when the run is
+finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from torchtitan.build import build
@@ -21,8 +22,8 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Unreachable,
-    help_text,
     local_path,
+    print_error,
     split_recipe,
 )
 from torchtitan.device import Device, pick
@@ -44,29 +45,12 @@ from torchtitan.resilience.stop import (
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
-USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
-       python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
-
-Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
-lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
---help SECTION shows the settings of one section: --help optimizer."""
-
 REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
-        about = "".join(words[asked[0] + 1 : asked[0] + 2])
-        about = "" if about.startswith("--") else about
-        try:
-            settings = help_text(JobConfig, about)
-        except ConfigError as error:
-            return refuse(error)
-        print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
-        return 0
+def main(words: Sequence[str]) -> int:
+    """Train on this rank, by a recipe and its flags; return the exit status."""
     with ExitStack() as held:
         return run(words, held)
 
@@ -84,7 +68,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         job = recipe.config
         # Our launcher labels each line with its rank.
         ranks = 1 if launch.is_labeled else launch.size
-        configure(launch.rank, ranks, color=not job.metrics.disable_color_printing)
+        color = not job.metrics.disable_color_printing
+        configure(launch.rank, ranks, color, job.metrics.log_level)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
@@ -132,9 +117,9 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
     if skips := made.state.consecutive_skips:
         logger.warning(
-            "the last %d steps were skipped, as each was not finite or a spike: the weights are "
-            "those after step %d",
-            *(skips, made.state.step - skips),
+            "the last %s skipped, as each was not finite or a spike: the weights are those after "
+            "step %d",
+            *(f"{skips} steps were" if skips > 1 else "step was", made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
 
@@ -149,9 +134,9 @@ def announce(
     """Log what is known of the run before its ranks meet."""
     log_recipe(recipe)
     if about_batch:
-        logger.info("%s", about_batch)
+        logger.info("note: %s", about_batch)
     for note in room(recipe.config, launch.size, launch.local_size, device):
-        logger.info("%s", recipe.line(note))
+        logger.warning("%s", recipe.line(note))
     if launch.restart:
         where = start.path or "the beginning"
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
@@ -223,8 +208,7 @@ def read(
         ConfigError: with every mistake found.
     """
     path, flags = split_recipe(words)
-    if path is None and not any(word.startswith("--training.steps") for word in flags):
-        raise ConfigError(no_recipe())
+    require_recipe(path, flags, "train")
     recipe = load_job(
         path,
         flags,
@@ -242,7 +226,8 @@ def read(
 def problems_of_files(job: JobConfig) -> Iterator[Problem]:
     """Find problems in a first look at data files."""
     task = TASKS[MODELS[job.model.name].task]
-    held_out = job.validation.data(job.data) if job.validation.enable else {}
+    is_other = job.validation.enable and job.data.validation_fraction is None
+    held_out = job.validation.data(job.data) if is_other else {}
     for section, configs in (("data", [job.data]), ("validation", held_out.values())):
         for config in configs:
             key = f"{section}.dataset_path" if config.dataset_path else f"{section}.dataset"
@@ -252,12 +237,14 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(key, str(error))
 
 
-def no_recipe() -> str:
-    """Explain the options without a recipe: the defaults alone train ten thousand steps."""
-    return (
-        "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
-        "small model in minutes: torchtitan train debug_model; or, to train with the defaults, "
-        "--training.steps N"
+def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
+    """Refuse to use the defaults alone, which train ten thousand steps, unless steps are given."""
+    if path is not None or any(word.startswith("--training.steps") for word in flags):
+        return
+    raise ConfigError(
+        f"torchtitan {verb}: got no recipe; wanted one, such as the debug recipe, which trains a "
+        f"small model in minutes: torchtitan {verb} debug_model; use --training.steps N to {verb} "
+        "the defaults"
     )
 
 
@@ -301,14 +288,14 @@ def batch_note(
 
 def refuse(error: ConfigError) -> int:
     """Print the mistakes in the recipe; return the exit status."""
-    print(error.report(), file=sys.stderr, flush=True)
+    print_error(error)
     return 2
 
 
 def log_recipe(recipe: Recipe[JobConfig]) -> None:
     """Log settings read differently from how they are written, and the recipe if requested."""
     for notice in recipe.notices:
-        logger.info("%s", notice)
+        logger.info("note: %s", notice)
     if recipe.config.job.print_config:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 
@@ -322,4 +309,5 @@ def report_reference(job: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # As a script this is a verb of the command line, which is above this module.
+    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.help_text import help_text
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.checks import load_job
-from torchtitan.config import RecipeError, help_text
+from torchtitan.config import RecipeError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
@@ -219,6 +220,6 @@ def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path: Pa
     with pytest.raises(RecipeError) as error:
         load_job(recipe, ["--optimizer.groups.0.momentum", "0.5"], 1, "cpu")
     assert error.value.lines == [
-        "--optimizer.groups.0.momentum: optimizer.groups.0.momentum: got 0.5; the update rule of "
+        "--optimizer.groups.0.momentum: got 0.5; the update rule of "
         "layers.0.attention_norm.weight, which is of the role norm, has no momentum"
     ]

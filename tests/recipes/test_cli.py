@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,14 +16,16 @@ from typer.main import get_command
 
 from tests import registries
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, json_schema, split_recipe
+from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
+from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools.cli import VERBS, main
+from torchtitan.tools import commands, train
+from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, count, verb
-from torchtitan.train import main as train
+from torchtitan.tools.reference import completion_table
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -42,7 +45,7 @@ def recipe(text: str) -> str:
 
 def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[training]\nsteps = 7\n[lr_scheduler]\nwarmup_steps = 3\n")
-    assert main(["check", path, "--training.seq_len", "64"]) == 0
+    assert main(["check", path, "--training.seq_len", "64", "--resolved"]) == 0
     output = capsys.readouterr().out
     Path("resolved.toml").write_text(output, encoding="utf-8")
     resolved = load_job("resolved.toml", [], 1, "cpu")
@@ -54,28 +57,76 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     path = recipe("[training]\nglobal_batch_size = 32\nsteps = 10\nlocal_batch_size = 2\n")
     words = ["--world-size", "4", "--parallelism.data_parallel_replicate_degree", "2"]
     assert main(["check", path, *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [
+        "valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
+        "llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
+        "estimated memory per rank: 0.4 GiB (activations 0.2 + logits 0.1); lower bound: 0.1 GiB",
+        "32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
+        "65,536 tokens per step, 655,360 in 10 steps",
+    ]
+    assert printed.err == (
+        "note: r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, all of "
+        "which are warm-up\n"
+    )
+    assert main(["check", path, *words, "--resolved"]) == 0
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments == [
-        "# r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, all of "
-        "which are warm-up",
-        "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
-        "# 32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
-        "# 65,536 tokens per step, 655,360 in 10 steps",
-        "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
-        "# memory of a rank: about 0.4 GiB (activations 0.2 + logits 0.1), at the least 0.1 GiB",
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
         "norm_eps 1e-05, rope_theta 500000.0, tied false, rope_scaling 1.0, "
         "rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, rope_original_context 8192",
     ]
 
 
+def test_the_first_lines_of_check_answer() -> None:
+    command = f"{sys.executable} -m torchtitan.tools.cli check r.toml | head -5"
+    recipe("[checkpoint]\nenable = true\n")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    begins = ("valid on 1 rank: ", "llama3 debugmodel: ", "estimated memory per rank: ")
+    lines = done.stdout.splitlines()
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=False))
+    assert [lines[3].split()[1], lines[4].split()[1]] == ["sequences", "tokens"]
+    assert "Error" not in done.stderr
+
+
+LARGE = ["--training.steps=9", "--model.flavor=70B", "--device", "cuda", "--world-size", "16"]
+LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
+
+
+def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *LARGE, "--device-memory", "141"]) == 0
+    assert capsys.readouterr().out.startswith("valid on 16 ranks: ")
+    assert main(["check", *LARGE, "--device-memory", "60"]) == 2
+    printed = capsys.readouterr()
+    what, fix = printed.err.splitlines()[:2]
+    held = re.fullmatch(r"error: --device-memory: got 60; a rank takes about ([\d.]+) GiB", what)
+    assert held
+    assert f"\nestimated memory per rank: {held[1]} GiB (" in printed.out
+    assert printed.out.startswith("on 16 ranks: "), "not valid for that device"
+    found = re.fullmatch(r"  use (--world-size .*) \(([\d.]+) GiB\)", fix)
+    assert found
+    assert float(found[2]) <= 60 < float(held[1])
+    assert main(["check", *LARGE, *found[1].split(), "--device-memory", "60"]) == 0
+    assert f"\nestimated memory per rank: {found[2]} GiB (" in capsys.readouterr().out
+    assert main(["check", *LARGE, "--device-memory", "1"]) == 2
+    assert "\n  reduce it by a smaller batch" in capsys.readouterr().err
+    assert main(["check", *LARGE, "--device-memory", "0"]) == 2
+    assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
+
+
 def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
     assert said == [
-        "# AdamW updates embedding (1 tensors, 524,288 parameters), norm (13 tensors, 3,328 "
+        "AdamW updates embedding (1 tensors, 524,288 parameters), norm (13 tensors, 3,328 "
         "parameters), head (1 tensors, 524,288 parameters)",
-        "# Muon updates matrix (42 tensors, 4,718,592 parameters)",
+        "Muon updates matrix (42 tensors, 4,718,592 parameters)",
     ]
 
 
@@ -83,7 +134,7 @@ def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixtur
     assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == f"# valid on 4 ranks: {layout}; --world-size N checks for N"
+    assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
 
 
 def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +147,9 @@ def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
     assert main(["check", recipe(""), *words]) == 0
+    assert "valid on 2 ranks" in capsys.readouterr().out
+    assert main(["check", recipe(""), *words, "--resolved"]) == 0
     output = capsys.readouterr().out
-    assert "valid on 2 ranks" in output
     assert "shuffle = false" in output
     assert "steps = 300" in output
 
@@ -105,14 +157,18 @@ def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> N
 def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--steps", "5"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("--steps: steps: unknown key; allowed: job, model, ")
-    assert error.endswith("; did you mean training.steps or validation.steps?\n")
+    assert error.startswith(
+        "error: --steps: unknown key\n  did you mean training.steps or validation.steps?\n"
+        "  allowed: job, model, "
+    )
 
 
 @pytest.mark.parametrize("world", ["0", "-1", "two"])
 def test_check_of_a_wrong_world_size(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "r.toml", "--world-size", world]) == 2
-    assert f"got {world}; wanted an integer >= 1" in capsys.readouterr().err
+    assert (
+        f"error: --world-size: got {world}\n  wanted an integer >= 1\n" in capsys.readouterr().err
+    )
 
 
 def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +177,10 @@ def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == text.format("local_batch_size")
     moved, mixed = printed.err.splitlines()
-    assert moved == "r.toml:2: training.batch_size: is now training.local_batch_size"
-    assert mixed.startswith("r.toml:2: a key that only TorchTitan has, but only this project has ")
+    assert moved == "note: r.toml:2: training.batch_size: is now training.local_batch_size"
+    assert mixed.startswith(
+        "note: r.toml:2: a key that only TorchTitan has, but only this project has "
+    )
 
 
 def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,14 +202,17 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "Missing command."),
-        (["chekc"], "No such command 'chekc'. Did you mean 'check'"),
-        (["checkpoint", "verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
+        (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
         # In the words of the launcher, which reads the flags of a recipe, too.
-        (["check", "r.toml", "--world-sise", "2"], "there is no --world-sise; did you mean --wor"),
+        (
+            ["check", "r.toml", "--world-sise", "2"],
+            "there is no --world-sise\n  did you mean --wor",
+        ),
         (["migrate", "r.toml", "--outptu", "x"], "No such option: --outptu (Possible "),
         (
             ["check", "r.toml", "--device", "cdua"],
-            "got cdua; allowed: cpu, cuda; did you mean cuda",
+            "--device: got cdua\n  did you mean cuda?\n  allowed: cpu, cuda",
         ),
         (["watch"], "Missing argument"),
         (["evaluate", "x"], "Missing option '--tasks'"),
@@ -184,7 +245,105 @@ def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("verb", [verb for verbs in VERBS.values() for verb in verbs])
 def test_each_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
-    assert f"torchtitan {verb}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"torchtitan {verb}" in text
+    assert "<bool>" not in text
+    for words in ([verb, "-h"], ["--help", verb]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("words", [["train"], ["check", "r.toml"], ["compare", "-h"], ["-h"]])
+def test_help_of_a_section_is_the_same_for_every_verb(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--help", "loss"]) == 0
+    text = capsys.readouterr().out
+    assert "│ --loss.vocabulary_chunk " in text
+    assert main([*words, *(["loss"] if words[-1] == "-h" else ["--help", "loss"])]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("flag", [["--optimizer.name", "Muon"], ["--optimizer.name=Muon"]])
+def test_help_shows_the_choice_that_flags_make(
+    flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *flag, "--help", "optimizer"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+    assert titles == ['[optimizer] with name = "Muon"', "[[optimizer.groups]]", "[optimizer.adamw]"]
+    assert any("Settings of Muon that" in line for line in lines)
+
+
+def test_help_texts_stand_alone() -> None:
+    """A capital, a period, and the default in parentheses."""
+    commands = {name: command(module) for verbs in VERBS.values() for name, module in verbs.items()}
+    table = completion_table(commands)
+    texts = [(verb, *option) for verb, options in table.items() for option in options.items()]
+    assert len(texts) > 350
+    for of, name, (text, _) in texts:
+        is_sentence = re.fullmatch(r"[A-Z0-9].*[.)]", text) or re.match(r"[a-z]+: ", text)
+        assert is_sentence, f"{of} {name}: {text}"
+        assert "absent" not in text, f"{of} {name}: {text}"
+
+
+def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[1] for line in lines if re.match(r"│ [a-z_]+  ", line)]
+    assert listed == list(JobConfig.model_fields)
+    assert any(
+        line.startswith("│ optimizer ") and "AdamW, Adam, SGD, Muon" in line for line in lines
+    )
+
+
+def test_version_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("torchtitan", ["train"]),
+        ("torchtitan.train", []),
+        ("torchtitan.launch", ["--processes", "2"]),
+    ],
+)
+def test_all_entry_points_have_one_parser(module: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--log-levle", "debug"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no --log-levle; did you mean --log-level?" in done.stderr
+    assert "see torchtitan train --help" in done.stderr
+
+
+def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "r.toml", "--max-restarts", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "--max-restarts needs the ranks of this node; add --processes N" in error
+
+
+def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ["--training.steps", "1", "--metrics.log_level", "info"]
+    found = []
+
+    def start(options: LaunchOptions, words: list[str]) -> int:
+        found.append(words)
+        return 0
+
+    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(train.training, "main", lambda words: start(LaunchOptions(1), words))
+    for more in ([], ["--processes", "2"]):
+        assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
+    assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2
 
 
 def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
@@ -201,21 +360,120 @@ def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
     assert found == [([Path("a.toml")], [1, 2, 4], ["x.y=1"], flags)]
 
 
-def test_completion_knows_verbs_and_options() -> None:
-    for words, expected in {
-        "torchtitan ver": "verify-resume",
-        "torchtitan check --w": "--w",
-    }.items():
-        environment = {**os.environ, "_TORCHTITAN_COMPLETE": "complete_bash"}
-        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-        done = subprocess.run(
-            [sys.executable, "-c", "from torchtitan.tools.cli import main; main()"],
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert any(line.startswith(expected) for line in done.stdout.splitlines()), done
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def completed(
+    words: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """Completions of the last of `words` in bash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("_TORCHTITAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    with pytest.raises(SystemExit):
+        main([])
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("ver", ["verify-parallelism", "verify-resume"]),
+        ("check --w", ["--world-size"]),
+        ("train --proc", ["--processes"]),
+        ("train --training.se", ["--training.seq_len"]),
+        ("verify-resume r.toml --data.shuf", ["--data.shuffle"]),
+        ("migrate --data.shuf", []),
+        ("train r.toml --optimizer.name Mu", ["Muon"]),
+        ("train --optimizer.name = Mu", ["Muon"]),  # as bash divides --optimizer.name=Mu
+        ("train --model.name ll", ["llama3"]),
+        ("train --model.flavor 70", ["70B"]),
+        ("train --convert.0.name fl", ["float8"]),
+        ("train --activation_checkpoint.mode s", ["selective"]),
+        ("train --checkpoint.enable ", ["true", "false"]),
+        ("train --data.dataset python_stdlib_", ["python_stdlib_validation"]),
+        ("train --training.steps ", []),
+        ("train --log-level w", ["warning"]),
+        ("train --help lo", ["loss"]),
+        ("compare -h a", ["auxiliary_losses", "activation_checkpoint", "all"]),
+        ("--help opt", ["optimizer"]),
+        ("watch --help a", []),
+        ("check --device ", ["cpu", "cuda"]),
+        ("check --here ", ["folder/", "recipe.toml", *packaged_recipes()]),
+        ("recipes copy llama3_1", ["llama3_1b"]),
+        ("train llama3_8b_", ["llama3_8b_long"]),
+        ("checkpoint ", ["ls", "verify", "diff", "convert"]),
+        ("checkpoint convert --to h", ["hf"]),
+        ("train ", ["folder/", "recipe.toml", *packaged_recipes()]),
+        ("train rec", ["recipe.toml"]),
+        ("train fol", ["folder/one.toml", "folder/two.toml"]),
+        ("train folder/t", ["folder/two.toml"]),
+        ("train nowhere/", []),
+        ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
+        ("watch fol", []),  # the shell completes files
+    ],
+)
+def test_completion(
+    words: str,
+    expected: list[str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("folder").mkdir()
+    for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
+        Path(name).touch()
+    assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected
+
+
+def test_completion_from_the_cache_imports_no_torch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert completed("torchtitan train --optimizer.name Mu", cache, monkeypatch, capsys) == ["Muon"]
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from torchtitan.tools.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["Muon", "False"]
+
+
+def test_completions_are_kept_until_the_package_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").touch()
+    monkeypatch.setattr(commands, "PACKAGE", package)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built = []
+
+    def build() -> commands.CompletionTable:
+        built.append(None)
+        return {"train": {"--processes": ["Ranks.", []]}}
+
+    assert commands.cached_table(build) == commands.cached_table(build) == build()
+    assert len(built) == 2
+    (package / "other.py").touch()
+    commands.cached_table(build)
+    (kept,) = (tmp_path / "cache" / "torchtitan").iterdir()
+    kept.write_text("{", encoding="utf-8")
+    commands.cached_table(build)
+    assert len(built) == 4
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # as of a read-only home
+    assert commands.cached_table(build) == build()
 
 
 def test_modules_of_the_current_folder_can_be_imported(
@@ -254,23 +512,24 @@ def test_split_recipe(words: list[str], expected: tuple[str | None, list[str]]) 
     ],
 )
 def test_split_recipe_refuses(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--job.config_file: job.config_file: {message}$"):
+    with pytest.raises(ConfigError, match=f"^--job.config_file: {message}$"):
         split_recipe(words)
 
 
-def test_help_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(["--help"]) == 0
+def test_help_has_every_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # so that no text is broken into lines
+    assert main(["train", "--help", "all"]) == 0
     output = capsys.readouterr().out
-    assert main(["train", "--help"]) == 0
-    assert capsys.readouterr().out == output
     for path, _, settings, _ in places(JobConfig):
         for key, field in settings.model_fields.items():
             if kind_of(field) is field:
-                assert f"  --{path}.{key}  (" in output
-                assert str(field.description) in output
+                assert f"│ --{path}.{key}  (" in output
+                assert f"│     {field.description} " in output
     for name, choice in CONVERTERS.items():
-        assert f'[[convert]] with name = "{name}": ' in output
-        assert all(f"  --convert.0.{key}  (" in output for key in choice.model_fields)
+        assert f'─ [[convert]] with name = "{name}" ─' in output
+        assert all(f"│ --convert.0.{key}  (" in output for key in choice.model_fields)
 
 
 def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
-from torchtitan.config.help import help_text, json_schema, sections
+from torchtitan.config.help import HelpSection, help_sections, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import (
     find_recipe,
@@ -13,6 +13,7 @@ from torchtitan.config.packaged import (
 )
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
+from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -27,7 +28,16 @@ from torchtitan.config.settings import (
     Setting,
     Unreachable,
 )
-from torchtitan.config.words import allowed_names, exists, local_path, nearest, shorten, show
+from torchtitan.config.words import (
+    allowed_names,
+    exists,
+    listed,
+    local_path,
+    located,
+    nearest,
+    shorten,
+    show,
+)
 
 __all__ = [
     "CannotRun",
@@ -36,6 +46,7 @@ __all__ = [
     "Context",
     "Discriminated",
     "Gathered",
+    "HelpSection",
     "KeyOf",
     "KeyPath",
     "ListOf",
@@ -54,15 +65,19 @@ __all__ = [
     "find",
     "find_recipe",
     "flat",
-    "help_text",
+    "help_sections",
     "json_schema",
+    "listed",
     "load",
     "local_path",
+    "located",
     "merge",
     "nearest",
     "packaged_folder",
     "packaged_name",
     "packaged_recipes",
+    "print_error",
+    "print_message",
     "read_file",
     "read_flags",
     "read_recipe",

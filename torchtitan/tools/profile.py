@@ -1,4 +1,4 @@
-"""Have a live run write a trace of its next steps, and say what is in it.
+"""Trace the next steps of a live run, and summarize the traces.
 
 The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks receive
 it with the result of a step, and each writes a trace of the same steps; so nothing must be
@@ -6,13 +6,12 @@ configured, and nothing but the folder is shared.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, print_error
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
 from torchtitan.tools.explain.facts import read_rank_traces
 from torchtitan.tools.explain.page import describe_traces
@@ -30,13 +29,15 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def profile(
     run: Run,
-    steps: Annotated[int, Count("number of steps to trace; absent: 1")] = 1,
-    wait: Annotated[int, Count("absent: 300", "SECONDS")] = ANSWER_TIMEOUT,
+    steps: Annotated[int, Count("Number of steps to trace (default: 1).")] = 1,
+    wait: Annotated[
+        int, Count("Time to wait for the traces (default: 300).", "SECONDS")
+    ] = ANSWER_TIMEOUT,
 ) -> int:
     try:
         folder = request_trace(run, steps, wait)
     except NoAnswer as failure:
-        print(failure, file=sys.stderr)
+        print_error(failure)
         return 1
     print(*describe_traces(read_rank_traces(folder)), sep="\n")
     print("open the traces at https://ui.perfetto.dev")
