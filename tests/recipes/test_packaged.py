@@ -63,7 +63,7 @@ def test_a_packaged_recipe_can_be_extended() -> None:
         ("debug_modle", "did you mean debug_model?"),
         ("train_configs/lama3_8b.toml", "did you mean llama3_8b?"),
         ("configs/mine.toml", "there is no folder configs"),
-        ("mine.toml", "`torchtitan recipes` lists those of the package"),
+        ("mine.toml", "see `torchtitan recipes` for those of the package"),
     ],
 )
 def test_a_recipe_that_is_not_there(name: str, hint: str) -> None:
