@@ -20,12 +20,11 @@ LOG_RANK=${LOG_RANK:-0}
 count_devices='import torch; print(max(torch.cuda.device_count(), 1))'
 NGPU=${NGPU:-$(python -c "$count_devices")}
 
-recipe=(--job.config_file "$CONFIG_FILE" "$@")
 if [ "$NGPU" = 1 ] && [ -z "${MAX_RESTARTS-}${NNODES-}" ]; then
-    exec python -m torchtitan.train "${recipe[@]}"
+    exec python -m torchtitan train "$CONFIG_FILE" "$@"
 fi
-exec python -m torchtitan.launch --processes "$NGPU" --log-rank "$LOG_RANK" \
+exec python -m torchtitan train "$CONFIG_FILE" --processes "$NGPU" --log-rank "$LOG_RANK" \
     ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} \
     ${NNODES:+--nnodes "$NNODES"} \
     ${RDZV_ENDPOINT:+--rdzv-endpoint "$RDZV_ENDPOINT"} \
-    "${recipe[@]}"
+    "$@"

@@ -82,8 +82,7 @@ def test_a_rank_touches_its_own_device_alone(
 def test_who_only_looks_at_a_recipe_touches_no_device(
     contexts: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, words = launch.parse(["--processes", "2", *RECIPE])
-    launch.check(arguments, words)
+    launch.check(launch.LaunchOptions(processes=2), RECIPE)
     assert main(["check", "--here", "--world-size", "2", *RECIPE]) == 0
     assert "# valid on 2 ranks" in capsys.readouterr().out
     assert contexts == []

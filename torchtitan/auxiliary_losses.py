@@ -26,16 +26,16 @@ class AuxiliaryLossConfig(Config):
     """An auxiliary loss and its weight; `name` picks the subclass."""
 
     name: str = Field(
-        description="Which loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."
+        description="Name of the loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."
     )
     weight: float = Field(ge=0, description="Weight in the training loss.")
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the weight rises linearly from 0."
     )
     final_weight: float | None = Field(
-        None, ge=0, description="The weight from `final_step` on (default: unchanged)."
+        None, ge=0, description="Weight from `final_step` on (default: unchanged)."
     )
-    final_step: int = Field(0, ge=0, description="The first step with the final weight.")
+    final_step: int = Field(0, ge=0, description="First step with the final weight.")
     decay_steps: int = Field(
         0,
         ge=0,
@@ -119,7 +119,7 @@ class AuxiliaryLossConfig(Config):
 class ZLoss(AuxiliaryLossConfig):
     """The square of the log-sum-exp of the logits (arXiv:2204.02311)."""
 
-    name: Literal["z_loss"] = Field("z_loss", description="Which loss.")
+    name: Literal["z_loss"] = Field("z_loss", description="Name of the loss.")
     weight: float = Field(
         1e-4, ge=0, description="Weight in the training loss; 0: it is only reported."
     )
@@ -157,11 +157,12 @@ class MultiToken(ModelLossConfig):
 
     argument: ClassVar[str] = "multi_token"
 
-    name: Literal["multi_token"] = Field("multi_token", description="Which loss.")
+    name: Literal["multi_token"] = Field("multi_token", description="Name of the loss.")
     weight: float = Field(
         0.3,
         ge=0,
-        description="Weight of their mean in the training loss; 0: they are not computed.",
+        description="Weight in the training loss of the mean over the predicted tokens; 0: it is "
+        "not computed.",
     )
     depth: int = Field(1, ge=1, le=8, description="Number of tokens after the next to predict.")
 

@@ -80,8 +80,8 @@ def in_words(data_ranks: int) -> str:
 class JobSection(Config):
     """The run as a whole."""
 
-    config_file: str | None = Field(None, description="The recipe to read; a flag only.")
-    dump_folder: str = Field("outputs", description="Folder that everything is written to.")
+    config_file: str | None = Field(None, description="Recipe to read; only as a flag.")
+    dump_folder: str = Field("outputs", description="Folder for all output of the run.")
     description: str = Field("", description="Description of the run; it has no effect.")
     print_config: bool = Field(False, description="Print the resolved recipe at the start.")
     imports: tuple[str, ...] = Field(
@@ -162,7 +162,9 @@ class DebugSection(Config):
     """Seed and determinism."""
 
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the data order.")
-    deterministic: bool = Field(False, description="Only deterministic algorithms; slower on CUDA.")
+    deterministic: bool = Field(
+        False, description="Use only deterministic algorithms, which are slower on CUDA."
+    )
     deterministic_warn_only: bool = Field(
         False,
         description="Warn about operations without a deterministic algorithm instead of failing.",

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, and restarts all of them when one dies; for run_train.sh and Slurm.
+"""Starts the ranks of one node, and restarts all of them when one dies: `train --processes N`.
 
 This is torchrun for training runs. A wrong recipe is refused before anything starts, for every
 number of ranks that the run may have. A signal asks the ranks to save and exit. After a failure the
@@ -6,14 +6,13 @@ launcher prints a report of their traces, and restarts them from the newest chec
 exit status for the outcome; docs/elastic.md lists all of them.
 """
 
-import argparse
-import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -27,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
-from torchtitan.config import ConfigError, PlannedWorld, local_path, show, split_options
+from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
@@ -45,40 +44,64 @@ REJOIN_MINUTES = 30.0
 WRONG_RECIPE = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node until they exit; return the exit status."""
-    arguments, words = parse(argv)
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of `torchtitan train` on the ranks to start."""
+
+    processes: int
+    nnodes: range = range(1, 2)
+    rdzv_endpoint: str = "localhost:0"
+    rdzv_id: str = "torchtitan"
+    rdzv_conf: str = ""
+    max_restarts: int | None = None
+    """Maximum number of restarts; None: RESTARTS if the recipe allows any."""
+    rejoin_minutes: float | None = None
+    log_rank: str = "0"
+
+    @property
+    def patience(self) -> float:
+        """Minutes that nodes wait for each other or for the network."""
+        if self.rejoin_minutes is not None:
+            return self.rejoin_minutes
+        said = re.search(r"\bjoin_timeout=(\d+)", self.rdzv_conf)
+        return int(said[1]) / 60 if said else REJOIN_MINUTES
+
+
+def start(options: LaunchOptions, words: Sequence[str]) -> int:
+    """Run the ranks of this node until they exit; return the exit status.
+
+    `words` are the recipe and its flags.
+    """
     try:
-        job = check(arguments, words)
+        job = check(options, words)
     except ConfigError as error:
         return refuse(error)
-    if arguments.max_restarts is None:
+    if options.max_restarts is None:
         obstacles = list(restarts(job, PlannedWorld(may_restart=True)))
-        arguments.max_restarts = 0 if obstacles else RESTARTS
+        options = replace(options, max_restarts=0 if obstacles else RESTARTS)
         if obstacles:
             values = job.flat()
             why = " and ".join(f"{each.path} = {show(values[each.path])}" for each in obstacles)
             logger.info("Automatic restarts are off because %s.", why)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        return LaunchedRun(
-            job, torchrun_words(arguments, words), arguments.rejoin_minutes * 60
-        ).work()
+        run = LaunchedRun(job, torchrun_words(options, words), options.patience * 60)
+        return leave(run.work())
     except RendezvousClosedError:
         logger.error("another node ended the run; see its output")
     except (RendezvousError, dist.DistError) as error:
-        logger.error("%s", lost(error, arguments))
-    return 1
+        logger.error("%s", lost(error, options))
+    return leave(1)
 
 
-def lost(error: Exception, arguments: argparse.Namespace) -> str:
+def lost(error: Exception, options: LaunchOptions) -> str:
     """Explain why the nodes did not meet, with a remedy."""
-    endpoint, for_long = arguments.rdzv_endpoint, f"{arguments.rejoin_minutes:g} minutes"
+    for_long = f"{options.patience:g} minutes"
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"too few nodes joined the rendezvous at {endpoint} within {for_long} "
-            f"(--rejoin-minutes); {arguments.nnodes[0]} are needed (--nnodes): start the command "
-            "on each node node"
+            f"too few nodes joined the rendezvous at {options.rdzv_endpoint} within {for_long} "
+            f"(--rejoin-minutes); {options.nnodes[0]} are needed (--nnodes): start the command "
+            "on each node"
         )
     why = str(error).partition("\n")[0]
     return (
@@ -88,102 +111,36 @@ def lost(error: Exception, arguments: argparse.Namespace) -> str:
     )
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's own arguments, and those for the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.launch", description=__doc__, allow_abbrev=False
-    )
-    add = parser.add_argument
-    restarts = f"default: {RESTARTS} if the recipe saves checkpoints, otherwise 0"
-    nodes = "number of nodes, or minimum and maximum: 2 or 1:2"
-    rejoin = (
-        f"minutes that nodes wait for each other or for the network; default: {REJOIN_MINUTES:g}"
-    )
-    options = [
-        add("--processes", type=count_from(1), required=True, help="ranks to start on this node"),
-        add("--log-rank", default="0", help="ranks of this node whose output is shown: 0,1"),
-        add("--max-restarts", type=count_from(0), help=restarts),
-        add("--nnodes", type=node_range, default="1", help=nodes),
-        add("--rdzv-endpoint", default="localhost:0", help="HOST:PORT on one of the nodes"),
-        add("--rejoin-minutes", type=minutes, help=rejoin),
-        add("--rdzv-id", default="torchtitan", help="the run's name, if others share the endpoint"),
-        add("--rdzv-conf", default="", help="torch's rendezvous settings: last_call_timeout=5"),
-    ]
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        own, flags = split_options(words, [o.option_strings[0] for o in options], JobConfig)
-    except ConfigError as error:
-        parser.error(str(error))
-    arguments, before = parser.parse_known_args(own)
-    if arguments.nnodes[-1] > 1 and arguments.rdzv_endpoint == "localhost:0":
-        parser.error("several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT")
-    if arguments.rejoin_minutes is None:
-        said = re.search(r"\bjoin_timeout=(\d+)", arguments.rdzv_conf)
-        arguments.rejoin_minutes = int(said[1]) / 60 if said else REJOIN_MINUTES
-    return arguments, [*before, *flags]
-
-
-def count_from(least: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least `least`."""
-
-    def count(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise argparse.ArgumentTypeError(f"got {word}; wanted an integer >= {least}")
-        return int(word)
-
-    return count
-
-
-def node_range(word: str) -> range:
-    """Parse a range of node counts, `2` or `1:2`."""
-    low, _, high = word.partition(":")
-    bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise argparse.ArgumentTypeError(f"got {word}; wanted 2, or 1:2 for one or two")
-    return range(bounds[0], bounds[1] + 1)
-
-
-def minutes(word: str) -> float:
-    """Parse a positive number."""
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {word}; wanted minutes, a number > 0")
-    return value
-
-
-def check(arguments: argparse.Namespace, words: Sequence[str]) -> JobConfig:
+def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     """Read the recipe, and check it for all numbers of ranks that it may run on.
 
     Raises:
         ConfigError: with all mistakes.
     """
-    nodes, each = arguments.nnodes, arguments.processes
+    nodes, each = options.nnodes, options.processes
     sizes = range(nodes[0] * each, nodes[-1] * each + 1, each)
     ranks = sizes if len(sizes) > 1 else sizes[0]
     device = pick().type
-    recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(arguments.max_restarts))
+    recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(options.max_restarts))
     job = recipe.config
-    configure(color=not job.metrics.disable_color_printing)
+    configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
             batch_note(recipe, choose(job), sizes[0], device)
     return job
 
 
-def torchrun_words(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
+def torchrun_words(options: LaunchOptions, words: Sequence[str]) -> list[str]:
     """Return the torchrun command that starts training with these arguments."""
     return [
-        f"--nnodes={arguments.nnodes[0]}:{arguments.nnodes[-1]}",
-        f"--nproc_per_node={arguments.processes}",
-        f"--max-restarts={arguments.max_restarts}",
+        f"--nnodes={options.nnodes[0]}:{options.nnodes[-1]}",
+        f"--nproc_per_node={options.processes}",
+        f"--max-restarts={options.max_restarts}",
         "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={arguments.rdzv_endpoint}",
-        f"--rdzv_id={arguments.rdzv_id}",
-        f"--rdzv_conf={arguments.rdzv_conf}",
-        f"--local-ranks-filter={arguments.log_rank}",
+        f"--rdzv_endpoint={options.rdzv_endpoint}",
+        f"--rdzv_id={options.rdzv_id}",
+        f"--rdzv_conf={options.rdzv_conf}",
+        f"--local-ranks-filter={options.log_rank}",
         f"--role={RANK_ROLE}",
         "--tee=3",
         "--signals-to-handle=SIGQUIT",
@@ -263,14 +220,15 @@ class LaunchedRun:
             print(*report(traces), *where, sep="\n", file=sys.stderr, flush=True)
 
 
-def leave(status: int) -> NoReturn:
-    """Exit immediately; Python would crash while ending a thread blocked in native code."""
+def leave(status: int) -> int:
+    """Exit immediately if Python would crash while ending a thread that native code blocks."""
     if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    sys.exit(status)
+    return status
 
 
 if __name__ == "__main__":
-    leave(main())
+    # As a script this is a verb of the command line, which is above this module.
+    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))

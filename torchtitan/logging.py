@@ -16,11 +16,12 @@ _DIM, _RESET = "\033[2m", "\033[0m"
 _COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
 
 
-def configure(rank: int = 0, world: int = 1, color: bool = True) -> None:
+def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "info") -> None:
     """Write the log of this process to standard error: `12:34:56 [rank 3] WARNING message`.
 
     The rank is shown where there is more than one; colour only on a terminal, unless `color` is
-    False or NO_COLOR is set (https://no-color.org). A second call replaces the first.
+    False or NO_COLOR is set (https://no-color.org). Lines below `level` are left out. A second call
+    replaces the first.
     """
     handler = _CurrentStderr()
     handler.setFormatter(
@@ -30,7 +31,7 @@ def configure(rank: int = 0, world: int = 1, color: bool = True) -> None:
         )
     )
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False
 
 

@@ -34,7 +34,7 @@ class LossConfig(Config):
     vocabulary_chunk: int = Field(
         0,
         ge=0,
-        description="Vocabulary entries whose logits are in memory at a time; 0: all at once.",
+        description="Number of vocabulary entries whose logits are in memory at a time; 0: all.",
     )
 
 

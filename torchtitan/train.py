@@ -1,13 +1,14 @@
-"""Entry point of training: `python -m torchtitan.train --job.config_file recipe.toml`.
+"""Training on one rank: in this process alone, or in each that torchrun or our launcher starts.
 
-It trains in one process, or under torchrun in several. Exit status: 0 when the run is finished, or
-was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
+`python -m torchtitan.train` is `torchtitan train`, for torchrun. Exit status: 0 when the run is
+finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from torchtitan.build import build
@@ -21,7 +22,6 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Unreachable,
-    help_text,
     local_path,
     split_recipe,
 )
@@ -44,29 +44,12 @@ from torchtitan.resilience.stop import (
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
-USAGE = """usage: torchtitan train RECIPE.toml [--section.key value ...]
-       python -m torchtitan.train --job.config_file RECIPE.toml [--section.key value ...]
-
-Flags win over the recipe. Booleans: --section.key, --no-section.key, or --section.key false;
-lists: --section.key a b, or a,b; to unset an optional setting: --section.key none.
---help SECTION shows the settings of one section: --help optimizer."""
-
 REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if asked := [at for at, word in enumerate(words) if word in ("--help", "-h")]:
-        about = "".join(words[asked[0] + 1 : asked[0] + 2])
-        about = "" if about.startswith("--") else about
-        try:
-            settings = help_text(JobConfig, about)
-        except ConfigError as error:
-            return refuse(error)
-        print(*([] if about else [USAGE]), settings.strip("\n") if about else settings, sep="\n")
-        return 0
+def main(words: Sequence[str]) -> int:
+    """Train on this rank, by a recipe and its flags; return the exit status."""
     with ExitStack() as held:
         return run(words, held)
 
@@ -84,7 +67,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         job = recipe.config
         # Our launcher labels each line with its rank.
         ranks = 1 if launch.is_labeled else launch.size
-        configure(launch.rank, ranks, color=not job.metrics.disable_color_printing)
+        color = not job.metrics.disable_color_printing
+        configure(launch.rank, ranks, color, job.metrics.log_level)
     except ConfigError as error:
         # Every rank finds the same mistakes; rank 0 reports them.
         return refuse(error) if launch.rank == 0 else 2
@@ -322,4 +306,5 @@ def report_reference(job: JobConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # As a script this is a verb of the command line, which is above this module.
+    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))

@@ -44,8 +44,8 @@ class ValidationConfig(Config):
     local_batch_size: int | None = Field(
         None,
         ge=1,
-        description='With unit = "local": sequences per data-parallel rank in a batch '
-        "(default: training.local_batch_size).",
+        description='With unit = "local": sequences per data-parallel rank in a batch (default: '
+        "training.local_batch_size).",
     )
     seq_len: int | None = Field(
         None, ge=1, description="Tokens in a sequence (default: training.seq_len)."

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.help_text import help_text
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, compare, losses, trace, train
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.checks import load_job
-from torchtitan.config import RecipeError, help_text
+from torchtitan.config import RecipeError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS

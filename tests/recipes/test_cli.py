@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,14 +16,16 @@ from typer.main import get_command
 
 from tests import registries
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, json_schema, split_recipe
+from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
+from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools.cli import VERBS, main
+from torchtitan.tools import commands, train
+from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, count, verb
-from torchtitan.train import main as train
+from torchtitan.tools.reference import completion_table
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -184,7 +187,105 @@ def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("verb", [verb for verbs in VERBS.values() for verb in verbs])
 def test_each_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
-    assert f"torchtitan {verb}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"torchtitan {verb}" in text
+    assert "<bool>" not in text
+    for words in ([verb, "-h"], ["--help", verb]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("words", [["train"], ["check", "r.toml"], ["compare", "-h"], ["-h"]])
+def test_help_of_a_section_is_the_same_for_every_verb(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--help", "loss"]) == 0
+    text = capsys.readouterr().out
+    assert "│ --loss.vocabulary_chunk " in text
+    assert main([*words, *(["loss"] if words[-1] == "-h" else ["--help", "loss"])]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("flag", [["--optimizer.name", "Muon"], ["--optimizer.name=Muon"]])
+def test_help_shows_the_choice_that_flags_make(
+    flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *flag, "--help", "optimizer"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+    assert titles == ['[optimizer] with name = "Muon"', "[[optimizer.groups]]", "[optimizer.adamw]"]
+    assert any("Settings of Muon that" in line for line in lines)
+
+
+def test_help_texts_stand_alone() -> None:
+    """A capital, a period, and the default in parentheses."""
+    commands = {name: command(module) for verbs in VERBS.values() for name, module in verbs.items()}
+    table = completion_table(commands)
+    texts = [(verb, *option) for verb, options in table.items() for option in options.items()]
+    assert len(texts) > 350
+    for of, name, (text, _) in texts:
+        is_sentence = re.fullmatch(r"[A-Z0-9].*[.)]", text) or re.match(r"[a-z]+: ", text)
+        assert is_sentence, f"{of} {name}: {text}"
+        assert "absent" not in text, f"{of} {name}: {text}"
+
+
+def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[1] for line in lines if re.match(r"│ [a-z_]+  ", line)]
+    assert listed == list(JobConfig.model_fields)
+    assert any(
+        line.startswith("│ optimizer ") and "AdamW, Adam, SGD, Muon" in line for line in lines
+    )
+
+
+def test_version_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("torchtitan", ["train"]),
+        ("torchtitan.train", []),
+        ("torchtitan.launch", ["--processes", "2"]),
+    ],
+)
+def test_all_entry_points_have_one_parser(module: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--log-levle", "debug"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no --log-levle; did you mean --log-level?" in done.stderr
+    assert "see torchtitan train --help" in done.stderr
+
+
+def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "r.toml", "--max-restarts", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "--max-restarts needs the ranks of this node; add --processes N" in error
+
+
+def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ["--training.steps", "1", "--metrics.log_level", "info"]
+    found = []
+
+    def start(options: LaunchOptions, words: list[str]) -> int:
+        found.append(words)
+        return 0
+
+    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(train.training, "main", lambda words: start(LaunchOptions(1), words))
+    for more in ([], ["--processes", "2"]):
+        assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
+    assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2
 
 
 def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
@@ -201,21 +302,120 @@ def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
     assert found == [([Path("a.toml")], [1, 2, 4], ["x.y=1"], flags)]
 
 
-def test_completion_knows_verbs_and_options() -> None:
-    for words, expected in {
-        "torchtitan ver": "verify-resume",
-        "torchtitan check --w": "--w",
-    }.items():
-        environment = {**os.environ, "_TORCHTITAN_COMPLETE": "complete_bash"}
-        environment |= {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-        done = subprocess.run(
-            [sys.executable, "-c", "from torchtitan.tools.cli import main; main()"],
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert any(line.startswith(expected) for line in done.stdout.splitlines()), done
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def completed(
+    words: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """Completions of the last of `words` in bash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("_TORCHTITAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    with pytest.raises(SystemExit):
+        main([])
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("ver", ["verify-parallelism", "verify-resume"]),
+        ("check --w", ["--world-size"]),
+        ("train --proc", ["--processes"]),
+        ("train --training.se", ["--training.seq_len"]),
+        ("verify-resume r.toml --data.shuf", ["--data.shuffle"]),
+        ("migrate --data.shuf", []),
+        ("train r.toml --optimizer.name Mu", ["Muon"]),
+        ("train --optimizer.name = Mu", ["Muon"]),  # as bash divides --optimizer.name=Mu
+        ("train --model.name ll", ["llama3"]),
+        ("train --model.flavor 70", ["70B"]),
+        ("train --convert.0.name fl", ["float8"]),
+        ("train --activation_checkpoint.mode s", ["selective"]),
+        ("train --checkpoint.enable ", ["true", "false"]),
+        ("train --data.dataset python_stdlib_", ["python_stdlib_validation"]),
+        ("train --training.steps ", []),
+        ("train --log-level w", ["warning"]),
+        ("train --help lo", ["loss"]),
+        ("compare -h a", ["auxiliary_losses", "activation_checkpoint", "all"]),
+        ("--help opt", ["optimizer"]),
+        ("watch --help a", []),
+        ("check --device ", ["cpu", "cuda"]),
+        ("check --here ", ["folder/", "recipe.toml", *packaged_recipes()]),
+        ("recipes copy llama3_1", ["llama3_1b"]),
+        ("train llama3_8b_", ["llama3_8b_long"]),
+        ("checkpoint ", ["ls", "verify", "diff", "convert"]),
+        ("checkpoint convert --to h", ["hf"]),
+        ("train ", ["folder/", "recipe.toml", *packaged_recipes()]),
+        ("train rec", ["recipe.toml"]),
+        ("train fol", ["folder/one.toml", "folder/two.toml"]),
+        ("train folder/t", ["folder/two.toml"]),
+        ("train nowhere/", []),
+        ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
+        ("watch fol", []),  # the shell completes files
+    ],
+)
+def test_completion(
+    words: str,
+    expected: list[str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("folder").mkdir()
+    for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
+        Path(name).touch()
+    assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected
+
+
+def test_completion_from_the_cache_imports_no_torch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert completed("torchtitan train --optimizer.name Mu", cache, monkeypatch, capsys) == ["Muon"]
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from torchtitan.tools.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["Muon", "False"]
+
+
+def test_completions_are_kept_until_the_package_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").touch()
+    monkeypatch.setattr(commands, "PACKAGE", package)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built = []
+
+    def build() -> commands.CompletionTable:
+        built.append(None)
+        return {"train": {"--processes": ["Ranks.", []]}}
+
+    assert commands.cached_table(build) == commands.cached_table(build) == build()
+    assert len(built) == 2
+    (package / "other.py").touch()
+    commands.cached_table(build)
+    (kept,) = (tmp_path / "cache" / "torchtitan").iterdir()
+    kept.write_text("{", encoding="utf-8")
+    commands.cached_table(build)
+    assert len(built) == 4
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # as of a read-only home
+    assert commands.cached_table(build) == build()
 
 
 def test_modules_of_the_current_folder_can_be_imported(
@@ -258,19 +458,20 @@ def test_split_recipe_refuses(words: list[str], message: str) -> None:
         split_recipe(words)
 
 
-def test_help_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(["--help"]) == 0
+def test_help_has_every_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # so that no text is broken into lines
+    assert main(["train", "--help", "all"]) == 0
     output = capsys.readouterr().out
-    assert main(["train", "--help"]) == 0
-    assert capsys.readouterr().out == output
     for path, _, settings, _ in places(JobConfig):
         for key, field in settings.model_fields.items():
             if kind_of(field) is field:
-                assert f"  --{path}.{key}  (" in output
-                assert str(field.description) in output
+                assert f"│ --{path}.{key}  (" in output
+                assert f"│     {field.description} " in output
     for name, choice in CONVERTERS.items():
-        assert f'[[convert]] with name = "{name}": ' in output
-        assert all(f"  --convert.0.{key}  (" in output for key in choice.model_fields)
+        assert f'─ [[convert]] with name = "{name}" ─' in output
+        assert all(f"│ --convert.0.{key}  (" in output for key in choice.model_fields)
 
 
 def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import pytest
 
 from tests.tiers import tiers
 from torchtitan import __version__
-from torchtitan.launch import main as launch
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ def test_train_without_a_recipe_offers_one(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *flags]) == 2
-    assert launch(["--processes", "2", *flags]) == 2
+    assert main(["train", "--processes", "2", *flags]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2, "the launcher says it too, before it starts anything"
     assert set(told) == {
@@ -62,18 +61,18 @@ def test_help_of_a_section_has_that_section_alone(
     assert main(["train", "--help", about]) == 0
     name = about.strip("[]")
     lines = capsys.readouterr().out.splitlines()
-    headers = [line for line in lines if line.startswith("[")]
+    headers = [line for line in lines if line.startswith("╭")]
     assert headers
-    assert all(line.strip("[").startswith(name) for line in headers)
-    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert all(line.strip("╭─ [").startswith(name) for line in headers)
+    flags = [line.split()[1] for line in lines if line.startswith("│ --")]
     assert flags
     assert all(flag.startswith(f"--{name}.") for flag in flags)
 
 
 def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "recipe.toml", "--help", "training.seq-len"]) == 0
-    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-    assert [flag.split()[0] for flag in flags] == ["--training.seq_len"]
+    flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")]
+    assert [flag.split()[1] for flag in flags] == ["--training.seq_len"]
 
 
 def test_help_before_a_flag_is_that_of_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from tests.runs import losses, train
 from torchtitan.checkpoint.initial import global_batch
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
-from torchtitan.launch import main as launch
 from torchtitan.parallel import Degrees
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
@@ -103,7 +102,7 @@ def test_ranks_that_cannot_divide_the_batch_are_refused(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     more = ["--training.steps=9", "--parallelism.data_parallel_shard_degree=-1"]
     capfd.readouterr()
-    assert launch(["--processes=3", *words, "4", *more]) == 2
+    assert main(["train", "--processes=3", *words, "4", *more]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith(f"{recipe}:")
     assert error.endswith(

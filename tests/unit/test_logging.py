@@ -62,6 +62,11 @@ def test_no_colour_under_no_color(monkeypatch):
     assert lines_of(Terminal(), monkeypatch)[0] == "TIME loss 2.5"
 
 
+def test_levels(monkeypatch):
+    assert lines_of(io.StringIO(), monkeypatch, level="warning") == ["TIME WARNING careful"]
+    assert lines_of(io.StringIO(), monkeypatch, level="debug")[0] == "TIME DEBUG hidden"
+
+
 def test_a_dumb_terminal_is_no_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert on_terminal()

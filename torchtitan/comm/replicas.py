@@ -95,9 +95,9 @@ class AgreementConfig(ReplicasConfig):
     every: int = Field(
         1,
         ge=1,
-        description="1: replicas reduce the gradients of each step; n: each replica updates its "
-        "weights independently, and after every n-th step they reduce the changes of "
-        "their weights.",
+        description="Steps between synchronizations. 1: replicas reduce the gradients of each "
+        "step; n: each replica updates its weights independently, and after every "
+        "n-th step they reduce the changes of their weights.",
     )
     verify_steps: int = Field(
         100, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
@@ -144,7 +144,7 @@ class AllReduce(AgreementConfig):
 
 
 class Nothing(ReplicasConfig):
-    """Replicas never agree: each trains its own model."""
+    """No synchronization: each replica trains its own model."""
 
     name: Literal["none"] = Field("none", description="Method of synchronizing replicas.")
 

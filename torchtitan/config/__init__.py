@@ -3,7 +3,7 @@
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
-from torchtitan.config.help import help_text, json_schema, sections
+from torchtitan.config.help import HelpSection, help_sections, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import (
     find_recipe,
@@ -36,6 +36,7 @@ __all__ = [
     "Context",
     "Discriminated",
     "Gathered",
+    "HelpSection",
     "KeyOf",
     "KeyPath",
     "ListOf",
@@ -54,7 +55,7 @@ __all__ = [
     "find",
     "find_recipe",
     "flat",
-    "help_text",
+    "help_sections",
     "json_schema",
     "load",
     "local_path",

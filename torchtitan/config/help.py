@@ -1,11 +1,19 @@
 """The settings of a recipe as a table: for `--help` and for docs/config.md."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.schema import describe, field_schema, kind_of, places
+from torchtitan.config.schema import (
+    describe,
+    field_schema,
+    json_types,
+    kind_of,
+    names,
+    places,
+)
 from torchtitan.config.settings import Config, ConfigError
 from torchtitan.config.words import allowed_names, shorten, show
 
@@ -17,6 +25,8 @@ class HelpEntry(NamedTuple):
     allowed: str
     default: str
     help: str
+    values: Sequence[str]
+    """Values to choose from, if they have names."""
 
 
 class HelpSection(NamedTuple):
@@ -28,11 +38,21 @@ class HelpSection(NamedTuple):
     about: str
     entries: list[HelpEntry]
 
+    @property
+    def title(self) -> str:
+        """Header, with the choice: `[optimizer] with name = "Muon"`."""
+        return f'{self.header} with name = "{self.choice}"' if self.choice else self.header
 
-def sections(schema: type[Config]) -> Iterator[HelpSection]:
-    """Yield every section of a recipe, in order; a class shared by several choices only once."""
+
+def sections(
+    schema: type[Config], chosen: Mapping[str, str] | None = None
+) -> Iterator[HelpSection]:
+    """Yield every section of a recipe, in order; a class shared by several choices only once.
+
+    `chosen` maps sections to their names, which leaves out the other choices.
+    """
     shown: set[tuple[str, type[Config]]] = set()
-    for path, choice, settings, owner in places(schema):
+    for path, choice, settings, owner in places(schema, chosen=chosen):
         if (path, settings) in shown:
             continue
         shown.add((path, settings))
@@ -49,30 +69,29 @@ def sections(schema: type[Config]) -> Iterator[HelpSection]:
         )
 
 
-def help_text(schema: type[Config], about: str = "") -> str:
-    """Return the text of `--help` on the settings.
+def help_sections(
+    schema: type[Config], about: str = "", flags: Iterable[str] = ()
+) -> list[HelpSection]:
+    """Return the sections to show for `--help about`.
 
     Args:
         about: a section, or one of its keys; all of them if empty.
+        flags: words of the command line; `--optimizer.name Muon` leaves out the other optimizers.
 
     Raises:
         ConfigError: if there is no such section.
     """
-    everything = list(sections(schema))
-    found = [part for section in everything if (part := _about(section, about))]
-    if not found:
-        names = dict.fromkeys(section.header.strip("[]") for section in everything)
-        raise ConfigError(f"--help: got {shorten(about)}; {allowed_names(about, names)}")
-    lines = []
-    for section in found:
-        choice = f' with name = "{section.choice}"' if section.choice else ""
-        lines += ["", f"{section.header}{choice}: {section.about}"]
-        for entry in section.entries:
-            lines += [
-                f"  --{entry.path}  ({entry.allowed}; default: {entry.default})",
-                f"      {entry.help}",
-            ]
-    return "\n".join(lines)
+    words = " ".join(flags).replace("=", " ").split()
+    chosen = {
+        flag.removeprefix("--").removesuffix(".name"): name
+        for flag, name in pairwise(words)
+        if flag.startswith("--") and flag.endswith(".name")
+    }
+    everything = list(sections(schema, chosen))
+    if found := [part for section in everything if (part := _about(section, about))]:
+        return found
+    known = dict.fromkeys(section.header.strip("[]") for section in everything)
+    raise ConfigError(f"--help: got {shorten(about)}; {allowed_names(about, known)}")
 
 
 def _about(section: HelpSection, about: str) -> HelpSection | None:
@@ -100,4 +119,6 @@ def _entry(path: str, info: FieldInfo) -> HelpEntry:
     assert info.description, f"{path} has no help text"
     default = "none" if info.default is None else show(info.default)
     default = "required" if info.is_required() else default
-    return HelpEntry(path, describe(field_schema(info)), default, info.description)
+    schema = field_schema(info)
+    values = names(schema) or ["true", "false"] * ("boolean" in json_types(schema))
+    return HelpEntry(path, describe(schema), default, info.description, list(map(str, values)))

@@ -78,8 +78,13 @@ class SettingsNode(NamedTuple):
     """Choice of the enclosing section that has such a section, if not all have it."""
 
 
-def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
-    """Yield every section and every choice of it, nested ones after the enclosing one."""
+def places(
+    schema: type[Config], path: KeyPath = (), chosen: Mapping[str, str] | None = None
+) -> Iterator[SettingsNode]:
+    """Yield every section and every choice of it, nested ones after the enclosing one.
+
+    `chosen` maps the path of a section to its name, which leaves out the other choices.
+    """
     seen = set()
     for key, info in schema.model_fields.items():
         kind, here = kind_of(info), (*path, key)
@@ -91,13 +96,15 @@ def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
             kind = kind.widest
         choices: dict[str | None, type[Config]]
         if isinstance(kind, OneOf):
-            choices = {name: kind.widest(name) for name in kind.registry}
+            one = (chosen or {}).get(".".join(here))
+            names = [one] if one and one in kind.registry else kind.registry
+            choices = {name: kind.widest(name) for name in names}
         else:
             choices = {None: kind}
         for name, settings in choices.items():
             yield SettingsNode(".".join(here), name, settings, "")
         for name, settings in choices.items():
-            for place in places(settings, here):
+            for place in places(settings, here, chosen):
                 if place[:3] in seen:
                     continue
                 seen.add(place[:3])

@@ -38,11 +38,11 @@ MULTIPLE = 16
 class Float8(LinearConverterConfig):
     """Linear layers with Float8 matrix products, through torchao."""
 
-    name: Literal["float8"] = Field("float8", description="Which converter.")
+    name: Literal["float8"] = Field("float8", description="Name of the converter.")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         "tensorwise",
-        description="One scale per tensor; one per row; or one per row, with the weights' "
-        "gradients in high precision.",
+        description="Granularity of the scales: one per tensor; one per row; or one per row, with "
+        "the weights' gradients in high precision.",
     )
     enable_fsdp_float8_all_gather: bool = Field(
         False, description="Gather the parameters of FSDP2 in Float8 (tensorwise only)."

@@ -28,7 +28,7 @@ BLOCK = 32
 class MXFP8(LinearConverterConfig):
     """Linear layers with MXFP8 products: Float8 with a power-of-two scale per 32 elements."""
 
-    name: Literal["mxfp8"] = Field("mxfp8", description="Which converter.")
+    name: Literal["mxfp8"] = Field("mxfp8", description="Name of the converter.")
     high_precision_weight_gradients: bool = Field(
         False, description="Compute the gradients of the weights in their original dtype."
     )

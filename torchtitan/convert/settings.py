@@ -89,7 +89,7 @@ BEYOND = 1 + 2**-12
 class ConverterConfig(Config):
     """Settings of a converter; `name` picks the subclass."""
 
-    name: str = Field(description="Which converter: a key of torchtitan.convert.CONVERTERS.")
+    name: str = Field(description="Name of the converter: a key of torchtitan.convert.CONVERTERS.")
 
     @property
     def packs_weights(self) -> str | None:
@@ -136,8 +136,8 @@ class LinearConverterConfig(ConverterConfig):
     )
     emulate: bool = Field(
         False,
-        description="On a device without such matrix products: round the operands in the same "
-        "way, and multiply them in their original dtype.",
+        description="Emulate the matrix products on a device that lacks them: round the operands "
+        "in the same way, and multiply them in their original dtype.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -47,16 +47,15 @@ class MetricsConfig(Config):
     precision_freq: int = Field(
         0,
         ge=0,
-        description="Steps between reports of underflow, saturation and scale of the tensors "
-        "that converted layers round, each of which takes one more microbatch; 0: "
-        "never.",
+        description="Steps between reports of underflow, saturation and scale of the tensors that "
+        "converted layers round; each report takes one more microbatch; 0: never.",
     )
     statistics_freq: int = Field(
         0,
         ge=0,
-        description="Steps between reports of rms, largest value, mean, share of zeros and number "
-        "of non-finite values of the activations, gradients and weights of each layer, which take "
-        "one more forward pass; 0: never.",
+        description="Steps between reports of the root mean square, largest value, mean, fraction "
+        "of zeros and number of non-finite values of the activations, gradients and "
+        "weights of each layer; each report takes one more forward pass; 0: never.",
     )
     straggler_pct: float = Field(
         10.0,
@@ -67,12 +66,15 @@ class MetricsConfig(Config):
     )
     run_name: str | None = Field(
         None,
-        description="Name of the run, in Weights & Biases for example (default: the name of "
-        "its dump folder).",
+        description="Name of the run, in Weights & Biases for example (default: the name of its "
+        "dump folder).",
     )
     tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
     enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
-    disable_color_printing: bool = Field(False, description="No colors, even in a terminal.")
+    disable_color_printing: bool = Field(False, description="Print no colors, even on a terminal.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe messages to log; --log-level sets it."
+    )
     save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
     save_for_all_ranks: bool = Field(
         False, description="Also write metrics.rank{r}.jsonl for every other rank."

@@ -28,7 +28,7 @@ def size(about: str, **bounds: Any) -> Any:
 class ModelConfig(Config):
     """Settings shared by all families of models."""
 
-    name: str = Field("llama3", description="A key of torchtitan.models.MODELS.")
+    name: str = Field("llama3", description="Name of the model: a key of torchtitan.models.MODELS.")
     flavor: str = Field(
         "debugmodel", description="Set of sizes; other keys of this section override them."
     )
@@ -72,13 +72,13 @@ class TextConfig(ModelConfig):
 
     tokenizer_path: str | None = Field(
         None,
-        description="A tokenizer.json or tokenizer.model (tiktoken), or a folder with one "
-        "(default: bytes).",
+        description="Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with "
+        "one (default: bytes).",
     )
     attn_mask_type: AttentionMask = Field(
         "causal",
-        description="causal: a token attends to all before it in its sequence; block_causal: to "
-        "those of its own document only.",
+        description="Tokens that a token attends to. causal: all before it in its sequence; "
+        "block_causal: those of its own document.",
     )
 
     def problems(self, context: Context) -> Iterator[Problem]:

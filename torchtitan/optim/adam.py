@@ -75,11 +75,11 @@ class AdamRule(Implemented):
 
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-8, gt=0, description="Term added to the root of the second moment.")
     state_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = Field(
         "parameter",
-        description="Format of the moments: that of the parameters (training.dtype), or fewer "
-        "bits; a run may resume with another.",
+        description="Format of the moments: the dtype of the parameters (training.dtype), or a "
+        "format of fewer bits; a run may resume with another.",
     )
 
     @property
@@ -149,14 +149,16 @@ class AdamGroup(GroupConfig):
         None, ge=0, lt=1, description="Decay of the second moment (default: the optimizer's)."
     )
     eps: float | None = Field(
-        None, gt=0, description="Added to the root of the second moment (default: the optimizer's)."
+        None,
+        gt=0,
+        description="Term added to the root of the second moment (default: the optimizer's).",
     )
 
 
 class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
-    name: Literal["AdamW"] = Field("AdamW", description="Which optimizer.")
+    name: Literal["AdamW"] = Field("AdamW", description="Name of the optimizer.")
     groups: tuple[AdamGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
     )
@@ -167,7 +169,7 @@ class Adam(AdamRule, OptimizerConfig):
 
     decoupled = False
 
-    name: Literal["Adam"] = Field("Adam", description="Which optimizer.")
+    name: Literal["Adam"] = Field("Adam", description="Name of the optimizer.")
     groups: tuple[AdamGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
     )

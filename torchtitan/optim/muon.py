@@ -64,12 +64,12 @@ class Muon(OptimizerConfig):
     multiplies_matrices: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 
-    name: Literal["Muon"] = Field("Muon", description="Which optimizer.")
+    name: Literal["Muon"] = Field("Muon", description="Name of the optimizer.")
     roles: tuple[str, ...] = Field(
         ("matrix",),
         min_length=1,
-        description="Roles of the parameters that Muon updates, of two dims each; AdamW updates "
-        "the rest.",
+        description="Roles of the two-dimensional parameters that Muon updates; AdamW updates the "
+        "rest.",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the running gradient.")
     nesterov: bool = Field(
@@ -77,24 +77,22 @@ class Muon(OptimizerConfig):
     )
     scale: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="Factor of the rate for a matrix: 0.2 sqrt(max(rows, columns)), so that "
-        "rates of AdamW fit; or sqrt(max(1, rows / columns)), for rates about "
-        "0.02.",
+        description="Factor of the learning rate of a matrix: 0.2 sqrt(max(rows, columns)), which "
+        "suits rates of AdamW; or sqrt(max(1, rows / columns)), which suits rates of "
+        "about 0.02.",
     )
-    ns_steps: int = Field(
-        5, ge=1, lt=100, description="Steps of the Newton-Schulz iteration for an update."
-    )
+    ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz iterations per update.")
     ns_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16",
-        description="Dtype of the iteration, and of matrices that are sent; in bfloat16 "
+        description="Dtype of the iterations, and of matrices that are sent; with bfloat16, "
         "layouts differ by rounding.",
     )
     whole_mib: int = Field(
         64,
         ge=0,
-        description="MiB of whole matrices of one shape that a rank updates at once; a larger "
-        "matrix is updated by itself, and 0 updates each by itself. As much again "
-        "is being received, and sent.",
+        description="MiB of unsharded matrices of one shape that a rank updates at once; a larger "
+        "matrix is updated alone; 0: each matrix alone. As many MiB are being "
+        "received, and sent.",
     )
     by_head: bool = Field(
         False,

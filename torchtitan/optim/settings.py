@@ -133,9 +133,9 @@ class GroupConfig(Config):
     names: tuple[str, ...] = Field(
         (),
         description="Names of the parameters, where * matches anything; with roles, a parameter "
-        "has to match both.",
+        "must match both.",
     )
-    lr_factor: float = Field(1.0, ge=0, description="Multiplies the learning rate.")
+    lr_factor: float = Field(1.0, ge=0, description="Factor of the learning rate.")
     weight_decay: float | None = Field(
         None, ge=0, description="Weight decay (default: the optimizer's)."
     )
@@ -162,7 +162,7 @@ class OptimizerConfig(UpdateRule):
     sends: ClassVar[bool] = False
     """Whether ranks that share parameters communicate for an update."""
 
-    name: str = Field(description="Which optimizer: a key of torchtitan.optim.OPTIMIZERS.")
+    name: str = Field(description="Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS.")
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
         (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
     )
@@ -171,8 +171,9 @@ class OptimizerConfig(UpdateRule):
     )
     early_step_in_backward: bool = Field(
         False,
-        description="Update each parameter as soon as its gradient is complete, and free that; "
-        "nothing can then be clipped, accumulated or skipped.",
+        description="Update each parameter during the backward, as soon as its gradient is "
+        "complete, and free the gradient; without clipping, accumulation and skipped "
+        "steps.",
     )
     offload_states: bool = Field(
         False, description="Keep the states in host memory, and compute the updates there."
@@ -244,7 +245,9 @@ class Implemented(UpdateRule):
     """Settings of an optimizer with three implementations in torch."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = Field(
-        "fused", description="Fused kernel, loop over lists of tensors, or loop over tensors."
+        "fused",
+        description="Implementation: a fused kernel, a loop over lists of tensors, or a loop over "
+        "tensors.",
     )
 
     def how(self) -> dict[str, bool]:

@@ -25,9 +25,9 @@ class SGD(OptimizerConfig):
 
     # torch's fused SGD does not accept FSDP's sharded parameters.
     implementation: Literal["foreach", "for-loop"] = Field(
-        "foreach", description="Loop over lists of tensors, or over tensors."
+        "foreach", description="Implementation: a loop over lists of tensors, or over tensors."
     )
-    name: Literal["SGD"] = Field("SGD", description="Which optimizer.")
+    name: Literal["SGD"] = Field("SGD", description="Name of the optimizer.")
     groups: tuple[SGDGroup, ...] = Field(
         (), description="Settings that differ for some parameters."
     )

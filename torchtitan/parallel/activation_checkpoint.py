@@ -32,8 +32,8 @@ class ActivationCheckpointConfig(Config):
 
     mode: Literal["none", "full", "selective", "memory_budget"] = Field(
         "selective",
-        description="none: keep all activations; full: keep only block inputs; selective: see "
-        "selective_ac_option; memory_budget: let the compiler choose.",
+        description="Activations to keep. none: all (no checkpointing); full: only block inputs; "
+        "selective: see selective_ac_option; memory_budget: the compiler chooses.",
     )
     selective_ac_option: Annotated[int, Field(ge=1)] | Literal["op"] = Field(
         2,

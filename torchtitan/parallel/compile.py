@@ -49,8 +49,8 @@ class CompileConfig(Config):
 
     cache_folder: str | None = Field(
         None,
-        description="Folder in which compiled graphs are kept for the next run of the same "
-        "recipe (default: torch's, which is TORCHINDUCTOR_CACHE_DIR or else "
+        description="Folder in which compiled graphs are kept for the next run of the same recipe "
+        "(default: torch's, which is TORCHINDUCTOR_CACHE_DIR or else "
         "torchinductor_USER in the system's temporary folder, which may be emptied).",
     )
     cuda_graphs: bool = Field(

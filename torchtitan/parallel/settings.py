@@ -50,7 +50,7 @@ class ParallelismConfig(Config):
     )
     disable_sequence_parallel: bool = Field(
         False,
-        description="Keep whole activations between the matrices on every tensor-parallel rank, "
+        description="Keep full activations between the matrices on every tensor-parallel rank, "
         "instead of sharding them by sequence.",
     )
     disable_loss_parallel: bool = Field(
@@ -106,8 +106,8 @@ class ParallelismConfig(Config):
     )
     context_parallel_rotate_method: Rotation = Field(
         "allgather",
-        description="How keys and values are exchanged: all at once (allgather), or from rank to "
-        "rank (ring attention).",
+        description="Exchange of keys and values. allgather: all at once; ring: from rank to rank "
+        "(ring attention).",
     )
     context_parallel_load_balancer: Balancing = Field(
         "headtail",

@@ -89,8 +89,8 @@ class CommConfig(Config):
     )
     debug_level: Literal["off", "info", "detail"] | None = Field(
         None,
-        description="Level of torch's checks and logs of collectives (TORCH_DISTRIBUTED_DEBUG, "
-        "which applies if this is absent). info: log more; detail: before each "
+        description="Level of torch's checks and logs of collectives (default: the environment "
+        "variable TORCH_DISTRIBUTED_DEBUG). info: log more; detail: before each "
         "collective all ranks compare operation, shapes and dtypes, and fail if they "
         "differ; each collective is then several times slower, and "
         "init_timeout_seconds applies to the whole run.",

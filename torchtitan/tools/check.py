@@ -33,16 +33,18 @@ app = verb()
 def check(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[int | None, Count("number of ranks; absent: any that fits")] = None,
+    world_size: Annotated[
+        int | None, Count("Number of ranks (default: the minimum of the layout).")
+    ] = None,
     device: Annotated[
-        str | None, Choice(("cpu", "cuda"), ("device of the run; absent: this machine's"))
+        str | None, Choice(("cpu", "cuda"), "Device of the run (default: this machine's).")
     ] = None,
     here: Annotated[
         bool,
-        typer.Option("--here", help=("also check this machine: its memory, files and packages")),
+        typer.Option("--here", help="Also check this machine: its memory, files and packages."),
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--json-schema", help="print the schema for editors")
+        bool, typer.Option("--json-schema", help="Print the JSON Schema of recipes, for editors.")
     ] = False,
 ) -> None:
     if schema:

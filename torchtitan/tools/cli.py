@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.main import get_command
 
 from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
+from torchtitan.tools.commands import (
+    CompletedVerb,
+    CompletionTable,
+    VerbGroup,
+    cached_table,
+)
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -72,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-class Verbs(TyperGroup):
+class Verbs(VerbGroup):
     """All verbs; each is imported when it is called, and listed by its docstring until then."""
 
     def __init__(self, **settings: Any) -> None:
@@ -83,6 +89,16 @@ class Verbs(TyperGroup):
             for name, module in verbs.items()
         }
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `--help NAME` as the help of a verb, or of a section of a recipe."""
+        if args[:1] in (["--help"], ["-h"]):
+            if ctx.resilient_parsing:  # a shell completes the name
+                args = ["train", *args]
+            elif len(args) > 1:
+                name = args[1]
+                args = [name, "--help"] if name in self.commands else ["train", "--help", name]
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb that `args` begin with, and what follows it."""
         name, listed, rest = super().resolve_command(ctx, args)
@@ -91,7 +107,22 @@ class Verbs(TyperGroup):
         if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
             warn_of_other()
         modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
-        return name, get_command(import_module(f"torchtitan.tools.{modules[name]}").app), rest
+        if ctx.resilient_parsing:  # a shell completes the words
+            return name, CompletedVerb(name, cached_table(built_table)), rest
+        return name, command(modules[name]), rest
+
+
+def command(module: str) -> Any:
+    """Import the command of a verb."""
+    return get_command(import_module(f"torchtitan.tools.{module}").app)
+
+
+def built_table() -> CompletionTable:
+    """Make the table of completions, which imports all verbs."""
+    verbs = {verb: command(module) for group in VERBS.values() for verb, module in group.items()}
+    reference = import_module("torchtitan.tools.reference")
+    table: CompletionTable = reference.completion_table(verbs)
+    return table
 
 
 def summary(module: str) -> str:
@@ -112,16 +143,16 @@ def show_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(cls=Verbs)
+@app.callback(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 def torchtitan(
     is_asked: Annotated[
         bool,
         typer.Option(
-            "--version", callback=show_version, is_eager=True, help="Show versions and exit."
+            "--version", "-V", callback=show_version, is_eager=True, help="Show versions and exit."
         ),
     ] = False,
 ) -> None:
-    """Train large language models from a recipe, and look at recipes, runs and weights."""
+    """Train language and vision models from a recipe; inspect recipes, runs and weights."""
 
 
 if __name__ == "__main__":

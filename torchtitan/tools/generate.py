@@ -1,4 +1,4 @@
-"""Continue prompts: samples from the weights of a run, a checkpoint, Hugging Face or Meta."""
+"""Generate text from the weights of a run, a checkpoint, Hugging Face or Meta."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,31 +30,31 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def generate(
     source: Source,
-    prompt: Annotated[list[str] | None, Text("TEXT", "a text to continue; may be repeated")] = None,
-    prompts_file: Annotated[Path | None, Text("FILE", "a file with one prompt per line")] = None,
-    tokens: Annotated[int, Count("maximum number of new tokens; absent: 64")] = 64,
-    samples: Annotated[int, Count("number of samples per prompt; absent: 1")] = 1,
+    prompt: Annotated[list[str] | None, Text("TEXT", "Text to continue; may be repeated.")] = None,
+    prompts_file: Annotated[Path | None, Text("FILE", "File with one prompt per line.")] = None,
+    tokens: Annotated[int, Count("Maximum number of new tokens (default: 64).")] = 64,
+    samples: Annotated[int, Count("Number of samples per prompt (default: 1).")] = 1,
     temperature: Annotated[
         float,
         typer.Option(
             parser=TEMPERATURE,
             metavar="X",
-            help=("divides the logits; 0: always take the likeliest token; absent: 1"),
+            help="Divisor of the logits; 0: always take the most likely token (default: 1).",
         ),
     ] = 1.0,
     top_k: Annotated[
-        int | None, Count("sample from this many of the likeliest tokens; absent: all")
+        int | None, Count("Sample from this number of most likely tokens (default: all).")
     ] = None,
     top_p: Annotated[
         float,
         typer.Option(
             parser=SHARE,
             metavar="X",
-            help=("sample from the likeliest tokens with this total probability; absent: 1"),
+            help="Sample from the most likely tokens with this total probability (default: 1).",
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="random seed; absent: 0")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object per line")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed (default: 0).")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     format: Format = None,
     model: Model = None,
     flavor: Flavor = None,

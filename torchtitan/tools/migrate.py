@@ -1,4 +1,4 @@
-"""Write a recipe of TorchTitan v0.1 or v0.2 in this version's form."""
+"""Convert a recipe of TorchTitan v0.1 or v0.2 to the keys of this version."""
 
 import sys
 from pathlib import Path
@@ -16,10 +16,12 @@ app = verb()
 
 @app.command(cls=Verb, help=__doc__)
 def migrate(
-    recipe: Annotated[Path, typer.Argument(help="a recipe of TorchTitan v0.1 or v0.2")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe of TorchTitan v0.1 or v0.2.")],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="file to write; absent: standard output"),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to write (default: standard output)."
+        ),
     ] = None,
 ) -> None:
     text, notices = migrated(recipe)

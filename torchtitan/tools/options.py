@@ -3,16 +3,17 @@
 import importlib
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from torchtitan.config import ConfigError, allowed_names, sections, split_options
+from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
 from torchtitan.job import JobConfig
+from torchtitan.tools.commands import Command, VerbGroup
+from torchtitan.tools.reference import show_sections, show_settings
 
 
-class Verb(TyperCommand):
+class Verb(Command):
     """A verb; an option whose metavar ends with `...` takes all the words up to the next option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -34,43 +35,51 @@ class Verb(TyperCommand):
         return rest
 
 
-class Completion(NamedTuple):
-    """A word that the shell may complete to, as typer wants it."""
-
-    value: str
-    help: str
-    type: str = "plain"
-
-
-def complete_setting(incomplete: str) -> list[Completion]:
-    """The settings of a recipe whose flag begins so."""
-    entries = (entry for section in sections(JobConfig) for entry in section.entries)
-    flags = {f"--{entry.path}": entry.help for entry in entries}
-    return [Completion(name, text) for name, text in flags.items() if name.startswith(incomplete)]
-
-
 class RecipeVerb(Verb):
     """A verb that takes the flags of a recipe, too, `--section.key value`: they are `ctx.args`."""
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        return super().shell_complete(ctx, incomplete) + complete_setting(incomplete)
+    takes_recipe = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = ["--help" if word == "-h" else word for word in args]
+        if "--help" in words:
+            at = words.index("--help")
+            about = "".join(words[at + 1 : at + 2])
+            if about and not about.startswith("-"):
+                flags, is_long = words[:at] + words[at + 2 :], about == "all"
+                found = help_sections(JobConfig, "" if is_long else about, flags)
+                show_settings(found, is_long)
+                ctx.exit()
+            words = ["--help"]
         options = [name for option in self.params for name in option.opts]
         try:
-            own, flags = split_options(args, options, JobConfig)
+            own, flags = split_options(words, options, JobConfig)
         except ConfigError as error:
             ctx.fail(str(error))
         super().parse_args(ctx, own)
         ctx.args = flags
         return flags
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[--SECTION.KEY VALUE]..."]
 
-def count(word: object) -> int:
-    """An integer above 0."""
-    if not str(word).isdecimal() or int(str(word)) < 1:
-        raise typer.BadParameter(f"got {word}; wanted an integer >= 1")
-    return int(str(word))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        show_sections()
+
+
+def integer(least: int) -> Callable[[object], int]:
+    """Return a parser of integers that are at least `least`."""
+
+    def read(word: object) -> int:
+        if not str(word).isdecimal() or int(str(word)) < least:
+            raise typer.BadParameter(f"got {word}; wanted an integer >= {least}")
+        return int(str(word))
+
+    return read
+
+
+count = integer(1)
 
 
 def number(what: str, is_allowed: Callable[[float], bool]) -> Callable[[object], float]:
@@ -110,12 +119,12 @@ def import_modules(names: Iterable[str], where: str) -> None:
 
 def verb(**settings: Any) -> typer.Typer:
     """A verb, or a group of verbs."""
-    return typer.Typer(add_completion=False, **settings)
+    return typer.Typer(cls=VerbGroup, add_completion=False, **settings)
 
 
 def Count(help: str, metavar: str = "N") -> Any:
-    """An option that is an integer above 0; its help says what it is where it is absent."""
-    return typer.Option(parser=count, metavar=metavar, help=help, show_default=False)
+    """An option that is an integer above 0."""
+    return typer.Option(parser=count, metavar=metavar, help=help)
 
 
 def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
@@ -123,7 +132,7 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
     return typer.Option(
         *spellings,
         parser=one_of(names),
-        metavar="|".join(names),
+        metavar=" | ".join(names),
         help=help,
         autocompletion=lambda: list(names),
     )
@@ -131,12 +140,16 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
 
 def Text(metavar: str, help: str, *spellings: str) -> Any:
     """An option that is any text."""
-    return typer.Option(*spellings, metavar=metavar, help=help, show_default=False)
+    return typer.Option(*spellings, metavar=metavar, help=help)
 
 
-Recipe = Annotated[str | None, typer.Argument(help="a recipe; --section.key value may follow")]
-Run = Annotated[Path, typer.Argument(help="job.dump_folder of a run: outputs/x")]
-Shrink = Annotated[bool, typer.Option("--shrink", help="reduce model, batches and layout first")]
-Model = Annotated[str | None, Text("NAME", "a key of MODELS; absent: that of the source")]
-Flavor = Annotated[str | None, Text("NAME", "a flavor of the model; absent: that of the source")]
-Imports = Annotated[list[str] | None, Text("MODULE...", "modules to import, which register models")]
+Recipe = Annotated[
+    str | None, typer.Argument(help="Recipe; settings may follow: --section.key VALUE.")
+]
+Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
+Shrink = Annotated[bool, typer.Option("--shrink", help="Reduce model, batches and layout first.")]
+Model = Annotated[str | None, Text("NAME", "Name of the model (default: that of the source).")]
+Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that of the source).")]
+Imports = Annotated[
+    list[str] | None, Text("MODULE...", "Modules to import, which register models.")
+]

@@ -1,4 +1,4 @@
-"""Draw the loss, or other metrics, of runs side by side: an SVG, which every browser shows.
+"""Plot the loss, or other metrics, of runs in one SVG file, which every browser shows.
 
 It is written by hand, so that no plotting library is needed; `torchtitan compare` has interactive
 plots of much more.
@@ -29,25 +29,30 @@ app = verb()
 
 @app.command(cls=Verb, help=__doc__.partition("\n")[0])
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of each run: outputs/x")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs (job.dump_folder): outputs/x.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help=("file to write; absent: loss.svg in the first run's folder")
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write (default: loss.svg in the first run's folder).",
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="metric to draw, such as grad_norm; may be repeated; absent: loss",
+            help="Metric to plot, such as grad_norm; may be repeated (default: loss).",
         ),
     ] = None,
     reference: Annotated[
         float | None,
         typer.Option(
             metavar="LOSS",
-            help=("a loss to compare with, drawn as a line, such as the unigram loss"),
+            help="Loss to compare with, drawn as a line, such as the unigram loss.",
         ),
     ] = None,
 ) -> None:

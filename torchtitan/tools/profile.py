@@ -1,4 +1,4 @@
-"""Have a live run write a trace of its next steps, and say what is in it.
+"""Trace the next steps of a live run, and summarize the traces.
 
 The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks receive
 it with the result of a step, and each writes a trace of the same steps; so nothing must be
@@ -30,8 +30,10 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def profile(
     run: Run,
-    steps: Annotated[int, Count("number of steps to trace; absent: 1")] = 1,
-    wait: Annotated[int, Count("absent: 300", "SECONDS")] = ANSWER_TIMEOUT,
+    steps: Annotated[int, Count("Number of steps to trace (default: 1).")] = 1,
+    wait: Annotated[
+        int, Count("Time to wait for the traces (default: 300).", "SECONDS")
+    ] = ANSWER_TIMEOUT,
 ) -> int:
     try:
         folder = request_trace(run, steps, wait)

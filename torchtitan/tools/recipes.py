@@ -50,8 +50,10 @@ def list_recipes(context: typer.Context) -> None:
 
 @app.command(cls=Verb)
 def copy(
-    name: Annotated[str, typer.Argument(help="a packaged recipe or study: llama3_8b")],
-    to: Annotated[Path, typer.Argument(help="a folder, or a file that ends with .toml")] = Path(),
+    name: Annotated[str, typer.Argument(help="Packaged recipe or study: llama3_8b.")],
+    to: Annotated[
+        Path, typer.Argument(help="Folder, or file that ends with .toml (default: this folder).")
+    ] = Path(),
 ) -> None:
     """Copy a recipe and those that it extends; nothing is overwritten."""
     recipes = packaged_recipes()

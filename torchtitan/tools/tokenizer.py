@@ -1,4 +1,4 @@
-"""Make tokenizers."""
+"""Train tokenizers."""
 
 from typing import Annotated
 
@@ -17,23 +17,34 @@ def tokenizer() -> None:
 
 @app.command(cls=Verb)
 def train(
-    output: Annotated[str, typer.Option(help="tokenizer.json to write")],
-    dataset: Annotated[str, typer.Option(help="name of a data set of text, or a path")] = (
-        "python_stdlib"
-    ),
+    output: Annotated[str, typer.Option(metavar="FILE", help="File to write: tokenizer.json.")],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Name of a data set of text, or a path (default: python_stdlib)."
+        ),
+    ] = ("python_stdlib"),
     dataset_path: Annotated[
-        str | None, typer.Option(help="file or folder of a data set that needs one")
+        str | None,
+        typer.Option(metavar="PATH", help="File or folder of a data set that needs one."),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="column or key of the text")] = "text",
+    text_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Column or key of the text (default: text).")
+    ] = "text",
     documents: Annotated[
-        int | None, typer.Option(help="number of documents to read; absent: all")
+        int | None, typer.Option(metavar="N", help="Number of documents to read (default: all).")
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option(help="size of the vocabulary, special tokens included")
+        int,
+        typer.Option(
+            metavar="N", help="Size of the vocabulary, special tokens included (default: 2048)."
+        ),
     ] = 2048,
-    seed: Annotated[int, typer.Option(help="seed of the selection with --documents")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the selection with --documents (default: 0).")
+    ] = 0,
 ) -> None:
-    """Make a byte-level BPE tokenizer from the documents of a data set."""
+    """Train a byte-level BPE tokenizer on the documents of a data set."""
     train_tokenizer(
         dataset,
         dataset_path,

@@ -1,28 +1,90 @@
-"""Train from a recipe; `torchtitan train --help` shows every setting."""
+"""Train from a recipe: in this process, or with --processes on several ranks."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from torchtitan.tools.options import complete_setting, verb
-from torchtitan.train import main
+from torchtitan import train as training
+from torchtitan.launch import REJOIN_MINUTES, RESTARTS, LaunchOptions, start
+from torchtitan.tools.options import Choice, Recipe, RecipeVerb, count, integer, number, verb
 
-
-class Train(TyperCommand):
-    """Leaves all words to `torchtitan.train`, `--help` among them."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = args
-        return args
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        return complete_setting(incomplete)
-
-
+LEVELS = ("debug", "info", "warning", "error")
+SAVES = f"{RESTARTS} if the recipe saves checkpoints, otherwise 0"
+minutes = number("minutes, a number > 0", lambda value: 0 < value < float("inf"))
 app = verb()
 
 
-@app.command(cls=Train, help=__doc__)
-def train(context: typer.Context) -> int:
-    return main(context.args)
+def node_range(word: str) -> range:
+    """Parse a number of nodes, `2`, or a range of them, `1:2`."""
+    low, _, high = word.partition(":")
+    bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise typer.BadParameter(f"got {word}; wanted 2, or 1:2 for one or two")
+    return range(bounds[0], bounds[1] + 1)
+
+
+def Launched(metavar: str, help: str, parser: Callable[[str], Any] = str) -> Any:
+    """An option on the ranks to start."""
+    return typer.Option(metavar=metavar, help=help, parser=parser, rich_help_panel="Ranks")
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def train(
+    context: typer.Context,
+    recipe: Recipe = None,
+    log_level: Annotated[
+        str | None, Choice(LEVELS, "Least severe messages to log (default: info).")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        Launched("N", "Ranks to start on this node, and restart after a failure.", count),
+    ] = None,
+    nnodes: Annotated[
+        range | None,
+        Launched("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", node_range),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, Launched("HOST:PORT", "Address on one of the nodes, the same for all.")
+    ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        Launched("NAME", "Name of the run, if others share the endpoint (default: torchtitan)."),
+    ] = None,
+    rdzv_conf: Annotated[
+        str | None, Launched("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        Launched("N", f"Restarts after failures (default: {SAVES}).", integer(0)),
+    ] = None,
+    rejoin_minutes: Annotated[
+        float | None,
+        Launched(
+            "MINUTES",
+            "Time that nodes wait for each other or for the network "
+            f"(default: {REJOIN_MINUTES:g}).",
+            minutes,
+        ),
+    ] = None,
+    log_rank: Annotated[
+        str | None,
+        Launched("N", "Ranks of this node whose output is shown: 0,1 (default: 0)."),
+    ] = None,
+) -> int:
+    words = [*([recipe] if recipe else []), *context.args]
+    if log_level:
+        words += ["--metrics.log_level", log_level]
+    names = [field.name for field in fields(LaunchOptions)]
+    own = {name: context.params[name] for name in names if context.params[name] is not None}
+    if processes:
+        if nnodes and nnodes[-1] > 1 and not rdzv_endpoint:
+            raise typer.BadParameter(
+                "several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT"
+            )
+        return start(LaunchOptions(**own), words)
+    if own:
+        option = next(iter(own)).replace("_", "-")
+        raise typer.BadParameter(f"--{option} needs the ranks of this node; add --processes N")
+    return training.main(words)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
+from tests.help_text import help_text
 from torchtitan.config import (
     Config,
     Discriminated,
@@ -14,7 +15,6 @@ from torchtitan.config import (
     Recipe,
     RecipeError,
     flat,
-    help_text,
     json_schema,
     load,
     merge,

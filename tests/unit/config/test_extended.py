@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
+from tests.help_text import help_text
 from torchtitan.config import (
     Config,
     OneOf,
     RecipeError,
     Setting,
     flat,
-    help_text,
     json_schema,
     merge,
     read_flags,

@@ -5,7 +5,8 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError
 
-from torchtitan.config import Config, KeyOf, Setting, flat, help_text, json_schema, validate_all
+from tests.help_text import help_text
+from torchtitan.config import Config, KeyOf, Setting, flat, json_schema, validate_all
 
 FRUIT: dict[str, object] = {"apple": None, "pear": None}
 

@@ -7,6 +7,7 @@ import pytest
 import tomlkit
 from pydantic import Field, field_validator
 
+from tests.help_text import help_text
 from torchtitan.config import (
     Config,
     Gathered,
@@ -15,7 +16,6 @@ from torchtitan.config import (
     Recipe,
     RecipeError,
     flat,
-    help_text,
     json_schema,
     load,
     merge,

@@ -23,24 +23,27 @@ class Llama3Config(TextConfig):
     """Llama 3, 3.1 and 3.2: a decoder with rotary positions, grouped queries and SwiGLU."""
 
     dim: int | None = size("Width of the residual stream", gt=0)
-    n_layers: int | None = size("Blocks", gt=0)
-    n_heads: int | None = size("Query heads; they divide dim", gt=0)
-    n_kv_heads: int | None = size("Key/value heads; they divide n_heads", gt=0)
-    ffn_dim: int | None = size("Width inside a feed-forward", gt=0)
-    vocab_size: int | None = size("Tokens that have an embedding and a logit", gt=0)
-    norm_eps: float | None = size("Added to the mean square in a norm", gt=0)
+    n_layers: int | None = size("Number of blocks", gt=0)
+    n_heads: int | None = size("Number of query heads, a divisor of dim", gt=0)
+    n_kv_heads: int | None = size("Number of key/value heads, a divisor of n_heads", gt=0)
+    ffn_dim: int | None = size("Hidden width of the feed-forward layers", gt=0)
+    vocab_size: int | None = size(
+        "Size of the vocabulary: tokens with an embedding and a logit", gt=0
+    )
+    norm_eps: float | None = size("Term added to the mean square in a norm", gt=0)
     rope_theta: float | None = size("Base of the rotary frequencies", gt=0)
     rope_scaling: float | None = size(
-        "Factor that divides low rotary frequencies, as in Llama 3.1; 1: none", ge=1
+        "Divisor of low rotary frequencies, as in Llama 3.1; 1: none", ge=1
     )
     rope_low_freq_factor: float | None = size(
-        "Frequencies with fewer turns in the original context are divided by the whole factor", gt=0
+        "Limit of turns in the original context below which a frequency is divided by rope_scaling",
+        gt=0,
     )
     rope_high_freq_factor: float | None = size(
-        "Frequencies with more turns in the original context are not changed", gt=0
+        "Limit of turns in the original context above which a frequency is unchanged", gt=0
     )
     rope_original_context: int | None = size("Length of the original context, before scaling", gt=0)
-    tied: bool | None = size("Use the embedding matrix as the output")
+    tied: bool | None = size("Use the embedding matrix as the output projection")
 
     @property
     def repository(self) -> str | None:

@@ -48,8 +48,8 @@ class FSDP2(ShardingConfig):
         0,
         ge=0,
         description="Number of neighboring ranks over which parameters stay sharded after the "
-        "forward, and from which the backward gathers them; 0: all ranks that share "
-        "them.",
+        "forward, instead of over all; the backward gathers them from these ranks; 0: "
+        "all.",
     )
     accumulate_whole: bool = Field(
         False,

@@ -77,7 +77,7 @@ class NextLatentLoss(ModelLossConfig):
 
     argument: ClassVar[str] = "auxiliary_heads"
 
-    name: Literal["next_latent"] = Field("next_latent", description="Which loss.")
+    name: Literal["next_latent"] = Field("next_latent", description="Name of the loss.")
     weight: float = Field(
         0.1, ge=0, description="Weight of this loss in the total; 0 removes it from the model."
     )

@@ -27,12 +27,12 @@ Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
 class Quantized(Config):
     """Settings of low-bit messages."""
 
-    bits: int = Field(8, ge=2, le=8, description="Bits of each number that is sent.")
+    bits: int = Field(8, ge=2, le=8, description="Bits per communicated value.")
     bucket: Bucket = Field(
-        1024, description=("Count of numbers that share a scale; a multiple of 8.")
+        1024, description=("Number of values that share a scale; a multiple of 8.")
     )
     scales: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype of the scales that are sent with them."
+        "float32", description="Dtype of the scales that are sent with the values."
     )
 
     def wire_format(self, unit: Unit, form: Form) -> WireFormat:

@@ -186,7 +186,7 @@ class Chosen(DecoupledConfig):
     """Settings of a choice that follows from the step alone, so that no indices are sent."""
 
     rate: float = Field(
-        0.1, gt=0, le=1, description=("Fraction of the numbers that is sent per step.")
+        0.1, gt=0, le=1, description=("Fraction of the values that is sent per step.")
     )
 
     def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
@@ -222,7 +222,7 @@ class Random(Chosen):
 
 
 class Striding(Chosen):
-    """DeMo with numbers at equal distances, starting one further in each step."""
+    """DeMo with values at equal distances, shifted by one in each step."""
 
     name: Literal["striding"] = Field("striding", description="Method of synchronizing replicas.")
 
@@ -233,7 +233,7 @@ class Striding(Chosen):
 
 
 class Slicing(Chosen):
-    """DeMo with a contiguous slice, in each step the next one."""
+    """DeMo with a contiguous slice, the next one in each step."""
 
     name: Literal["slicing"] = Field("slicing", description="Method of synchronizing replicas.")
 

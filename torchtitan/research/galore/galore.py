@@ -44,7 +44,7 @@ class GaLore(AdamWRule, OptimizerConfig):
     by_role: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 
-    name: Literal["GaLore"] = Field("GaLore", description="Which optimizer.")
+    name: Literal["GaLore"] = Field("GaLore", description="Name of the optimizer.")
     lr: float = Field(5e-3, gt=0, description="Peak learning rate.")
     eps: float = Field(1e-6, gt=0, description="Term added to the root of the second moment.")
     rank: int | None = Field(
@@ -70,11 +70,12 @@ class GaLore(AdamWRule, OptimizerConfig):
         2,
         ge=0,
         description=(
-            "With svd = randomized: power iterations, which separate close singular values."
+            "With svd = randomized: number of power iterations, which separate close "
+            "singular values."
         ),
     )
     oversampling: int = Field(
-        8, ge=0, description="With svd = randomized: columns in addition to the rank."
+        8, ge=0, description="With svd = randomized: number of columns in addition to the rank."
     )
     moments: Literal["keep", "rotate"] = Field(
         "keep",

@@ -59,7 +59,7 @@ class LowPrecisionAttention(ConverterConfig):
     """Attention with queries, keys and values that are rotated and rounded to 8 bits."""
 
     name: Literal["low_precision_attention"] = Field(
-        "low_precision_attention", description="Which converter."
+        "low_precision_attention", description="Name of the converter."
     )
     filter_fqns: tuple[str, ...] = Field(
         (), description="Attention whose name contains one of these is not converted."

@@ -37,11 +37,11 @@ from torchtitan.torch_private.collectives import all_gather
 
 
 class Compensated(Quantized):
-    """Settings of messages whose rounding errors are sent later."""
+    """Settings of low-bit messages with error feedback."""
 
-    bits: int = Field(4, ge=2, le=8, description="Bits of each number that is sent.")
+    bits: int = Field(4, ge=2, le=8, description="Bits per communicated value.")
     bucket: Bucket = Field(
-        256, description=("Count of numbers that share a scale; a multiple of 8.")
+        256, description=("Number of values that share a scale; a multiple of 8.")
     )
     compensate: bool = Field(
         True,
@@ -131,7 +131,7 @@ class LoCoReduce(QuantizedReduce):
 
 
 class LoCoReplicas(Compensated, AgreementConfig):
-    """Low-bit sum of the gradients of replicas, with error feedback."""
+    """Low-bit sum of the replicas' gradients, with error feedback."""
 
     name: Literal["loco"] = Field("loco", description="Method of synchronizing replicas.")
 

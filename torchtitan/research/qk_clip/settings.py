@@ -27,8 +27,9 @@ class MuonClip(Muon):
     qk_clip: float = Field(
         0.0,
         ge=0,
-        description="Limit of attention logits: after each update, the queries and keys of a head "
-        "whose largest logit in the step was above it are scaled down to it; 0: no limit.",
+        description="Limit of attention logits: if the largest logit of a head in a step exceeds "
+        "it, the update is followed by scaling the head's queries and keys down to "
+        "the limit; 0: no limit.",
     )
 
     @property

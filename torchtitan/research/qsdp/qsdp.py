@@ -44,15 +44,15 @@ class WithLevels(Quantized):
     learn_steps: int = Field(
         1000,
         ge=1,
-        description=(
-            "Steps between updates of the learned levels; the first is in the first step."
-        ),
+        description=("Steps between updates of the learned levels (the first at step 1)."),
     )
     learn_rate: float = Field(
         0.01,
         gt=0,
         lt=1,
-        description=("Learning rate of the levels: how far a number moves its nearest level."),
+        description=(
+            "Learning rate of the levels: fraction by which a value moves its nearest level."
+        ),
     )
 
     def open_levels(self, wire_format: WireFormat, group: ProcessGroup) -> Levels | None:

@@ -44,7 +44,7 @@ class Ranger21(OptimizerConfig):
 
     sends: ClassVar[bool] = True
 
-    name: Literal["Ranger21"] = Field("Ranger21", description="Which optimizer.")
+    name: Literal["Ranger21"] = Field("Ranger21", description="Name of the optimizer.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")

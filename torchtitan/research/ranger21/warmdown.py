@@ -10,7 +10,7 @@ from torchtitan.optim import ScheduleConfig
 class Ranger21Schedule(ScheduleConfig):
     """Warm-up, flat, linear warm-down of Ranger21 (Wright and Demeure, 2021, arXiv:2106.13731)."""
 
-    name: Literal["ranger21"] = Field("ranger21", description="Which schedule.")
+    name: Literal["ranger21"] = Field("ranger21", description="Name of the schedule.")
     warmup_steps: int = Field(
         2000,
         ge=0,

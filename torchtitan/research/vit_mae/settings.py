@@ -14,25 +14,29 @@ class ViTMAEConfig(ModelConfig):
     """ViT-MAE: a vision transformer, and the decoder of a masked autoencoder."""
 
     dim: int | None = size("Width of the encoder; a multiple of 4", gt=0, le=MAX_WIDTH)
-    n_layers: int | None = size("Blocks of the encoder", gt=0)
-    n_heads: int | None = size("Heads of the encoder; they divide dim", gt=0)
-    ffn_dim: int | None = size("Width inside a feed-forward of the encoder", gt=0, le=MAX_WIDTH)
+    n_layers: int | None = size("Number of blocks of the encoder", gt=0)
+    n_heads: int | None = size("Number of heads of the encoder, a divisor of dim", gt=0)
+    ffn_dim: int | None = size(
+        "Hidden width of the encoder's feed-forward layers", gt=0, le=MAX_WIDTH
+    )
     image_size: int | None = size("Height and width of an image, in pixels", gt=0, le=MAX_SIDE)
-    patch_size: int | None = size("Height and width of a patch; it divides image_size", gt=0)
+    patch_size: int | None = size("Height and width of a patch, a divisor of image_size", gt=0)
     channels: int | None = size(
-        "Channels of an image: 3 for a photograph, more for a raster", gt=0, le=MAX_BANDS
+        "Number of channels of an image: 3 for a photograph, more for a raster", gt=0, le=MAX_BANDS
     )
     mask_ratio: float | None = size("Fraction of the patches that is masked", gt=0, lt=1)
     decoder_dim: int | None = size("Width of the decoder; a multiple of 4", gt=0, le=MAX_WIDTH)
-    decoder_layers: int | None = size("Blocks of the decoder", gt=0, le=MAX_LAYERS)
-    decoder_heads: int | None = size("Heads of the decoder; they divide decoder_dim", gt=0)
+    decoder_layers: int | None = size("Number of blocks of the decoder", gt=0, le=MAX_LAYERS)
+    decoder_heads: int | None = size(
+        "Number of heads of the decoder, a divisor of decoder_dim", gt=0
+    )
     decoder_ffn_dim: int | None = size(
-        "Width inside a feed-forward of the decoder", gt=0, le=MAX_WIDTH
+        "Hidden width of the decoder's feed-forward layers", gt=0, le=MAX_WIDTH
     )
     norm_eps: float | None = size("Term added to the variance in a norm", gt=0)
-    pixel_mean: tuple[float, ...] | None = size("Mean of each channel, which is subtracted")
+    pixel_mean: tuple[float, ...] | None = size("Mean of each channel, subtracted from it")
     pixel_std: tuple[float, ...] | None = size(
-        "Standard deviation of each channel, by which it is divided"
+        "Standard deviation of each channel, a divisor of it"
     )
 
     def size_problems(self, args: ViTMAEArgs) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from torchtitan.tools.options import (
     verb,
 )
 
-WHERE = "checkpoints (step-N), folders of them, or dump folders of runs: paths or URLs"
+WHERE = "Checkpoints (step-N), folders of them, or folders of runs: paths or URLs."
 
 
 def Place(help: str) -> Any:
@@ -32,9 +32,7 @@ def Place(help: str) -> Any:
 
 
 Paths = Annotated[list[Path], Place(WHERE)]
-OnePath = Annotated[
-    Path, Place("a checkpoint, or a folder of which the newest is used: path or URL")
-]
+OnePath = Annotated[Path, Place("Checkpoint, or a folder whose newest is used: path or URL.")]
 
 app = verb(help=__doc__)
 
@@ -51,7 +49,7 @@ def list_checkpoints(paths: Paths) -> None:
 
 @app.command(cls=Verb)
 def verify(paths: Paths) -> int:
-    """Read every byte of checkpoints, and say which are not what was saved."""
+    """Read every byte of checkpoints, and report those that differ from what was saved."""
     damaged = 0
     for path in (p for folder in paths for p in find(folder)):
         is_sound, lines = inspection.verify(path)
@@ -65,7 +63,7 @@ def diff(
     first: OnePath,
     second: OnePath,
     everything: Annotated[
-        bool, typer.Option("--all", help="show every tensor that differs, not only the first")
+        bool, typer.Option("--all", help="Show every tensor that differs, not only the first ones.")
     ] = False,
 ) -> int:
     """Compare two checkpoints of any layouts; the exit status is 1 if they differ."""
@@ -78,18 +76,18 @@ def diff(
 def convert(
     source: Annotated[
         Path,
-        Place("folder of weights, or of checkpoints or a run, of which the newest is used"),
+        Place("Folder of weights, or of checkpoints or a run, whose newest is used: path or URL."),
     ],
-    destination: Annotated[Path, Place("folder to create: path or URL")],
+    destination: Annotated[Path, Place("Folder to create: path or URL.")],
     source_format: Annotated[
         str | None,
-        Choice(weights.OPEN, "format of the source; absent: detected from the files", "--from"),
+        Choice(weights.OPEN, "Format of the source (default: detected from the files).", "--from"),
     ] = None,
     target_format: Annotated[
         str | None,
         Choice(
             weights.FORMATS,
-            ("format to write; absent: hf if the source is ours, else ours"),
+            ("Format to write (default: hf if the source is ours, otherwise ours)."),
             "--to",
         ),
     ] = None,
@@ -97,25 +95,27 @@ def convert(
     flavor: Flavor = None,
     recipe: Annotated[
         str | None,
-        Text("RECIPE", "recipe of weights in the format dcp; absent: the matching flavor"),
+        Text("RECIPE", "Recipe of weights in the format dcp (default: the matching flavor)."),
     ] = None,
     dtype: Annotated[
-        str | None, Choice(weights.DTYPES, "dtype of all weights; absent: each keeps its own")
+        str | None, Choice(weights.DTYPES, "Dtype of all weights (default: each keeps its own).")
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="maximum size of a file; absent: 5GB")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of a file (default: 5GB).")
     ] = None,
     with_optimizer: Annotated[
         bool,
         typer.Option(
             "--with-optimizer",
-            help="also convert optimizer states and counters, so that the run can be resumed; "
-            "between ours and dcp",
+            help=(
+                "Also convert optimizer states and counters, so that the run can be resumed; "
+                "between ours and dcp."
+            ),
         ),
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Write weights, or a run, in another format: ours, Hugging Face's, Meta's, or TorchTitan's."""
+    """Convert weights, or a run, to our format, Hugging Face's, Meta's or TorchTitan's."""
     import_modules(imports or (), "--imports")
     options = weights.ConvertOptions(
         source_format=source_format,

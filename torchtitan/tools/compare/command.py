@@ -1,4 +1,4 @@
-"""Run recipes side by side under the same conditions, or compare runs that exist; a report."""
+"""Run recipes side by side under the same conditions, or compare existing runs; write a report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from torchtitan.tools.compare import FORMS, compare_folders, dry_run, read, summ
 from torchtitan.tools.compare import compare as run_and_compare
 from torchtitan.tools.options import Count, RecipeVerb, count, verb
 
-ABSENT = "absent: as the study says, or"
+DEFAULT = "(default: that of the study, or"
 app = verb()
 
 
@@ -18,31 +18,45 @@ app = verb()
 def compare(
     context: typer.Context,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="a study, or recipes, or dump folders of runs")
+        list[Path] | None,
+        typer.Argument(help="Study, or recipes, or folders of runs (job.dump_folder)."),
     ] = None,
     vary: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=A,B", help="a variant for each value")
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help="Setting to vary, with a variant for each value."),
     ] = None,
     ranks: Annotated[
-        int | None, Count(f"processes of a run; {ABSENT} what its recipe needs")
+        int | None, Count(f"Number of ranks of a run {DEFAULT} the minimum of its recipe).")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{ABSENT} the first variant")
+        str | None,
+        typer.Option(metavar="NAME", help=f"Variant to compare with {DEFAULT} the first)."),
     ] = None,
-    rounds: Annotated[int | None, Count(f"runs of each variant; {ABSENT} 3")] = None,
-    warmup_steps: Annotated[int | None, Count(f"steps not measured; {ABSENT} 5")] = None,
-    steps: Annotated[int | None, Count(f"steps measured after those; {ABSENT} 20")] = None,
+    rounds: Annotated[int | None, Count(f"Number of runs of each variant {DEFAULT} 3).")] = None,
+    warmup_steps: Annotated[
+        int | None, Count(f"Number of steps before those measured {DEFAULT} 5).")
+    ] = None,
+    steps: Annotated[int | None, Count(f"Number of measured steps {DEFAULT} 20).")] = None,
     seeds: Annotated[
         list[int] | None,
-        typer.Option(parser=count, metavar="N...", help="further seeds, for the spread of chance"),
+        typer.Option(
+            parser=count,
+            metavar="N...",
+            help="Additional seeds, to measure the variation between seeds.",
+        ),
     ] = None,
     launcher: Annotated[
-        str | None, typer.Option(help="command that starts a run; {ranks} is filled in")
+        str | None,
+        typer.Option(
+            metavar="COMMAND", help="Command that starts a run, in which {ranks} is replaced."
+        ),
     ] = None,
-    no_trace: Annotated[bool, typer.Option("--no-trace", help="trace no step")] = False,
-    output: Annotated[str | None, typer.Option(help="folder of the runs and the report")] = None,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Trace no step.")] = False,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for the runs and the report.")
+    ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="say what would run; start nothing")
+        bool, typer.Option("--check", help="Print the runs that would start, without starting any.")
     ] = False,
 ) -> int:
     paths, vary = paths or [], vary or []

@@ -80,7 +80,7 @@ def launch(task: PlannedRun, launcher: str) -> Outcome:
     recipe = write_recipe(task)
     words = shlex.split(launcher.replace("{ranks}", str(task.ready.plan.ranks)))
     # A run that dies and starts again tells nothing about speed.
-    local = [sys.executable, "-m", "torchtitan.launch", "--max-restarts", "0", "--processes"]
+    local = [sys.executable, "-m", "torchtitan", "train", "--max-restarts", "0", "--processes"]
     local.append(str(task.ready.plan.ranks))
     command = [*(words or local), "--job.config_file", str(recipe)]
     launched = time.time()

@@ -44,13 +44,15 @@ Settings = dict[KeyPath, Setting]
 class Conditions(Config):
     """The keys of a study, which set the conditions of the comparison."""
 
-    title: str = Field("", description="Heading of the report; absent: the name of the file.")
+    title: str = Field("", description="Heading of the report (default: the name of the file).")
     description: str = Field("", description="What the study is to find out.")
     recipe: str | None = Field(None, description="The recipe of all variants, relative to this.")
     ranks: int | None = Field(
-        None, ge=1, description="Processes of each run; absent: what its recipe needs."
+        None, ge=1, description="Number of ranks of each run (default: the minimum of its recipe)."
     )
-    baseline: str | None = Field(None, description="A variant's name; absent: the first.")
+    baseline: str | None = Field(
+        None, description="Name of the variant to compare with (default: the first)."
+    )
     rounds: int = Field(3, ge=1, description="How often every variant is run.")
     warmup_steps: int = Field(5, ge=1, description="First steps of a run that are not measured.")
     steps: int = Field(20, ge=2, description="Steps after those, which are measured.")
@@ -66,13 +68,16 @@ class Conditions(Config):
     launcher: str = Field(
         "",
         description="Command that starts a run, to which recipe and folder are added; {ranks} is "
-        "filled in. Absent: torchtitan.launch on this machine.",
+        "replaced (default: torchtitan train --processes, on this machine).",
     )
     device: str | None = Field(
-        None, pattern="^(cpu|cuda)$", description="Of a launcher of its own; absent: this machine's"
+        None,
+        pattern="^(cpu|cuda)$",
+        description="Device of the runs of a custom launcher (default: this machine's).",
     )
     output: str | None = Field(
-        None, description="Folder of runs and report; absent: outputs/studies/ and the file's name."
+        None,
+        description="Folder of runs and report (default: outputs/studies/ and the file's name).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Score a model on tasks of the lm-evaluation-harness, or by another evaluation."""
+"""Score a model on tasks of the lm-evaluation-harness, or with another evaluation."""
 
 import json
 from pathlib import Path
@@ -37,15 +37,17 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def evaluate(
     source: Source,
-    tasks: Annotated[str, Text("A,B", " or ".join(("names of tasks", *EVALUATIONS)))],
-    limit: Annotated[int | None, Count("maximum number of documents; absent: all")] = None,
+    tasks: Annotated[str, Text("A,B", f"Names of tasks, or {' or '.join(EVALUATIONS)}.")],
+    limit: Annotated[int | None, Count("Maximum number of documents (default: all).")] = None,
     num_fewshot: Annotated[
-        int | None, Text("N", "examples before each question; absent: the task's default")
+        int | None, Text("N", "Number of examples before each question (default: the task's).")
     ] = None,
-    include_path: Annotated[Path | None, Text("FOLDER", "folder of your own tasks")] = None,
-    length: Annotated[int | None, Count("context length in tokens; absent: as in training")] = None,
+    include_path: Annotated[Path | None, Text("FOLDER", "Folder of your own tasks.")] = None,
+    length: Annotated[
+        int | None, Count("Context length in tokens (default: as in training).")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print the results as a JSON object")
+        bool, typer.Option("--json", help="Print the results as a JSON object.")
     ] = False,
     format: Format = None,
     model: Model = None,
@@ -57,9 +59,9 @@ def evaluate(
     batch_size: BatchSize = 8,
     dataset: Annotated[
         str | None,
-        Text("NAME", ("data set of an evaluation that reads one; absent: as in training")),
+        Text("NAME", "Data set of an evaluation that reads one (default: as in training)."),
     ] = None,
-    dataset_path: Annotated[str | None, Text("PATH", "file or folder of the data set")] = None,
+    dataset_path: Annotated[str | None, Text("PATH", "File or folder of the data set.")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
     place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))

@@ -11,17 +11,17 @@ from torchtitan.checkpoint.weights.opening import OPEN
 from torchtitan.tools.evaluate.subject import DTYPES
 from torchtitan.tools.options import Choice, Count, Text
 
-WHERE = "a run's folder, a checkpoint, or a folder of Hugging Face's or Meta's weights"
+WHERE = "Folder of a run, a checkpoint, or a folder of weights of Hugging Face or Meta."
 Source = Annotated[Path, typer.Argument(parser=location, help=WHERE)]
 Format = Annotated[
-    str | None, Choice(OPEN, ("format of the source; absent: detected from the files"), "--from")
+    str | None, Choice(OPEN, "Format of the source (default: detected from the files).", "--from")
 ]
 Tokenizer = Annotated[
-    str | None, Text("PATH", f"file, folder, or {BYTES}; absent: that of the source")
+    str | None, Text("PATH", f"File, folder, or {BYTES} (default: that of the source).")
 ]
-TensorParallel = Annotated[int, Count("number of local ranks; absent: 1")]
+TensorParallel = Annotated[int, Count("Number of local ranks (default: 1).")]
 Dtype = Annotated[
     str | None,
-    Choice(DTYPES, ("dtype of computation; absent: that of training, or of the weights")),
+    Choice(DTYPES, "Dtype of computation (default: that of training, or of the weights)."),
 ]
-BatchSize = Annotated[int, Count("number of texts computed together; absent: 8")]
+BatchSize = Annotated[int, Count("Number of texts in a batch (default: 8).")]

@@ -1,4 +1,4 @@
-"""Say what a run did, where its time went, and what to try."""
+"""Explain what a run did, where its time went, and what to try."""
 
 import dataclasses
 import json
@@ -16,7 +16,8 @@ app = verb()
 
 @app.command(cls=Verb, help=__doc__)
 def explain(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="the numbers, as JSON")] = False
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     facts = read_facts(run)
     advice = advise(facts)

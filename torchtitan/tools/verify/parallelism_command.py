@@ -16,9 +16,9 @@ def verify_parallelism(
     context: typer.Context,
     recipe: Recipe = None,
     world_size: Annotated[
-        int | None, Count("number of ranks; absent: the fewest that show the layout")
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
     ] = None,
-    steps: Annotated[int | None, Count("number of optimizer steps; absent: 5")] = None,
+    steps: Annotated[int | None, Count("Number of optimizer steps (default: 5).")] = None,
     shrink: Shrink = False,
 ) -> int:
     path, flags = split_recipe([*([recipe] if recipe else []), *context.args])

@@ -1,4 +1,4 @@
-"""Kill a run on the CPU, resume it, in another layout too, and compare it with one not stopped."""
+"""Kill a run on the CPU, resume it, also in another layout; compare with an uninterrupted run."""
 
 from typing import Annotated
 
@@ -17,18 +17,18 @@ def verify_resume(
     context: typer.Context,
     recipe: Recipe = None,
     world_size: Annotated[
-        int | None, Count("number of ranks; absent: the fewest that show the layout")
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
     ] = None,
     then: Annotated[
         int | None,
-        Count("number of ranks to resume on, with FSDP; absent: half of the ranks, or 2"),
+        Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
     ] = None,
     then_layout: Annotated[
         str | None,
-        typer.Option(metavar="AXES", help=("other layout to resume in, such as tp=2,dp_shard=2")),
+        typer.Option(metavar="AXES", help="Other layout to resume in: tp=2,dp_shard=2."),
     ] = None,
     steps: Annotated[
-        int | None, Count("number of steps before the kill, and after; absent: 3")
+        int | None, Count("Number of steps before the kill, and after it (default: 3).")
     ] = None,
     shrink: Shrink = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""Show what runs are doing, redrawn every few seconds, until Ctrl-C.
+"""Show the progress of runs, redrawn every few seconds until Ctrl-C.
 
 The run itself is not asked: it may be on another machine, as long as its folder can be read here.
 So whether it is alive is judged by when its last row came, and when the next one is due.
@@ -23,9 +23,16 @@ app = verb()
 
 @app.command(cls=Verb, help=__doc__)
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="job.dump_folder of a run: outputs/x")],
-    refresh: Annotated[float, typer.Option(parser=SECONDS, metavar="SECONDS")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="print the current state and exit")] = False,
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")
+    ],
+    refresh: Annotated[
+        float,
+        typer.Option(
+            parser=SECONDS, metavar="SECONDS", help="Time between two redraws (default: 2)."
+        ),
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
     from rich.console import Console, Group
     from rich.live import Live

@@ -39,7 +39,7 @@ class ImagesConfig(Config):
     max_value: float | None = Field(
         None,
         gt=0,
-        description="The value that becomes 1 (default: the largest of an integer type, and 1 of "
+        description="Value that becomes 1 (default: the largest of an integer type, and 1 of "
         "floating-point numbers).",
     )
     corrupt: Literal["stop", "skip"] = Field(

@@ -1,4 +1,4 @@
-"""The installed `torchtitan` command.
+"""The `torchtitan` command, also as `python -m torchtitan`.
 
 Meta's distribution `torchtitan` has the same import name. Installed after this one, it replaces
 files of this package, so the command is imported late, and a failure is explained.
@@ -26,3 +26,7 @@ def main() -> int:
         )
         return 1
     return int(command.main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

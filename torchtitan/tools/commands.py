@@ -1,0 +1,126 @@
+"""Commands of the command line: how their help looks, and how a shell completes their words.
+
+Verbs import torch, which takes longer than a completion may. So the options of all verbs, and the
+settings of recipes, are kept in a file in the user's cache folder, which is written again when a
+file of the package has changed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from glob import escape, glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typer.core import TyperCommand, TyperGroup
+
+from torchtitan import __version__
+from torchtitan.config import packaged_recipes
+
+PACKAGE = Path(__file__).parents[1]
+
+CompletionTable = Mapping[str, Mapping[str, tuple[str, list[str] | None]]]
+"""Options of each verb, with their help and values; None for an option that takes no value.
+
+A verb in a group has both names: `checkpoint ls`.
+"""
+OF_RECIPE = "--job.config_file"
+"""An option of the verbs that take a recipe."""
+
+
+class Completion(NamedTuple):
+    """A word that the shell may complete to, as typer wants it."""
+
+    value: str
+    help: str = ""
+    type: str = "plain"
+
+
+class Command(TyperCommand):
+    """A verb; its help shows no type for options without a value, and no default but the text's."""
+
+    takes_recipe = False
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
+
+class VerbGroup(TyperGroup):
+    """A group of verbs, with the same help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
+
+def _plain(params: list[Any]) -> list[Any]:
+    for option in params:
+        option.show_default = False  # the help texts have the defaults
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    return params
+
+
+class CompletedVerb(TyperCommand):
+    """Stand-in for a verb while a shell completes its words."""
+
+    def __init__(self, name: str, table: CompletionTable) -> None:
+        super().__init__(name, add_help_option=False)
+        self.table = table
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = args
+        return args
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        name, table = str(self.name), self.table
+        words = ["", *(word for word in ctx.args if word != "=")]  # a word of its own in bash
+        if f"{name} {' '.join(words[1:2])}" in table:
+            name = f"{name} {words[1]}"
+        options = table.get(name, {})
+        values = options.get(words[-1], ("", None))[1]
+        if incomplete.startswith("-"):
+            found = [Completion(option, text) for option, (text, _) in options.items()]
+        elif values is not None:
+            found = [Completion(value) for value in values]
+        elif inside := [verb for verb in table if verb.startswith(f"{name} ")]:
+            found = [Completion(verb.rpartition(" ")[2]) for verb in inside]
+        else:
+            is_of_recipe = OF_RECIPE in options
+            files = recipe_files(incomplete) if is_of_recipe else []
+            packaged = packaged_recipes() if is_of_recipe or name == "recipes copy" else []
+            found = [Completion(recipe) for recipe in (*files, *packaged)]
+        # Nothing: the shell completes names of files.
+        return [item for item in found if item.value.startswith(incomplete)]
+
+
+def recipe_files(start: str) -> list[str]:
+    """Return the recipes and folders whose path begins with `start`.
+
+    If it is one folder, those inside it, as the shell would end the word after the only one.
+    """
+    paths = [path + "/" * os.path.isdir(path) for path in sorted(glob(f"{escape(start)}*"))]
+    found = [path for path in paths if path.endswith(("/", ".toml"))]
+    is_folder = len(found) == 1 and found[0].endswith("/") and found[0] != start
+    return (is_folder and recipe_files(found[0])) or found
+
+
+def cached_table(build: Callable[[], CompletionTable]) -> CompletionTable:
+    """Read the table from the cache; build and keep it if the package has changed."""
+    times = [file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py")]
+    key = [__version__, len(times), max(times)]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan"
+    file = cache / f"completion-{hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            table: CompletionTable = kept["table"]
+            return table
+    table = build()
+    with contextlib.suppress(OSError):  # of a read-only home
+        cache.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps({"key": key, "table": table}), encoding="utf-8")
+        new.replace(file)
+    return table
