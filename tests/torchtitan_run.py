@@ -6,6 +6,7 @@ its documentation. It goes on after a save, so that the losses that follow are k
 
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,22 @@ def as_v01(state: dict[str, Any]) -> dict[str, Any]:
         else:
             old[name] = value
     return old
+
+
+def as_v03(state: dict[str, Any]) -> dict[str, Any]:
+    """What TorchTitan v0.3 saves: other names, and queries, keys and values with one moment."""
+    new: dict[str, Any] = {}
+    for name, value in state.items():
+        name = re.sub(r"\boutput\.weight", "lm_head.weight", name)
+        if not name.startswith("optimizer."):
+            name = re.sub(r"attention\.(w[qkv])\.", r"attention.qkv_linear.\1.", name)
+        elif found := re.search(r"attention\.(w[qkv])\.", name):
+            fused = name.replace(found[0], "attention.qkv_linear.wqkv.")
+            is_later = isinstance(value, torch.Tensor) and value.ndim and fused in new
+            new[fused] = torch.cat([new[fused], value]) if is_later else value
+            continue
+        new[name] = value
+    return new
 
 
 def weights_only(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tests.runs import losses, rows, train, weights
 from tests.torchtitan_run import (
     TorchTitanRun,
     as_v01,
+    as_v03,
     save,
     save_for_hugging_face,
     save_safetensors,
@@ -94,6 +95,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     state = {n: v.clone() if isinstance(v, Tensor) else v for n, v in run.state().items()}
     save(folder / "checkpoint/step-3", state)
     save(folder / "v01/step-3", as_v01(state))
+    save(folder / "v03/step-3", as_v03(state))
     save(folder / "weights/step-3", weights_only(state))
     save_for_hugging_face(run, folder / "hf/step-3", whole=True)
     save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
@@ -138,6 +140,15 @@ def test_each_part_matters(part: str, tmp_path: Path, theirs: Theirs) -> None:
 def test_a_checkpoint_of_v01_is_the_same(tmp_path: Path, theirs: Theirs) -> None:
     run_ranks(train, 1, resumed(tmp_path, theirs.folder / "v01"))
     assert losses(tmp_path) == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path: Path, theirs: Theirs) -> None:
+    without = {"checkpoint": {"exclude_from_loading": ["optimizer"]}}
+    run_ranks(train, 1, resumed(tmp_path / "v03", theirs.folder / "v03", **without))
+    run_ranks(train, 1, resumed(tmp_path / "v02", theirs.folder / "checkpoint", **without))
+    assert losses(tmp_path / "v03") == losses(tmp_path / "v02") != theirs.losses
+    words = refusal(resumed(tmp_path / "run", theirs.folder / "v03"))
+    assert "missing: optimizer.state.layers.0.attention.wq.weight.exp_avg" in words
 
 
 def test_adam_goes_on_from_adam(tmp_path: Path) -> None:
@@ -218,7 +229,7 @@ def begun(job: JobConfig) -> Begun:
 
 
 @pytest.mark.parametrize(
-    "kind", ["checkpoint", "v01", "weights", "hf", "hf blocks", "safetensors", "seed"]
+    "kind", ["checkpoint", "v01", "v03", "weights", "hf", "hf blocks", "safetensors", "seed"]
 )
 def test_weights_alone_are_taken(kind: str, tmp_path: Path, theirs: Theirs) -> None:
     """Of a full checkpoint, an export in bfloat16, one for Hugging Face, a seed checkpoint."""
@@ -471,8 +482,8 @@ def test_check_says_what_a_run_begins_with(
     words = ["check", str(tmp_path / "recipe.toml")]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index(f"# starts from the run in {theirs.folder}/checkpoint/step-3")
-    assert lines[at + 1] == "# optimizer.weight_decay: 0.1 -> 0.2"
+    at = lines.index(f"resumes from {theirs.folder}/checkpoint/step-3")
+    assert lines[at + 1] == "optimizer.weight_decay: 0.1 -> 0.2"
     assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
     told = capsys.readouterr().err
     assert "checkpoint.initial_load_path: got" in told

@@ -9,7 +9,8 @@
     dataloader.dp_rank_<r>                 private to their ranks, and not read
 
 Weights and states have the same layout in both, so only names are translated. TorchTitan v0.1
-writes `model.<weight>`, and `lr_scheduler` and `train_state` as one value each.
+writes `model.<weight>`, and `lr_scheduler` and `train_state` as one value each. v0.3 renames the
+weights in `RENAMED`, and fuses the moments of queries, keys and values, which are not read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ STEP, TOKENS = "train_state.step", "train_state.ntokens_seen"
 LAST_EPOCH = "lr_scheduler.last_epoch"
 NO_WEIGHTS = {"optimizer", "lr_scheduler", "train_state", "dataloader"}
 """First parts of the names of entries that are not weights."""
+RENAMED = {"attention.qkv_linear.": "attention.", "lm_head.": "output."}
+"""Parts of the names of weights in v0.3, and the same parts here."""
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay")
 """Options of each weight that a recipe also has."""
 
@@ -38,7 +41,11 @@ def to_ours(theirs: str) -> str | None:
     """Return our name of a tensor; None if it is neither a weight nor an optimizer state."""
     if theirs.startswith(STATE):
         return f"optimizer.{theirs.removeprefix(STATE)}"
-    return None if theirs.partition(".")[0] in NO_WEIGHTS else f"model.{theirs}"
+    if theirs.partition(".")[0] in NO_WEIGHTS:
+        return None
+    for renamed, name in RENAMED.items():
+        theirs = theirs.replace(renamed, name)
+    return f"model.{theirs}"
 
 
 def to_theirs(ours: str) -> str | None:
