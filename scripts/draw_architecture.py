@@ -43,7 +43,7 @@ def imported(node: ast.AST) -> set[str]:
 
 def wide(name: str) -> float:
     """Return the width of a box."""
-    return 14 + 7.5 * len(name)
+    return 16 + 8.6 * len(name)
 
 
 def draw(imports: Mapping[str, set[str]]) -> Picture:
@@ -90,7 +90,7 @@ def draw(imports: Mapping[str, set[str]]) -> Picture:
         )
         left, fill = place[name] - wide(name) / 2, FILLS.get(name, kind)
         picture.rect(left, top[name], wide(name), HEIGHT, fill, LINE)
-        picture.text(place[name], top[name] + 19, name, "middle", size=13)
+        picture.text(place[name], top[name] + 19, name, "middle", size=15)
     return picture
 
 

@@ -21,7 +21,7 @@ else
         exit 1
     fi
     echo "Installing torchtitan$extras into .venv (once; some minutes)" >&2
-    [ -x .venv/bin/python ] || "$base" -m venv .venv
+    [ -x .venv/bin/pip ] || "$base" -m venv .venv  # also into one of uv, which has no pip
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --constraint constraints.txt --editable ".$extras"
     PATH=$PWD/.venv/bin:$PATH

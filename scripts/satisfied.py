@@ -9,8 +9,10 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
-# The interpreter may have nothing installed but pip, which brings this library along.
-from pip._vendor.packaging.requirements import Requirement
+try:
+    from packaging.requirements import Requirement
+except ModuleNotFoundError:  # it is required, too
+    sys.exit(1)
 
 
 def is_satisfied(extras: str) -> bool:

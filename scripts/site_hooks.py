@@ -1,8 +1,8 @@
 """Parts of the site that mkdocs does not find in docs/ by itself.
 
-Pages from elsewhere in the repository are added, the options of the verbs and the purposes of all
-modules are filled in, and links to files that the site does not have become plain text: the pages
-are also read in the repository, where those links work.
+Pages from elsewhere in the repository are added. The README's section Install, the options of the
+verbs and the purposes of all modules are filled in. Links to files outside of the site become
+plain text: the pages are also read in the repository, where those links work.
 """
 
 import ast
@@ -52,6 +52,12 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         markdown += "\n\n" + "\n".join(verbs())
     if page.file.src_uri == "modules.md":
         markdown += "\n\n" + "\n".join(modules())
+    if page.file.src_uri == "install.md":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        section = readme.partition("\n## Install\n")[2].partition("\n## ")[0]
+        assert section, "README.md has no section Install"
+        before, _, after = markdown.partition("The [README]")
+        markdown = before + section.replace("](docs/", "](") + after.partition("-->")[2]
     if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
         boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
         page.meta["search"] = {"boost": boost}
@@ -61,9 +67,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     def linked(match: re.Match[str]) -> str:
         text, name, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), name))
-        place = {**ADDED, "README.md": "index.md"}.get(path)
-        if path.startswith("docs/"):
-            place = path.removeprefix("docs/")
+        place = path.removeprefix("docs/") if path.startswith("docs/") else ADDED.get(path)
+        if path == "README.md":
+            place, anchor = ("install.md" if anchor == "#install" else "index.md"), ""
         if place is None:
             return text if (ROOT / path).exists() else match[0]
         relative = posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")

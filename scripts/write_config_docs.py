@@ -52,13 +52,16 @@ new optimizer does not have. A recipe with `[[convert]]` sections does not inher
 
 **Flags.** `--section.key value` or `--section.key=value`. Booleans: `--section.key`,
 `--no-section.key`, `--section.no-key`, `--section.key false`. Lists: `--section.key a b` or `a,b`.
-Optional values: `--section.key none`. Hyphens and underscores are equivalent. Sections in a list
-have numbers: `--convert.0.recipe rowwise` changes the first one, or, with
-`--convert.0.name float8`, adds it.
+Optional values: `--section.key none`. An integer may be written as `1e3`. Hyphens and underscores
+are equivalent. Sections in a list have numbers: `--convert.0.recipe rowwise` changes the first one,
+or, with `--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
-recipe without starting anything and reports all its mistakes at once. If there are none, it reports
-the layout, the tokens per step and the estimated memory per rank. `train` makes the same checks
+recipe without starting anything and reports all its mistakes at once, in the order of the file,
+each with a fix. If there are none, it prints the layout, the model, the estimated memory per rank,
+the tokens per step, and the checkpoint to start from. `--resolved` prints the recipe with every key
+instead, as TOML that can be trained from. `--device-memory GIB` also refuses a recipe whose ranks
+need more memory than such a device has, and names what would fit. `train` makes the same checks
 before it starts anything; the [exit code](exit_codes.md) for a wrong recipe is 2. `train`, and
 `check --here`, refuse a run that cannot fit in the memory of this machine: all ranks share that of
 a CPU host.

@@ -90,7 +90,7 @@ def sizing(recipe: str, seq_len: int, gpus: int, room: float) -> Sizing | None:
             job = load_job(path, flags, gpus, "cuda", exempt=["model.tokenizer_path"]).config
         except RecipeError:
             continue  # the ranks or the batch do not divide
-        if job.degrees(gpus).pp > job.parallelism.microbatches(job.training.local_batch_size):
+        if job.degrees(gpus).pp > job.parallelism.microbatches(job.local_batch(job.degrees(gpus))):
             continue  # most stages would wait
         needs = of_rank(job, gpus)
         if needs and (memory := needs.estimate()).total <= room:

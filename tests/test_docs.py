@@ -26,6 +26,7 @@ Other blocks are for reading only.
 import ast
 import contextlib
 import functools
+import io
 import itertools
 import multiprocessing
 import os
@@ -49,7 +50,7 @@ from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__, launch
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, split_recipe
+from torchtitan.config import ConfigError, print_error, split_recipe
 from torchtitan.config.help import sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
@@ -213,11 +214,12 @@ def load(block: Block, folder: Path) -> int:
 
 def refusal(recipe: str) -> str:
     """What is said about a recipe with mistakes."""
-    try:
-        load_job(recipe, [], None, "cpu")
-    except ConfigError as error:
-        return f"{error}\n"
-    return ""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            load_job(recipe, [], None, "cpu")
+        except ConfigError as error:
+            print_error(error)
+    return printed.getvalue()
 
 
 def compare(found: str, expected: str) -> int:

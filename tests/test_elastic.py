@@ -266,41 +266,47 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
     several = "--rdzv-endpoint=localhost:1 --nnodes"
     enabled = "--checkpoint.enable --training.local_batch_size=2"
     assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
-        "defaults: checkpoint.enable: got false; a restart continues from the newest checkpoint; "
-        "write true",
-        "defaults: training.global_batch_size: got -1; it would change with the number of ranks; "
-        "use 24, which fits all from 2 to 6",
+        "error: defaults: checkpoint.enable: got false; a restart continues from the newest "
+        "checkpoint",
+        "  use true",
+        "error: defaults: training.global_batch_size: got -1; it would change with the number of "
+        "ranks",
+        "  use 24, which fits all from 2 to 6",
     ]
     batch = f"{enabled} --training.global_batch_size=8"
     assert refused(capsys, f"--processes=1 {several}=1:3 {batch} --training.seq_len=0") == [
-        "--training.seq_len: training.seq_len: got 0; wanted an integer >= 1",
-        "--training.global_batch_size: training.global_batch_size: got 8; it does not fit 3 "
-        "ranks; use 12, which fits all from 1 to 3",
+        "error: --training.seq_len: got 0",
+        "  wanted an integer >= 1",
+        "error: --training.global_batch_size: got 8; it does not fit 3 ranks",
+        "  use 12, which fits all from 1 to 3",
     ]
     layout = "--parallelism.tensor_parallel_degree=2"
     assert refused(capsys, f"--processes=1 {several}=1:4 {batch} {layout}") == [
-        "defaults: parallelism.data_parallel_shard_degree: got -1; on 1 rank: the other degrees "
-        "multiply to 2 (tensor_parallel_degree 2), which does not divide the 1 rank of this run",
-        "defaults: parallelism.data_parallel_shard_degree: got -1; on 3 ranks: the other degrees "
-        "multiply to 2 (tensor_parallel_degree 2), which does not divide the 3 ranks of this run",
+        "error: defaults: parallelism.data_parallel_shard_degree: got -1; on 1 rank: the other "
+        "degrees multiply to 2 (tensor_parallel_degree 2), which does not divide the 1 rank of "
+        "this run",
+        "error: defaults: parallelism.data_parallel_shard_degree: got -1; on 3 ranks: the other "
+        "degrees multiply to 2 (tensor_parallel_degree 2), which does not divide the 3 ranks of "
+        "this run",
     ]
 
 
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}; write true"),
-        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}; write "auto"'),
-        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}; write false"),
-        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}; write -1"),
+        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}\n  use true"),
+        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}\n  use "auto"'),
+        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}\n  use false"),
+        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}\n  use -1"),
     ],
 )
 def test_restarts_that_could_not_go_on_are_refused(
     flag: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--processes=2 --max-restarts=1 {ROOT / RECIPE} --job.dump_folder={tmp_path} {flag}"
-    (line,) = refused(capsys, words)
-    assert line.endswith(told.format("a restart continues from the newest checkpoint"))
+    assert "\n".join(refused(capsys, words)).endswith(
+        told.format("a restart continues from the newest checkpoint")
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_second_clone_uses_the_active_environment_and_its_own_code(clone: Path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [sys.executable, str(clone / "torchtitan/__init__.py")]
     assert not (clone / ".venv").exists()
+
+
+def test_an_environment_without_pip_is_used(clone: Path, tmp_path: Path) -> None:
+    """Such as one that uv made."""
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", fresh], check=True)
+    [packages] = fresh.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    stub = packages / "pip"
+    stub.mkdir()
+    (stub / "__init__.py").touch()  # hides the pip of the path above
+    done = subprocess.run(
+        [fresh / "bin/python", "scripts/satisfied.py", ""], cwd=clone, check=False
+    )
+    assert done.returncode == 0
 
 
 def test_an_environment_without_our_command_is_not_used(clone: Path) -> None:

@@ -64,7 +64,9 @@ def test_script_on_two_processes_shows_the_ranks_asked_for(tmp_path: Path) -> No
     assert re.search(r"\[rank0\]", both)
     assert re.search(r"\[rank1\]", both)
     assert list(losses(tmp_path / "a")) == [1, 2]
-    one = finish(start(["./run_train.sh"], tmp_path / "b", "--training.steps", "2", **two))
+    flags = ["--training.steps", "2", "--no-checkpoint.enable"]
+    one = finish(start(["./run_train.sh"], tmp_path / "b", *flags, **two))
+    assert "Automatic restarts are off because checkpoint.enable = false.\n" in one
     assert re.search(r"\[rank0\].*step 2/2", one)
     assert not re.search(r"\[rank1\]", one)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from tests.compare.browser import CHROMIUM, opened_browser
 from torchtitan.launch import WRONG_RECIPE
@@ -75,18 +76,23 @@ def test_headings_of_a_page_can_be_linked(site: Path) -> None:
 @pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_search_finds_a_page(scheme: str, site: Path) -> None:
+def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with opened_browser() as browser:
             page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+            page.set_default_timeout(120_000)
             requested: list[str] = []
             page.on("request", lambda request: requested.append(request.url))
-            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            home = f"http://127.0.0.1:{server.server_port}/"
+            page.goto(home)
             shown = page.locator("body").get_attribute("data-md-color-scheme")
             assert shown == {"light": "default", "dark": "slate"}[scheme]
-            page.get_by_placeholder("Search").fill("exit codes")
+            options = {"runOnly": ["color-contrast", "link-in-text-block"]}
+            assert Axe().run(page, options=options).response["violations"] == []
+            page.goto(f"{home}?q=exit+codes")
+            page.get_by_placeholder("Search").click()
             page.locator(".md-search-result__link").first.click()
             page.wait_for_url("**/exit_codes/**")
         server.shutdown()

@@ -22,6 +22,7 @@ from torchtitan.config import (
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
+from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -178,6 +179,9 @@ class DebugSection(Config):
 
 class JobConfig(Config):
     """A recipe."""
+
+    synonyms = SYNONYMS
+    help_command = "torchtitan train --help"
 
     job: JobSection = JobSection()
     model: Annotated[ModelConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()

@@ -27,7 +27,7 @@ def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "i
     handler.setFormatter(
         _Formatter(
             f"[rank {rank}] " if world > 1 else "",
-            color and on_terminal() and not os.environ.get("NO_COLOR"),
+            color and has_color(),
         )
     )
     logger.handlers = [handler]
@@ -38,6 +38,11 @@ def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "i
 def on_terminal() -> bool:
     """Whether standard error is a terminal that understands control codes."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_color() -> bool:
+    """Whether standard error shows colors, and the user has not turned them off."""
+    return on_terminal() and not os.environ.get("NO_COLOR")
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

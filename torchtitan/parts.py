@@ -104,7 +104,8 @@ class Parts:
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
         folder = local_path(job.job.dump_folder)
         self.meter = build_meter(job, self.task, world, folder, self.timeline, self.observer.sinks)
-        evidence = Evidence(world.device, self.timeline, self.optimizers, job.flat())
+        recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
+        evidence = Evidence(world.device, self.timeline, self.optimizers, recipe)
         self.profiler = Profiler(
             job.profiling, folder, world.rank, world.device, self.timeline, evidence
         )

@@ -23,6 +23,7 @@ from torchtitan.config import (
     Recipe,
     Unreachable,
     local_path,
+    print_error,
     split_recipe,
 )
 from torchtitan.device import Device, pick
@@ -116,9 +117,9 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
     if skips := made.state.consecutive_skips:
         logger.warning(
-            "the last %d steps were skipped, as each was not finite or a spike: the weights are "
-            "those after step %d",
-            *(skips, made.state.step - skips),
+            "the last %s skipped, as each was not finite or a spike: the weights are those after "
+            "step %d",
+            *(f"{skips} steps were" if skips > 1 else "step was", made.state.step - skips),
         )
     return exit_status(job, made.state.step, stop, launch)
 
@@ -133,9 +134,9 @@ def announce(
     """Log what is known of the run before its ranks meet."""
     log_recipe(recipe)
     if about_batch:
-        logger.info("%s", about_batch)
+        logger.info("note: %s", about_batch)
     for note in room(recipe.config, launch.size, launch.local_size, device):
-        logger.info("%s", recipe.line(note))
+        logger.warning("%s", recipe.line(note))
     if launch.restart:
         where = start.path or "the beginning"
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
@@ -207,8 +208,7 @@ def read(
         ConfigError: with every mistake found.
     """
     path, flags = split_recipe(words)
-    if path is None and not any(word.startswith("--training.steps") for word in flags):
-        raise ConfigError(no_recipe())
+    require_recipe(path, flags, "train")
     recipe = load_job(
         path,
         flags,
@@ -226,7 +226,8 @@ def read(
 def problems_of_files(job: JobConfig) -> Iterator[Problem]:
     """Find problems in a first look at data files."""
     task = TASKS[MODELS[job.model.name].task]
-    held_out = job.validation.data(job.data) if job.validation.enable else {}
+    is_other = job.validation.enable and job.data.validation_fraction is None
+    held_out = job.validation.data(job.data) if is_other else {}
     for section, configs in (("data", [job.data]), ("validation", held_out.values())):
         for config in configs:
             key = f"{section}.dataset_path" if config.dataset_path else f"{section}.dataset"
@@ -236,12 +237,14 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(key, str(error))
 
 
-def no_recipe() -> str:
-    """Explain the options without a recipe: the defaults alone train ten thousand steps."""
-    return (
-        "torchtitan train: got no recipe; wanted one, such as the debug recipe, which trains a "
-        "small model in minutes: torchtitan train debug_model; or, to train with the defaults, "
-        "--training.steps N"
+def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
+    """Refuse to use the defaults alone, which train ten thousand steps, unless steps are given."""
+    if path is not None or any(word.startswith("--training.steps") for word in flags):
+        return
+    raise ConfigError(
+        f"torchtitan {verb}: got no recipe; wanted one, such as the debug recipe, which trains a "
+        f"small model in minutes: torchtitan {verb} debug_model; use --training.steps N to {verb} "
+        "the defaults"
     )
 
 
@@ -285,14 +288,14 @@ def batch_note(
 
 def refuse(error: ConfigError) -> int:
     """Print the mistakes in the recipe; return the exit status."""
-    print(error.report(), file=sys.stderr, flush=True)
+    print_error(error)
     return 2
 
 
 def log_recipe(recipe: Recipe[JobConfig]) -> None:
     """Log settings read differently from how they are written, and the recipe if requested."""
     for notice in recipe.notices:
-        logger.info("%s", notice)
+        logger.info("note: %s", notice)
     if recipe.config.job.print_config:
         logger.info("the resolved recipe:\n%s", to_toml(recipe.config))
 

@@ -21,7 +21,7 @@ class ValidationConfig(Config):
     dataset: str | tuple[str, ...] = Field(
         "python_stdlib_validation",
         description="Name of a data set, or a file or folder; or several, each measured "
-        "separately.",
+        "separately. Not used with data.validation_fraction.",
     )
     dataset_path: str | None = Field(
         None,
@@ -59,6 +59,8 @@ class ValidationConfig(Config):
     def data(self, training: DataConfig) -> dict[str, DataConfig]:
         """Return the data section of each data set: the training one with other documents."""
         held_out, path = training.held_out(), self.dataset_path
+        if training.validation_fraction is not None:
+            return {training.dataset: held_out}
         return {
             name: held_out.model_copy(update={"dataset": name, "dataset_path": path})
             for name in self.datasets
@@ -78,6 +80,8 @@ class ValidationConfig(Config):
         if self.local_batch_size and self.unit == "global":
             message = 'a global batch has the size of training; set self.unit = "local"'
             yield Problem("local_batch_size", message, ("unit",))
+        if context.recipe.data.validation_fraction is not None:
+            return  # its own data sets are not read
         names, several = self.datasets, self.data(context.recipe.data)
         if len(names) == 1:
             yield from several[names[0]].problems(context)

@@ -381,6 +381,45 @@ def test_a_lock_that_is_about_to_be_let_go_is_waited_for(
             assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_a_run_that_is_ending_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "torchtitan")
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
+    with ExitStack() as ending:
+        ending.enter_context(lock(tmp_path)).mark_ending()
+        naps: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 100:
+                ending.close()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        with lock(tmp_path):
+            assert len(naps) == 100
+    (message,) = caplog.messages
+    assert message.startswith(f"waiting up to 10 minutes for the run in {tmp_path} (process ")
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(disk, "ENDING_SECONDS", 0)
+    with lock(tmp_path) as holder:
+        holder.mark_ending()
+        message = r"another run writes into \S+ \(process \d+ on \S+, which is ending\); wait until"
+        with pytest.raises(ConfigError, match=message), lock(tmp_path):
+            pass
+
+
+def test_a_lock_leaves_no_trace(tmp_path: Path) -> None:
+    with lock(tmp_path / "new/run"):
+        assert (tmp_path / "new/run/lock").read_text().startswith("process ")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "lock").write_text("of a run that was killed")
+    with lock(tmp_path):
+        assert (tmp_path / "lock").read_text().startswith("process ")
+    assert (tmp_path / "lock").read_text() == "of a run that was killed"
+
+
 def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = f"job.dump_folder: cannot write into {tmp_path}/file/run: "

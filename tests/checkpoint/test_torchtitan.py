@@ -482,8 +482,8 @@ def test_check_says_what_a_run_begins_with(
     words = ["check", str(tmp_path / "recipe.toml")]
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index(f"# starts from the run in {theirs.folder}/checkpoint/step-3")
-    assert lines[at + 1] == "# optimizer.weight_decay: 0.1 -> 0.2"
+    at = lines.index(f"resumes from {theirs.folder}/checkpoint/step-3")
+    assert lines[at + 1] == "optimizer.weight_decay: 0.1 -> 0.2"
     assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
     told = capsys.readouterr().err
     assert "checkpoint.initial_load_path: got" in told

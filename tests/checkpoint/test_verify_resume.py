@@ -156,16 +156,16 @@ def test_a_run_that_survives_is_told(
 ) -> None:
     monkeypatch.setattr(measure, "die", lambda: None)
     assert alone() == 1
-    assert capsys.readouterr().err == "no comparison: the killed run: it was not killed\n"
+    assert capsys.readouterr().err == "error: no comparison: the killed run: it was not killed\n"
 
 
 def test_what_cannot_be_resumed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert alone("--then", "3") == 2
     error = capsys.readouterr().err
-    assert error.startswith("--then: the run cannot be resumed on 3 ranks (dp_shard 3):\n")
+    assert error.startswith("error: --then: the run cannot be resumed on 3 ranks (dp_shard 3):\n")
     assert "training.global_batch_size: " in error
     assert alone("--then-layout", "xp=2") == 2
-    assert "got 'xp=2'; wanted axis=size, with axes pp, dp_" in capsys.readouterr().err
+    assert "got 'xp=2'\n  wanted axis=size, with axes pp, dp_" in capsys.readouterr().err
     assert alone("--model.flavor", "tinny") == 2
     assert alone("--then", "3", "--then-layout", "tp=2") == 2
 

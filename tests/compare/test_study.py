@@ -115,9 +115,9 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--training.steps=5"], "--training.steps: training.steps: got 5"),
-        (["--debug.seed", "5"], "--debug.seed: debug.seed: got 5"),
-        (["--no-metrics.save-events"], "--metrics.save_events: metrics.save_events: got false"),
+        (["--training.steps=5"], "--training.steps: got 5"),
+        (["--debug.seed", "5"], "--debug.seed: got 5"),
+        (["--no-metrics.save-events"], "--metrics.save_events: got false"),
     ],
 )
 def test_what_the_comparison_decides_no_flag_sets(flags: list[str], line: str) -> None:

@@ -303,11 +303,11 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         (str(tmp_path / "nowhere"),): "nowhere: there is no such folder",
         (str(path), "--tensor-parallel", "3"): (
-            "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads; use 1 or 2"
+            "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads\n  use 1 or 2"
         ),
         (str(lost),): "no tokenizer at gone.json: there is no such file or folder; "
         "or set another with --tokenizer",
-        (str(unsaid),): f"{unsaid}: it does not record its tokenizer; set it with --tokenizer",
+        (str(unsaid),): f"{unsaid}: it does not record its tokenizer\n  set it with --tokenizer",
         (str(path), "--prompts-file", "none.txt"): (
             "--prompts-file: got none.txt; there is no such file"
         ),

@@ -189,5 +189,5 @@ def test_without_the_harness_it_is_said(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["evaluate", str(tmp_path), "--tasks", "hellaswag"]) == 2
-    message = 'lm-evaluation-harness is not installed: pip install "lm_eval>=0.4.13,<0.5"\n'
+    message = 'error: lm-evaluation-harness is not installed: pip install "lm_eval>=0.4.13,<0.5"\n'
     assert capsys.readouterr().err == message

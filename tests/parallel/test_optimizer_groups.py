@@ -220,6 +220,6 @@ def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path: Pa
     with pytest.raises(RecipeError) as error:
         load_job(recipe, ["--optimizer.groups.0.momentum", "0.5"], 1, "cpu")
     assert error.value.lines == [
-        "--optimizer.groups.0.momentum: optimizer.groups.0.momentum: got 0.5; the update rule of "
+        "--optimizer.groups.0.momentum: got 0.5; the update rule of "
         "layers.0.attention_norm.weight, which is of the role norm, has no momentum"
     ]

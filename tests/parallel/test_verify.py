@@ -131,7 +131,7 @@ def test_a_rank_that_fails_is_told(
     assert verify(SHARD) == 1
     error = capsys.readouterr().err
     assert error.startswith(
-        "no comparison: SGD with momentum on 2 ranks: rank 1 ended with status 1:\n"
+        "error: no comparison: SGD with momentum on 2 ranks: rank 1 ended with status 1:\n"
     )
     assert "AssertionError: a rank that fails" in error
 
@@ -147,8 +147,10 @@ def test_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
     Path("r.toml").write_text('[model]\nflavor = "405B"\n')
     assert main(["verify-parallelism", "r.toml"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith('r.toml:2: model.flavor: got "405B"; checking its 405,853,388,800 ')
-    assert error.endswith("; use --shrink\n")
+    assert error.startswith(
+        'error: r.toml:2: model.flavor: got "405B"; checking its 405,853,388,800 '
+    )
+    assert error.endswith("\n  use --shrink\n")
 
 
 def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:

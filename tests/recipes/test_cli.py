@@ -45,7 +45,7 @@ def recipe(text: str) -> str:
 
 def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[training]\nsteps = 7\n[lr_scheduler]\nwarmup_steps = 3\n")
-    assert main(["check", path, "--training.seq_len", "64"]) == 0
+    assert main(["check", path, "--training.seq_len", "64", "--resolved"]) == 0
     output = capsys.readouterr().out
     Path("resolved.toml").write_text(output, encoding="utf-8")
     resolved = load_job("resolved.toml", [], 1, "cpu")
@@ -57,28 +57,76 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     path = recipe("[training]\nglobal_batch_size = 32\nsteps = 10\nlocal_batch_size = 2\n")
     words = ["--world-size", "4", "--parallelism.data_parallel_replicate_degree", "2"]
     assert main(["check", path, *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [
+        "valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
+        "llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
+        "estimated memory per rank: 0.4 GiB (activations 0.2 + logits 0.1); lower bound: 0.1 GiB",
+        "32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
+        "65,536 tokens per step, 655,360 in 10 steps",
+    ]
+    assert printed.err == (
+        "note: r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, all of "
+        "which are warm-up\n"
+    )
+    assert main(["check", path, *words, "--resolved"]) == 0
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments == [
-        "# r.toml: lr_scheduler.warmup_steps: got 200; the schedule has only 10 steps, all of "
-        "which are warm-up",
-        "# valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
-        "# 32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
-        "# 65,536 tokens per step, 655,360 in 10 steps",
-        "# llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
-        "# memory of a rank: about 0.4 GiB (activations 0.2 + logits 0.1), at the least 0.1 GiB",
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
         "norm_eps 1e-05, rope_theta 500000.0, tied false, rope_scaling 1.0, "
         "rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, rope_original_context 8192",
     ]
 
 
+def test_the_first_lines_of_check_answer() -> None:
+    command = f"{sys.executable} -m torchtitan.tools.cli check r.toml | head -5"
+    recipe("[checkpoint]\nenable = true\n")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    begins = ("valid on 1 rank: ", "llama3 debugmodel: ", "estimated memory per rank: ")
+    lines = done.stdout.splitlines()
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=False))
+    assert [lines[3].split()[1], lines[4].split()[1]] == ["sequences", "tokens"]
+    assert "Error" not in done.stderr
+
+
+LARGE = ["--training.steps=9", "--model.flavor=70B", "--device", "cuda", "--world-size", "16"]
+LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
+
+
+def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *LARGE, "--device-memory", "141"]) == 0
+    assert capsys.readouterr().out.startswith("valid on 16 ranks: ")
+    assert main(["check", *LARGE, "--device-memory", "60"]) == 2
+    printed = capsys.readouterr()
+    what, fix = printed.err.splitlines()[:2]
+    held = re.fullmatch(r"error: --device-memory: got 60; a rank takes about ([\d.]+) GiB", what)
+    assert held
+    assert f"\nestimated memory per rank: {held[1]} GiB (" in printed.out
+    assert printed.out.startswith("on 16 ranks: "), "not valid for that device"
+    found = re.fullmatch(r"  use (--world-size .*) \(([\d.]+) GiB\)", fix)
+    assert found
+    assert float(found[2]) <= 60 < float(held[1])
+    assert main(["check", *LARGE, *found[1].split(), "--device-memory", "60"]) == 0
+    assert f"\nestimated memory per rank: {found[2]} GiB (" in capsys.readouterr().out
+    assert main(["check", *LARGE, "--device-memory", "1"]) == 2
+    assert "\n  reduce it by a smaller batch" in capsys.readouterr().err
+    assert main(["check", *LARGE, "--device-memory", "0"]) == 2
+    assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
+
+
 def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
     assert said == [
-        "# AdamW updates embedding (1 tensors, 524,288 parameters), norm (13 tensors, 3,328 "
+        "AdamW updates embedding (1 tensors, 524,288 parameters), norm (13 tensors, 3,328 "
         "parameters), head (1 tensors, 524,288 parameters)",
-        "# Muon updates matrix (42 tensors, 4,718,592 parameters)",
+        "Muon updates matrix (42 tensors, 4,718,592 parameters)",
     ]
 
 
@@ -86,7 +134,7 @@ def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixtur
     assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == f"# valid on 4 ranks: {layout}; --world-size N checks for N"
+    assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
 
 
 def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +147,9 @@ def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
     assert main(["check", recipe(""), *words]) == 0
+    assert "valid on 2 ranks" in capsys.readouterr().out
+    assert main(["check", recipe(""), *words, "--resolved"]) == 0
     output = capsys.readouterr().out
-    assert "valid on 2 ranks" in output
     assert "shuffle = false" in output
     assert "steps = 300" in output
 
@@ -108,14 +157,18 @@ def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> N
 def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--steps", "5"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("--steps: steps: unknown key; allowed: job, model, ")
-    assert error.endswith("; did you mean training.steps or validation.steps?\n")
+    assert error.startswith(
+        "error: --steps: unknown key\n  did you mean training.steps or validation.steps?\n"
+        "  allowed: job, model, "
+    )
 
 
 @pytest.mark.parametrize("world", ["0", "-1", "two"])
 def test_check_of_a_wrong_world_size(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "r.toml", "--world-size", world]) == 2
-    assert f"got {world}; wanted an integer >= 1" in capsys.readouterr().err
+    assert (
+        f"error: --world-size: got {world}\n  wanted an integer >= 1\n" in capsys.readouterr().err
+    )
 
 
 def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +177,10 @@ def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == text.format("local_batch_size")
     moved, mixed = printed.err.splitlines()
-    assert moved == "r.toml:2: training.batch_size: is now training.local_batch_size"
-    assert mixed.startswith("r.toml:2: a key that only TorchTitan has, but only this project has ")
+    assert moved == "note: r.toml:2: training.batch_size: is now training.local_batch_size"
+    assert mixed.startswith(
+        "note: r.toml:2: a key that only TorchTitan has, but only this project has "
+    )
 
 
 def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,14 +202,17 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "Missing command."),
-        (["chekc"], "No such command 'chekc'. Did you mean 'check'"),
-        (["checkpoint", "verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
+        (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
         # In the words of the launcher, which reads the flags of a recipe, too.
-        (["check", "r.toml", "--world-sise", "2"], "there is no --world-sise; did you mean --wor"),
+        (
+            ["check", "r.toml", "--world-sise", "2"],
+            "there is no --world-sise\n  did you mean --wor",
+        ),
         (["migrate", "r.toml", "--outptu", "x"], "No such option: --outptu (Possible "),
         (
             ["check", "r.toml", "--device", "cdua"],
-            "got cdua; allowed: cpu, cuda; did you mean cuda",
+            "--device: got cdua\n  did you mean cuda?\n  allowed: cpu, cuda",
         ),
         (["watch"], "Missing argument"),
         (["evaluate", "x"], "Missing option '--tasks'"),
@@ -454,7 +512,7 @@ def test_split_recipe(words: list[str], expected: tuple[str | None, list[str]]) 
     ],
 )
 def test_split_recipe_refuses(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--job.config_file: job.config_file: {message}$"):
+    with pytest.raises(ConfigError, match=f"^--job.config_file: {message}$"):
         split_recipe(words)
 
 

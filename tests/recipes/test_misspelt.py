@@ -63,7 +63,7 @@ def test_a_setting_without_its_dashes_is_told(
 ) -> None:
     words = [verb, "train_configs/debug_model.toml", "training.steps=3"]
     assert main(words) == 2
-    said = "training.steps=3: not a flag; wanted --training.steps=3\n"
+    said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
     assert said in capsys.readouterr().err
 
 

@@ -73,7 +73,7 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     words = ["check", str(path), "--world-size", str(ranks), "--model.tokenizer_path", tokenizer]
     assert main(words) == 0
     output = capsys.readouterr().out
-    assert output.startswith(f"# valid on {ranks} rank")
+    assert output.startswith(f"valid on {ranks} rank")
     assert re.search(r"llama3 .*: [\d,]+ parameters, ", output)
 
 
@@ -131,9 +131,9 @@ def repeated(path: Path) -> Iterator[str]:
 
 def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
-    assert "hf download meta-llama/Llama-3.1-8B tokenizer.json" in line
+    line, fix = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
+    assert "hf download meta-llama/Llama-3.1-8B tokenizer.json" in fix
 
 
 def test_a_step_has_as_many_collectives_as_debugging_says() -> None:

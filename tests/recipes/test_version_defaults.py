@@ -201,7 +201,10 @@ def test_notices_are_shown_where_the_check_fails(
     assert run(["r.toml"]) == 2
     error = capsys.readouterr().err.splitlines()
     assert "note: r.toml:4: training.batch_size: is now training.local_batch_size" in error
-    assert error[-1] == "r.toml:5: training.seq_len: got 0; wanted an integer >= 1"
+    assert error[-2:] == [
+        "error: r.toml:5: training.seq_len: got 0",
+        "  wanted an integer >= 1",
+    ]
 
 
 @pytest.mark.parametrize("version", THEIRS)
@@ -220,7 +223,8 @@ def test_migrating_a_recipe_of_a_model_that_is_not_here(
     Path("r.toml").write_text(f'{V0_2_2}name = "{name}"\nflavor = "debugmodel"\n')
     assert main(["migrate", "r.toml"]) == 2
     printed = capsys.readouterr()
-    assert f'r.toml:3: model.name: got "{name}"; allowed: llama3' in printed.err
+    assert f'error: r.toml:3: model.name: got "{name}"\n' in printed.err
+    assert "  allowed: llama3" in printed.err
     assert ("did you mean llama3?" in printed.err) == (name == "lama3")
     assert printed.out == ""
 
@@ -246,13 +250,18 @@ def test_only_the_gated_tokenizer_is_missing(capsys: pytest.CaptureFixture[str])
     Path("r.toml").write_text(GATED.format(flavor="8B"))
     assert main(["check", "r.toml", "--device", "cuda", "--world-size", "8"]) == 2
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == [
-        'r.toml:2: model.tokenizer_path: got "./assets/hf/Llama-3.1-8B"; there is no such file or '
-        "folder; put the model's tokenizer.json or tokenizer.model there (hf download "
-        "meta-llama/Llama-3.1-8B tokenizer.json --local-dir ./assets/hf/Llama-3.1-8B)"
+    told = printed.err.splitlines()
+    assert told[:2] == [
+        'error: r.toml:2: model.tokenizer_path: got "./assets/hf/Llama-3.1-8B"; there is no such '
+        "file or folder",
+        "  put the model's tokenizer.json or tokenizer.model there (hf download "
+        "meta-llama/Llama-3.1-8B tokenizer.json --local-dir ./assets/hf/Llama-3.1-8B)",
     ]
-    assert "# valid on 8 ranks" in printed.out
-    assert "# r.toml:2: model.hf_assets_path: is now model.tokenizer_path" in printed.out
+    assert "note: r.toml:2: model.hf_assets_path: is now model.tokenizer_path" in told
+    assert not [line for line in told[2:] if not line.startswith("note: ")]
+    assert printed.out.startswith("on 8 ranks: "), "it is not valid as it is"
+    assert main(["check", "r.toml", "--device", "cuda", "--world-size", "8", "--resolved"]) == 2
+    printed = capsys.readouterr()
     assert 'initial_load_path = "./assets/hf/Llama-3.1-8B"' in printed.out
 
 
@@ -261,8 +270,8 @@ def test_what_else_is_wrong_is_said_beside_the_tokenizer(
 ) -> None:
     Path("r.toml").write_text(GATED.format(flavor="9B"))
     assert main(["check", "r.toml"]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "note: " not in line]
-    assert [line.split(": ")[1] for line in lines] == ["model.tokenizer_path", "model.flavor"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert [line.split(": ")[2] for line in lines] == ["model.tokenizer_path", "model.flavor"]
 
 
 HF = "hf download meta-llama/Llama-3.1-8B"

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +168,37 @@ def test_a_refused_start_makes_no_folder(tmp_path: Path) -> None:
     played = play(recipe(tmp_path / "run", model=model, checkpoint=initial))
     assert played.status == 2, played.log
     assert not (tmp_path / "run").exists()
+
+
+def test_every_rank_learns_that_rank_0_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other nodes they have no launcher that sees it end."""
+    run = tmp_path / "run"
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe(run, "FSDP 2")))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    for name, value in meeting.items():
+        monkeypatch.setenv(name, value)
+    children = []
+    with folder.lock(run):
+        for rank in range(2):
+            if not (child := os.fork()):
+                try:
+                    os.environ["RANK"] = str(rank)
+                    with (tmp_path / f"{rank}.log").open("w") as sys.stderr:
+                        os._exit(train.main(["--job.config_file", str(tmp_path / "recipe.toml")]))
+                finally:
+                    os._exit(70)
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    told, untold = ((tmp_path / f"{rank}.log").read_text() for rank in range(2))
+    assert statuses == [2, 2], told + untold
+    assert f"another run writes into {run}" in told
+    assert not untold
+    assert not run.exists()
 
 
 # --- formats ---

@@ -29,7 +29,7 @@ TRIALS = {
     "one of them through the launcher": 6,
 }
 EXPECTED = (
-    "each step, row and checkpoint once, the weights of one run; one may be refused, status 2"
+    "every step, row and checkpoint once, as in one run; one of the two may be refused (status 2)"
 )
 LIMIT = 100.0
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_bad_recipes import Case, cases, is_refused
+from tests.recipes.test_bad_recipes import HELP, Case, cases, is_refused
+from torchtitan.config import listed
 from torchtitan.optim import OPTIMIZERS
 
 TABLE = Path(__file__).with_name("bad_recipes.txt")
-RANGER21 = ", ".join(OPTIMIZERS["Ranger21"].model_fields)
+RANGER21 = listed(OPTIMIZERS["Ranger21"].model_fields, f"{HELP} optimizer")
 
 
 @pytest.mark.parametrize("case", cases(TABLE), ids=lambda case: case.name)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.recipes.test_recipes import repeated
+from tests.training.test_global_batch import assert_fits
 from torchtitan import research
 from torchtitan.checks import load_job
 from torchtitan.device import Device
@@ -62,8 +63,13 @@ ELSEWHERE = {
 def test_a_recipe_of_before_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = FOLDER.parent / f"{name}.toml"
     assert main(["check", str(path), "--world-size", "1"]) == 0
-    assert capsys.readouterr().out.startswith("# valid on 1 rank")
+    assert capsys.readouterr().out.startswith("valid on 1 rank")
     assert list(repeated(path)) == []
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_recipe_fits_up_to_eight_ranks(name: str) -> None:
+    assert_fits(FOLDER / f"{name}.toml", [ranks for ranks in (1, 2, 4, 8) if ranks >= RANKS[name]])
 
 
 def losses(job: JobConfig) -> list[float]:

@@ -123,7 +123,7 @@ def test_probes_that_cannot_be_are_refused_in_words(
         (str(untrained), "--tasks", "linear_probe", *of_loose): "have no classes, which a probe n",
         (str(untrained), "--tasks", "linear_probe", "--dataset", "sceness"): "scenes",
         (str(untrained), "--tasks", "linear_probe", "--dataset", "synthetic"): "has no images",
-        (str(text), "--tasks", "linear_probe"): "is not a model of images",
+        (str(text), "--tasks", "linear_probe"): "linear_probe needs an image model, and ",
     }.items():
         assert main(["evaluate", *words]) == 2
         assert message in capsys.readouterr().err

@@ -15,6 +15,7 @@ from tests.recipes.test_recipes import (
     repeated,
 )
 from tests.runs import rows, train
+from tests.training.test_global_batch import assert_fits
 from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
 
@@ -53,7 +54,7 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
     assert main(words) == 0
     output = capsys.readouterr().out
-    assert output.startswith(f"# valid on {ranks} rank")
+    assert output.startswith(f"valid on {ranks} rank")
     assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output)
 
 
@@ -88,6 +89,11 @@ def test_studies_can_run_where_they_are_meant_to(
 ) -> None:
     monkeypatch.setenv("HEAD_NODE", "node1")
     assert_can_run(FOLDER / f"studies/{name}.toml", images, [])
+
+
+@pytest.mark.parametrize("path", [FOLDER / "vit_mae_debug.toml", OWN], ids=lambda path: path.stem)
+def test_a_recipe_of_a_laptop_fits_up_to_eight_ranks(path: Path) -> None:
+    assert_fits(path, [1, 2, 4, 8])
 
 
 def test_it_trains(tmp_path: Path) -> None:

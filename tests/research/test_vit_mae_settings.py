@@ -107,3 +107,9 @@ def test_a_run_of_text_from_before_resumes_without_a_notice(
 
 def test_sections_without_effect_are_in_no_comparison() -> None:
     assert job(TEXT, "--no-data.images.augment").flat() == job(TEXT).flat()
+
+
+def test_no_images_are_held_out_by_a_fraction() -> None:
+    message = 'got 0.1; only text can be held out, and the data set "scenes" has none$'
+    with pytest.raises(RecipeError, match=rf"data.validation_fraction: {message}"):
+        job(IMAGES, "--data.validation_fraction=0.1", "--validation.no-enable")

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from torchtitan.logging import configure, logger, on_terminal
+from torchtitan.tasks.task import Task, previewed
 
 
 class Terminal(io.StringIO):
@@ -39,6 +40,19 @@ def lines_of(stream, monkeypatch, **arguments):
 
 def test_plain_lines_elsewhere_than_on_a_terminal(monkeypatch):
     assert lines_of(io.StringIO(), monkeypatch) == ["TIME loss 2.5", "TIME WARNING careful"]
+
+
+@pytest.mark.parametrize(("resumed", "level"), [(False, logging.INFO), (True, logging.DEBUG)])
+def test_the_first_sample_is_shown_on_a_fresh_start(resumed, level, caplog):
+    class Pictures(Task):
+        sample = "image"
+
+        def preview(self, batch):
+            return f"3 x {batch}"
+
+    caplog.set_level(logging.DEBUG, "torchtitan")
+    assert list(previewed(iter([4, 5]), Pictures(None, None), lambda: resumed)) == [4, 5]
+    assert caplog.record_tuples == [("torchtitan", level, "first image: 3 x 4")]
 
 
 def test_the_rank_is_shown_where_there_is_more_than_one(monkeypatch):

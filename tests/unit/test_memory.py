@@ -176,8 +176,8 @@ def test_at_the_least_is_never_more_than_the_estimate() -> None:
 
 def test_405b_is_checked_for_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model.flavor", "405B", "--parallelism.tensor_parallel_degree", "8"]
-    assert main(["check", *words, "--world-size", "512"]) == 0
-    assert "# memory of a rank: about " in capsys.readouterr().out
+    assert main(["check", *words, "--training.steps", "5", "--world-size", "512"]) == 0
+    assert "estimated memory per rank: " in capsys.readouterr().out
 
 
 def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +188,8 @@ def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) ->
         ["train", "--processes", "2"],
     ):
         assert main([*words, *flags]) == 2
-        message = capsys.readouterr().err.splitlines()[-1]
-        assert message.startswith('--model.flavor: model.flavor: got "405B"; ')
+        message = capsys.readouterr().err.splitlines()[-2]
+        assert message.startswith('error: --model.flavor: got "405B"; ')
         assert " at least " in message
         assert " GiB, and the host has " in message
         assert "(parameters " in message
@@ -217,8 +217,9 @@ def test_a_run_that_may_not_fit_is_told(
     assert note.severity == "note"
     notice = found.line(note)
     assert "GiB by an estimate, and 0.2 of the host are free" in notice
-    assert main(["check", "--here", "--device", "cpu"]) == 0
-    assert f"# {notice}\n" in capsys.readouterr().out
+    assert main(["check", "--here", "--device", "cpu", "--training.steps", "10000"]) == 0
+    assert "note: defaults: " in (told := capsys.readouterr().err)
+    assert notice.partition("; reduce")[0] in told
 
 
 def test_samples_that_no_machine_holds_are_refused_anywhere() -> None:

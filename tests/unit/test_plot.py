@@ -73,7 +73,7 @@ def test_a_file_that_is_there_is_not_overwritten(
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("none", "none: is not a folder; wanted the job.dump_folder of a run"),
+        ("none", "none: is not a folder\n  wanted the job.dump_folder of a run"),
         ("empty", "empty: the run has reported no loss"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_cannot_be_drawn_is_refused(
     monkeypatch.chdir(tmp_path)
     write_run(Path("empty"), [])
     assert main(["plot", run]) == 2
-    assert capsys.readouterr().err == f"{message}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

@@ -218,8 +218,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert cli.main(["watch", str(tmp_path / "outputs")]) == 2
     error = capsys.readouterr().err
     assert error == (
-        f"{tmp_path}/outputs: has no metrics.jsonl; wanted the job.dump_folder of a run; "
-        f"did you mean {tmp_path}/outputs/run?\n"
+        f"error: {tmp_path}/outputs: has no metrics.jsonl\n"
+        f"  did you mean {tmp_path}/outputs/run?\n  wanted the job.dump_folder of a run\n"
     )
     assert cli.main(["watch", str(tmp_path / "gone")]) == 2
     assert "is not a folder" in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("word", ["0", "-1", "often", "nan"])
 def test_a_pace_that_cannot_be_is_refused(word, capsys):
     assert cli.main(["watch", "x", f"--refresh={word}"]) == 2
-    assert f"got {word}; wanted seconds" in capsys.readouterr().err
+    assert f"got {word}\n  wanted seconds" in capsys.readouterr().err
 
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c(tmp_path):

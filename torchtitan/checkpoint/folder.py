@@ -199,7 +199,7 @@ def _acquire(dump_folder: Path, key: str) -> FileIO:
             is_ending = holder.endswith(ENDING)
             if is_ending and waited < ENDING_SECONDS:
                 until = waited + LOCK_SECONDS
-            if waited >= until:
+            if waited > until:
                 raise ConfigError(
                     f"{key}: another run writes into {dump_folder} ({holder}); wait until it ends, "
                     "or choose another folder"

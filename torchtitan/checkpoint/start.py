@@ -81,9 +81,9 @@ def choose_own(
         newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
     if newer and config.resume == "must":
         raise ConfigError(
-            'checkpoint.resume: got "must", but the newest checkpoint is damaged; write resume = '
-            f'"auto" or checkpoint.load_step = {_step(path)} to resume from '
-            f"{path.name}:\n{_lines(newer)}"
+            'checkpoint.resume: got "must", but the newest checkpoint is damaged; resume from '
+            f"{path.name} with --checkpoint.resume auto, or with --checkpoint.load_step "
+            f"{_step(path)}\n{_lines(newer)}"
         )
     state = read_state(path, read_manifest(path))
     saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
@@ -145,7 +145,7 @@ def _refuse_others(
         if found := [str(path) for path in used if path.exists()]:
             raise ConfigError(
                 f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
-                'choose another job.dump_folder, or write resume = "auto" to resume that run'
+                "choose another job.dump_folder, or resume that run with --checkpoint.resume auto"
             )
 
 
@@ -165,7 +165,7 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
     if own.damaged:
         raise ConfigError(
             f"checkpoint.folder: all checkpoints in {folder} are damaged; delete them to start "
-            f"from scratch:\n{_lines(own.damaged)}"
+            f"from scratch\n{_lines(own.damaged)}"
         )
     if own.weights:
         raise ConfigError(
@@ -174,8 +174,8 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
         )
     if config.resume == "must":
         raise ConfigError(
-            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; write '
-            'resume = "auto" to start from scratch'
+            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; start from '
+            "scratch with --checkpoint.resume auto"
         )
     return None
 

@@ -40,6 +40,7 @@ from torchtitan.config import (
     Recipe,
     Setting,
     load,
+    located,
     shorten,
     show,
 )
@@ -137,7 +138,7 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
     if setting is None or not isinstance(setting.value, list):
         return
     for name in map(str, setting.value):
-        where = f"{setting.origin}: job.imports: got {show(name)}"
+        where = f"{located(setting.origin, 'job.imports')}: got {show(name)}"
         if not all(part.isidentifier() for part in name.split(".")):
             yield f"{where}; wanted the dotted name of a module"
             continue

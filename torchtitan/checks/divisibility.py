@@ -38,22 +38,29 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     needed = p.least_ranks
     if world_size is None or world_size == needed:
         return
-    ranks = f"the {world_size} rank{'s' * (world_size > 1)} of this run"
     others = needed // max(p.data_parallel_shard_degree, 1)
-    factors = {key: job.flat()[key] for key in DEGREES}
-    product = " x ".join(
-        f"{key.split('.')[1]} {n}" for key, n in factors.items() if n not in (1, -1)
-    )
-    if p.data_parallel_shard_degree != -1:
-        hint = f"; use {world_size // others} or -1" if world_size % others == 0 else ""
+    is_free = p.data_parallel_shard_degree == -1
+    if is_free and world_size % others == 0:
+        return
+    factors = {key: n for key in DEGREES if (n := job.flat()[key]) not in (1, -1)}
+    product = " x ".join(f"{key.split('.')[1]} {n}" for key, n in factors.items()) or "all are 1"
+    ranks = f"the {world_size} rank{'s' * (world_size > 1)} of this run"
+    fits = world_size // needed * needed or needed if is_free else needed
+    if world.is_here and world.local_ranks == world_size and not world.may_restart:
+        several = f"a multiple of {others}" * (is_free and world_size > others) or str(needed)
         message = (
-            f"the degrees multiply to {needed} ({product or 'all are 1'}), not to {ranks}{hint}"
+            f"this layout needs {several} process{'es' * (needed > 1)} ({product}), and this run "
+            f"has {world_size}; start them: torchtitan train RECIPE --processes {fits}"
         )
-        yield Problem(SHARD, message, DEGREES)
-    elif world_size % others:
+        yield Problem(next(iter(factors), SHARD), message, DEGREES)
+    elif is_free:
         message = (
             f"the other degrees multiply to {others} ({product}), which does not divide {ranks}"
         )
+        yield Problem(SHARD, message, DEGREES)
+    else:
+        hint = f"; use {world_size // others} or -1" if world_size % others == 0 else ""
+        message = f"the degrees multiply to {needed} ({product}), not to {ranks}{hint}"
         yield Problem(SHARD, message, DEGREES)
 
 

@@ -92,7 +92,7 @@ def places(device: Device, local: int, of_rank: Memory) -> list[MemoryPool]:
     if device.type == "cpu":
         return [MemoryPool(device, local, local * of_rank.total / GIB)]
     return [
-        MemoryPool(device, 1, (of_rank.total - of_rank.on_host) / GIB),
+        MemoryPool(device, 1, of_rank.on_device / GIB),
         MemoryPool(Device("cpu"), local, local * of_rank.on_host / GIB),
     ]
 

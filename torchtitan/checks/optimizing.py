@@ -116,7 +116,8 @@ def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
     warmup, decay = s.shares(steps)
     if s.warmup_steps > warmup == steps:
-        message = f"the schedule has only {steps} steps, all of which are warm-up"
+        all_steps = f"{steps} steps, all of which are" if steps > 1 else "1 step, which is"
+        message = f"the schedule has only {all_steps} warm-up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
     elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:
         message = f"after {warmup} steps of warm-up, {decay} of {steps} are left for the decay"

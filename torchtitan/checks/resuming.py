@@ -37,5 +37,5 @@ def restarts(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     }
     for key, (is_wrong, right) in wrong.items():
         if world.may_restart and is_wrong:
-            message = f"a restart continues from the newest checkpoint; write {show(right)}"
+            message = f"a restart continues from the newest checkpoint; use {show(right)}"
             yield Problem(f"checkpoint.{key}", message)

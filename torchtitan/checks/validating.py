@@ -65,12 +65,21 @@ def picture(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def held_out(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that, by default, validation uses the kind of data that is trained on."""
+    """Check that validation has one source of data, by default of the kind that is trained on."""
     validation, trained = job.validation, job.data.dataset
+    if not validation.enable:
+        return
+    if job.data.validation_fraction is not None:
+        for key in ("dataset", "dataset_path"):
+            if getattr(validation, key) != type(validation).model_fields[key].default:
+                message = "data.validation_fraction holds out documents instead; remove one"
+                yield Problem(f"validation.{key}", message, ("data",))
+        return
     is_said = validation.model_fields_set & {"dataset", "dataset_path"}
-    if validation.enable and not is_said and not trained.startswith(EMBEDDED):
+    if not is_said and not trained.startswith(EMBEDDED):
         message = (
             "this part of Python's standard library is held out for runs that train on it, and "
-            f"data.dataset is {show(trained)}; name text of the same kind that is held out"
+            f"data.dataset is {show(trained)}; name text of the same kind that is held out, or "
+            "set data.validation_fraction"
         )
         yield Problem("validation.dataset", message, ("data.dataset",), "note")

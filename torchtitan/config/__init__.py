@@ -13,6 +13,7 @@ from torchtitan.config.packaged import (
 )
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
+from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import find, flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -27,7 +28,16 @@ from torchtitan.config.settings import (
     Setting,
     Unreachable,
 )
-from torchtitan.config.words import allowed_names, exists, local_path, nearest, shorten, show
+from torchtitan.config.words import (
+    allowed_names,
+    exists,
+    listed,
+    local_path,
+    located,
+    nearest,
+    shorten,
+    show,
+)
 
 __all__ = [
     "CannotRun",
@@ -57,13 +67,17 @@ __all__ = [
     "flat",
     "help_sections",
     "json_schema",
+    "listed",
     "load",
     "local_path",
+    "located",
     "merge",
     "nearest",
     "packaged_folder",
     "packaged_name",
     "packaged_recipes",
+    "print_error",
+    "print_message",
     "read_file",
     "read_flags",
     "read_recipe",

@@ -12,16 +12,27 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.schema import (
+    Kind,
     Several,
     class_at,
     describe,
     field_schema,
     find,
+    kind_of,
     names,
     places,
 )
 from torchtitan.config.settings import BAD_CHOICE, Config, Discriminated, KeyPath, OneOf, Setting
-from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, holds_sections, nearest, show
+from torchtitan.config.words import (
+    MAX_NESTED,
+    SECTION_AND_KEY,
+    did_you_mean,
+    holds_sections,
+    listed,
+    near_names,
+    nearest,
+    show,
+)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = Mapping[KeyPath, Setting]
@@ -145,7 +156,8 @@ def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, setting
     value, kind = settings[path].value, find(schema, path, settings)
     got, what = f"got {show(value)}; ", details["type"]
     if what == BAD_CHOICE:
-        return details["msg"]
+        above = path[:-1]
+        return details["msg"] + did_you_mean(_keys_for(find(schema, above, settings), above, value))
     if what == "extra_forbidden":
         return _unknown(schema, path, settings)
     if what == "missing":
@@ -154,7 +166,7 @@ def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, setting
         header = ".".join(key for key in path if not key.isdecimal())
         return f"{got}wanted sections, each under [[{header}]]"
     if not isinstance(kind, FieldInfo):
-        return f"{got}wanted a section"
+        return f"{got}wanted a section{did_you_mean(_keys_for(kind, path, value))}"
     if what == "value_error":
         return got + details["msg"].removeprefix("Value error, ")
     return got + wanted(kind, value)
@@ -185,21 +197,47 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
         what, section = f"{what} of {chosen}", parent.widest(chosen)
     if isinstance(parent, Discriminated) and section is parent.base:
         section = parent.widest
-    known = list(section.model_fields)
-    return f"unknown {what}; allowed: {', '.join(known)}{_hint(schema, path, known)}"
+    where = ".".join(key for key in above if not key.isdecimal())
+    command = f"{schema.help_command} {where}".strip() if schema.help_command else ""
+    fits = _keys_for(parent, above, settings[path].value)
+    hint = _hint(schema, path, list(section.model_fields), fits)
+    return f"unknown {what}; allowed: {listed(section.model_fields, command)}{hint}"
 
 
-def _hint(schema: type[Config], path: KeyPath, known: list[str]) -> str:
-    """Return the section where the key is known, or else the nearest of the `known` names."""
-    homes = [place for place in places(schema) if path[-1] in place.settings.model_fields]
-    here = ".".join("0" if part.isdecimal() else part for part in path[:-1])
+def _hint(schema: type[Config], path: KeyPath, known: list[str], fits: list[str]) -> str:
+    """Return suggestions for an unknown key, with keys of its own section first.
+
+    Args:
+        known: keys of the section.
+        fits: paths of keys that the value may be meant for.
+    """
+    key, above = path[-1], path[:-1]
+    homes = [place for place in places(schema) if key in place.settings.model_fields]
+    here = ".".join("0" if part.isdecimal() else part for part in above)
     owners = [place.choice for place in homes if place.path == here and place.choice]
     if owners:
         names = " and ".join(filter(None, [", ".join(owners[:-1]), owners[-1]]))
-        return f"; {names} {'has' if len(owners) == 1 else 'have'} {path[-1]}"
-    elsewhere = list(dict.fromkeys(f"{place.path}.{path[-1]}" for place in homes))
-    near = nearest(path[-1], known, "".join(f"{part}." for part in path[:-1]))
-    is_of_another_choice = any(place.path == here for place in homes)
-    if (len(elsewhere) == 1 or (elsewhere and not near)) and not is_of_another_choice:
-        return f"; did you mean {' or '.join(elsewhere)}?"
-    return near
+        return f"; {names} {'has' if len(owners) == 1 else 'have'} {key}"
+    meant = [schema.synonyms[key]] if key in schema.synonyms else []
+    near = [".".join((*above, name)) for name in near_names(key, known)]
+    if any(place.path == here for place in homes):  # of another choice
+        return did_you_mean(near)
+    elsewhere = [f"{place.path}.{key}" for place in homes]
+    if not above:
+        return did_you_mean([*meant, *elsewhere] or near)
+    own = [name for name in meant if name.startswith(f"{here}.")]
+    return did_you_mean([*own, *fits, *near, *elsewhere, *meant])
+
+
+def _keys_for(kind: Kind | None, path: KeyPath, value: Any) -> list[str]:
+    """Return the keys of a section that `value` may be meant for: the switch, or a choice."""
+    found = []
+    if isinstance(kind, OneOf):
+        found = ["name"] if value in list(kind.registry) else []
+        kind = kind.choice(kind.default)
+    for key, info in kind.model_fields.items() if isinstance(kind, type) else ():
+        if isinstance(kind_of(info), FieldInfo):
+            is_switch = key == "enable" and isinstance(value, bool)
+            is_choice = isinstance(value, str) and value in names(field_schema(info))
+            found += [key] * (is_switch or is_choice)
+    return [".".join((*path, key)) for key in found]

@@ -13,6 +13,11 @@ from torchtitan.config.packaged import packaged_name, packaged_recipes
 from torchtitan.config.settings import KeyPath, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
+OTHER_FORMATS = {
+    ".py": "TorchTitan 0.3's Python configs are not read; see docs/from_torchtitan.md",
+    **dict.fromkeys((".yaml", ".yml", ".json"), "write the settings as TOML: docs/config.md"),
+}
+
 
 def read_recipe(
     path: Path, problems: list[str], seen: tuple[Path, ...] = ()
@@ -54,6 +59,9 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
     if not os.path.isfile(path):
         near = _nearest_file(path) or "; `torchtitan recipes` lists those of the package"
         problems.append(f"{path}: there is no such recipe{near}")
+        return {}
+    if other := OTHER_FORMATS.get(path.suffix):
+        problems.append(f"{path}: a recipe is a file of TOML; {other}")
         return {}
     try:
         text = read_text(path)

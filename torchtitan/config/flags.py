@@ -67,10 +67,10 @@ def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
         elif values:
             paths += values
         else:
-            raise ConfigError(f"{group[0]}: job.config_file: got no value; wanted a recipe")
+            raise ConfigError(f"{group[0]}: got no value; wanted a recipe")
     if len(paths) > 1:
         got = " and ".join(paths)
-        raise ConfigError(f"--job.config_file: job.config_file: got {got}; wanted one recipe")
+        raise ConfigError(f"--job.config_file: got {got}; wanted one recipe")
     return paths[0] if paths else None, rest
 
 
@@ -97,13 +97,12 @@ def read_flags(
         if kind is None and (positive := _without_no(path)):
             path, is_off = positive, True
             kind = find(schema, new_name(path), settled)
-        name = dotted(path)
-        origin = f"--{name}"
+        origin = f"--{dotted(path)}"
         wrong.pop(path, None)
         try:
             value = _off(values) if is_off else _typed(kind, values)
         except ConfigError as error:
-            wrong[path] = f"{origin}: {name}: {error}"
+            wrong[path] = f"{origin}: {error}"
             continue
         for depth in range(1, len(path)):
             if not path[depth].isdecimal():  # flags do not set a list as a whole
@@ -187,12 +186,22 @@ def _json(text: str, schema: Mapping[str, Any]) -> Any:
         raise ConfigError(f"got {shorten(text)}; {wanted}: {error}") from error
 
 
+def _whole(word: str) -> int:
+    """Convert to an integer; 1e3 is one too."""
+    try:
+        return int(word)
+    except ValueError:
+        if not float(word).is_integer():
+            raise
+        return int(float(word))
+
+
 def _word(word: str, kinds: set[str]) -> Any:
     if word.lower() in ("true", "false") and "boolean" in kinds:
         return word.lower() == "true"
     if word.lower() == "none" and "null" in kinds:
         return None
-    for kind, convert in (("integer", int), ("number", float)):
+    for kind, convert in (("integer", _whole), ("number", float)):
         if kind in kinds:
             try:
                 return convert(word)

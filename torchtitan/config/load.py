@@ -7,6 +7,7 @@ checked together last, with defaults in place of the invalid ones: so all mistak
 once, each with its location, the value and the allowed values.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,7 @@ from torchtitan.config.settings import (
     RecipeError,
     Setting,
 )
-from torchtitan.config.words import dotted, holds_sections, show
+from torchtitan.config.words import dotted, holds_sections, located, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = dict[KeyPath, Setting]
@@ -55,7 +56,7 @@ class Recipe(Generic[ConfigT]):
         headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
         places = [self.origins[above] for above in (*headers, path) if above in self.origins]
         origin = places[-1] if places else self.place
-        return f"{origin}: {problem.path}: got {show(value)}; {problem.message}"
+        return f"{located(origin, problem.path)}: got {show(value)}; {problem.message}"
 
 
 @dataclass
@@ -86,7 +87,7 @@ def load(
     settings, problems, notices = gathered.settings, gathered.problems, gathered.notices
     config, faults, sound = validate_all(schema, settings)
     for path, message in faults.items():
-        problems.append(f"{settings[path].origin}: {dotted(path)}: {message}")
+        problems.append(f"{located(settings[path].origin, dotted(path))}: {message}")
     origins = {
         path: setting.origin
         for path, setting in sound.items()
@@ -98,11 +99,26 @@ def load(
         if not any(_rests_on(problem, path) for path in faults):
             lines = problems if problem.severity == "error" else notices
             lines.append(loaded.line(problem))
+    problems = _in_order(problems, gathered.place)
     if problems and are_valid:
         raise CannotRun(problems, loaded.config, notices)
     if problems:
         raise RecipeError(problems, notices)
     return loaded
+
+
+def _in_order(lines: list[str], recipe: str) -> list[str]:
+    """Sort mistakes by file and line; those of a whole file, then those of flags, are last."""
+    found = {line: re.match(r"(.+?)(?::(\d+))?: ", line) for line in lines}
+    files = list(dict.fromkeys([*(m[1] for m in found.values() if m and m[2]), recipe]))
+
+    def place(line: str) -> tuple[float, float]:
+        match = found[line]
+        if match is None or match[1] not in files:
+            return float("inf"), 0
+        return files.index(match[1]), float(match[2] or "inf")
+
+    return sorted(lines, key=place)
 
 
 def _rests_on(problem: Problem, path: KeyPath) -> bool:
@@ -145,7 +161,8 @@ def _merged(schema: type[Config], below: Settings, above: Settings, notices: lis
                 del merged[path]
                 if path in gone:
                     notices.append(
-                        f"{name.origin}: {'.'.join(section)}.name: {name.value} has no {path[-1]}; "
+                        f"{located(name.origin, dotted((*section, 'name')))}: {name.value} has no "
+                        f"{path[-1]}; "
                         f"{show(below[path].value)} of {below[path].origin} is left out"
                     )
     return merged

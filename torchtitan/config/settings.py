@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
@@ -23,10 +23,6 @@ class ConfigError(ValueError):
 
     notices: tuple[str, ...] = ()
     """Notes to report with the message, such as how an old key was read."""
-
-    def report(self) -> str:
-        """Return the message, after the notices."""
-        return "\n".join([*(f"note: {notice}" for notice in self.notices), str(self)])
 
 
 class Unreachable(RuntimeError):
@@ -61,6 +57,10 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Keys of a whole recipe by the names that other software has for them."""
+    help_command: ClassVar[str] = ""
+    """Command that, with the name of a section of the recipe, lists its keys."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         """Find what cannot work about this section, or between it and other sections.

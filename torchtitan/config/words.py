@@ -11,6 +11,9 @@ from typing import Any, Final
 
 MAX_SHOWN: Final = 200
 """Maximum characters of a value or key quoted in a message."""
+MAX_LISTED: Final = 8
+"""Maximum number of names of a list that a command shows whole."""
+MAX_SUGGESTED: Final = 3
 MAX_NESTED: Final = 32
 """Maximum levels of nested lists and tables in a recipe."""
 SECTION_AND_KEY: Final = "[section] and key = value"
@@ -18,10 +21,34 @@ SECTION_AND_KEY: Final = "[section] and key = value"
 
 def nearest(got: Any, known: Iterable[object], prefix: str = "") -> str:
     """Return `; did you mean X?` for the known name nearest to `got`, or nothing."""
+    return did_you_mean(prefix + name for name in near_names(got, known))
+
+
+def near_names(got: Any, known: Iterable[object], cutoff: float = 0.6) -> list[str]:
+    """Return the known name nearest to `got` by edit distance, if one is near."""
     names = {name.lower(): name for name in map(str, known)}
     is_word = isinstance(got, str) and len(got) <= MAX_SHOWN
-    near = difflib.get_close_matches(got.lower(), names, n=1) if is_word else []
-    return f"; did you mean {prefix}{names[near[0]]}?" if near else ""
+    near = difflib.get_close_matches(got.lower(), names, 1, cutoff) if is_word else []
+    return [names[name] for name in near]
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """Return `; did you mean X or Y?`, or nothing if there are no names."""
+    likely = list(dict.fromkeys(names))[:MAX_SUGGESTED]
+    return f"; did you mean {' or '.join(likely)}?" if likely else ""
+
+
+def listed(names: Iterable[str], command: str) -> str:
+    """Return names in a row; of many only the first, and the command that lists them all."""
+    known = list(names)
+    if len(known) <= MAX_LISTED or not command:
+        return ", ".join(known)
+    return f"{', '.join(known[:MAX_LISTED])} and {len(known) - MAX_LISTED} more ({command})"
+
+
+def located(origin: str, key: str) -> str:
+    """Return the location of a setting and its key; only the flag if that is the location."""
+    return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 
 def allowed_names(got: Any, known: Iterable[str]) -> str:

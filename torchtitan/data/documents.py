@@ -39,7 +39,9 @@ class TextDocuments:
     """Plain text: a file is a document, or several if it is longer than `document_bytes`."""
 
     def __init__(self, files: Sequence[Path], document_bytes: int, root: Path) -> None:
-        self._pieces = [(file, *b) for file in files for b in _text_bounds(file, document_bytes)]
+        bounds = {file: _text_bounds(file, document_bytes) for file in files}
+        self._pieces = [(file, *b) for file, found in bounds.items() for b in found]
+        self.counts = [(_name(file, root), len(found)) for file, found in bounds.items()]
         self.windows = [0, len(self._pieces)]
         self.fingerprint = fingerprint_files(files, root) + f"/{document_bytes}"
 
@@ -97,6 +99,8 @@ class JsonlDocuments:
             self._data.append(data)
             self._starts.append(_line_starts(data))
         self._ends = np.cumsum([0, *map(len, self._starts)])
+        lines = zip(self._files, self._starts, strict=True)
+        self.counts = [(_name(path, root), len(starts)) for path, starts in lines]
         self.windows = [0, len(self)]
         self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
 
@@ -148,6 +152,7 @@ class ParquetDocuments:
 
         self._text_key = text_key
         self._groups: list[tuple[Path, int]] = []
+        self.counts: list[tuple[str, int]] = []
         sizes: list[int] = []
         for path in files:
             try:
@@ -162,6 +167,7 @@ class ParquetDocuments:
             text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if "string" not in str(text) or pyarrow.types.is_nested(text):
                 raise ConfigError(f"{path}: the column {text_key!r} has {kind}; wanted strings")
+            self.counts.append((_name(path, root), metadata.num_rows))
             self._groups += [(path, group) for group in range(metadata.num_row_groups)]
             sizes += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
         self._ends = np.cumsum([0, *sizes])
@@ -212,6 +218,10 @@ class ParquetDocuments:
                 f"file says {recorded}"
             )
         return rows
+
+
+def _name(file: Path, root: Path) -> str:
+    return file.relative_to(root).as_posix()
 
 
 def not_text(error: UnicodeDecodeError) -> str:

@@ -128,6 +128,7 @@ class DownloadedDocuments:
         self._dataset = dataset.select_columns([text_key])
         self._text_key = text_key
         self.windows = [0, len(dataset)]
+        self.counts = [(name, len(dataset))]
         self.fingerprint = f"{name}/{text_key}"
 
     def __len__(self) -> int:

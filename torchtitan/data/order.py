@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Identity = dict[str, str | int | bool]
+Identity = dict[str, str | int | float | bool]
 
 
 class Position(NamedTuple):

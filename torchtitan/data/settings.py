@@ -1,12 +1,15 @@
 """The section `[data]`, and the data sets known by name."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from torchtitan.config import Config, Context, Problem, Registry, allowed_names, exists
+
+NO_PART = "documents of a stream, which are read in order, cannot be held out"
 
 FILES = ("local", "text", "jsonl", "parquet")
 """Kinds that are text files."""
@@ -103,6 +106,14 @@ class DataConfig(Config):
     )
     add_bos: bool = Field(True, description="Start each document with the tokenizer's BOS token.")
     add_eos: bool = Field(True, description="End each document with the tokenizer's EOS token.")
+    validation_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Fraction of the documents to hold out. They are never trained on, and "
+        "validation reads them instead of validation.dataset. The same documents are held out in "
+        "every run, and remain so when others are added.",
+    )
     lanes: int = Field(
         -1,
         ge=-1,
@@ -131,9 +142,18 @@ class DataConfig(Config):
         "alone, a baseline for any model.",
     )
 
+    _is_held_out: bool = PrivateAttr(False)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether `validation_fraction` of the documents are read, instead of all others."""
+        return self._is_held_out
+
     def held_out(self) -> Self:
         """Return the section with the settings of validation."""
-        return self.model_copy(update={"num_workers": 0, "lanes": -1})
+        section = self.model_copy(update={"num_workers": 0, "lanes": -1})
+        section._is_held_out = True
+        return section
 
     def problems(self, context: Context) -> Iterator[Problem]:
         dataset, path = self.dataset, self.dataset_path
@@ -141,9 +161,7 @@ class DataConfig(Config):
         if path is not None and not exists(path):
             yield Problem("dataset_path", "there is no such file or folder")
         if description is None and not exists(dataset):
-            yield Problem(
-                "dataset", f"it is not an existing path; {allowed_names(dataset, DATASETS)}"
-            )
+            yield Problem("dataset", unknown_dataset(dataset))
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
@@ -153,6 +171,13 @@ class DataConfig(Config):
         elif description and path is not None and description.drawn:
             message = f'the data set "{dataset}" reads no files'
             yield Problem("dataset_path", message, ("dataset",))
+        if description and self.validation_fraction is not None:
+            if description.content != "text" or description.drawn:
+                message = f'only text can be held out, and the data set "{dataset}" has none'
+                yield Problem("validation_fraction", message, ("dataset",))
+            elif description.kind == "hub" and path is None and self.streaming:
+                message = f"{NO_PART}; set self.streaming = false"
+                yield Problem("validation_fraction", message, ("dataset", "streaming"))
 
     def batch_problems(self, batch: int, ranks: int) -> Iterator[Problem]:
         """Find lanes and workers that are not divisible by the number of sequences and ranks."""
@@ -167,6 +192,21 @@ class DataConfig(Config):
             allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
             message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
             yield Problem("num_workers", message, ("lanes",))
+
+
+def unknown_dataset(name: str) -> str:
+    """Say that a name is not a data set, and how to read one of the Hugging Face hub."""
+    known = [key for key, dataset in DATASETS.items() if dataset.path == name]
+    fix = allowed_names(name, DATASETS)
+    if known:
+        fix = f"use {' or '.join(known)}"
+    elif re.fullmatch(r"[\w-]+/[\w-][\w.-]*", name):
+        fix = (
+            "download a data set of the Hugging Face hub, and give the folder (hf download "
+            f"{name} --repo-type dataset --local-dir FOLDER), or add it to DATASETS to stream it "
+            "(docs/extending.md)"
+        )
+    return f"not a data set name and not a path; {fix}"
 
 
 DATA = Registry[type[DataConfig]]("data", {})

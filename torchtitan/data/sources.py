@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from torchtitan.config import ConfigError, Context, Registry, local_path
+from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
@@ -18,7 +18,8 @@ from torchtitan.data.hub import (
     load_hub,
 )
 from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
-from torchtitan.data.settings import DATASETS, DataConfig, Dataset
+from torchtitan.data.settings import DATASETS, NO_PART, DataConfig, Dataset
+from torchtitan.data.split import CountedDocuments, DocumentsPart
 from torchtitan.data.tokenizer import Tokenizer
 
 MOST_LEFT_OUT = 1000
@@ -40,6 +41,14 @@ class ShuffledDocuments:
         self._order = functools.lru_cache(maxsize=2)(
             functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
         )
+
+    @property
+    def part(self) -> str | None:
+        """Number of documents out of all; None if these are all."""
+        documents = self._documents
+        if not isinstance(documents, DocumentsPart):
+            return None
+        return f"{len(documents):,} of {documents.total:,} documents"
 
     def epoch(self, position: Position) -> int:
         return position.round
@@ -127,14 +136,18 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
         tokenizer: the model's, if it reads text.
     """
     if found := [p.within("data") for p in config.problems(Context())]:
-        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
+        raise RecipeError(f"{p.path}: {p.message}" for p in found)
     name, path = config.dataset, config.dataset_path
     description = DATASETS.get(name)
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
     if path is not None and not description.drawn:
-        return _open_local(local_path(path), description, config, seed)
-    return SOURCES[description.kind](description, config, tokenizer, seed)
+        source = _open_local(local_path(path), description, config, seed)
+    else:
+        source = SOURCES[description.kind](description, config, tokenizer, seed)
+    if config.validation_fraction and "validation_fraction" not in source.identity:
+        raise ConfigError(f"data.validation_fraction: {NO_PART}")
+    return source
 
 
 def _open_synthetic(
@@ -174,6 +187,8 @@ def check_local(config: DataConfig) -> None:
     if path is None or (description and description.drawn):
         return
     files, kind = find_files(local_path(path), _format(description))
+    if kind == "compressed" and config.validation_fraction:
+        raise ConfigError(f"{NO_PART} (data.validation_fraction); decompress the files")
     check_files(local_path(path), files, kind, config)
 
 
@@ -196,7 +211,16 @@ def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int)
 
 
 def _shuffled(name: str, documents: Documents, config: DataConfig, seed: int) -> Source:
-    return ShuffledDocuments(name, documents, seed=seed, shuffle=config.shuffle)
+    if config.validation_fraction is None:
+        return ShuffledDocuments(name, documents, seed=seed, shuffle=config.shuffle)
+    if not hasattr(documents, "counts"):
+        raise ConfigError(f"data.validation_fraction: files of kind {name} have no `counts`")
+    part = DocumentsPart(
+        cast(CountedDocuments, documents), config.validation_fraction, config.is_held_out
+    )
+    source = ShuffledDocuments(name, part, seed=seed, shuffle=config.shuffle)
+    source.identity["validation_fraction"] = config.validation_fraction
+    return source
 
 
 def _streamed(

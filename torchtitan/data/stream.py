@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import SampleStart
 from torchtitan.data.order import Document, Identity, Position, Source
@@ -163,6 +163,9 @@ class DataStream:
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
         if advice := source.advice(self._lanes):
             logger.warning("data: %s", advice)
+        if isinstance(source, ShuffledDocuments) and (part := source.part):
+            use = "held out" if config.is_held_out else "trained on"
+            logger.info("data: %s are %s (data.validation_fraction)", part, use)
         self._restart(0, {})
 
     def _restart(self, samples: int, records: dict[int, SampleStart | None]) -> None:
@@ -384,7 +387,7 @@ def build_stream(
     """
     batch = local_batch_size * accumulation * ranks
     if found := [p.within("data") for p in config.batch_problems(batch, ranks)]:
-        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
+        raise RecipeError(f"{p.path}: {p.message}" for p in found)
     return DataStream(
         config,
         source,

@@ -148,7 +148,7 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         except (ValueError, binascii.Error):
             raise ConfigError(
                 f"{path}:{number}: not a line of a tiktoken file (base64 text, space, rank); "
-                "for a SentencePiece model, use its tokenizer.json instead"
+                "use the tokenizer.json of a SentencePiece model"
             ) from None
     if not ranks:
         raise ConfigError(f"{path}: a tiktoken file without any token")

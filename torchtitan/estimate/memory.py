@@ -42,6 +42,11 @@ class Memory(NamedTuple):
         """Sum of all, in device and host memory."""
         return sum(self[:-1])
 
+    @property
+    def on_device(self) -> float:
+        """Total in the memory of the device."""
+        return self.total - self.on_host
+
     def __str__(self) -> str:
         parts = {
             name.replace("states", "optimizer states"): size / GIB

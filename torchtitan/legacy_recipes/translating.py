@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, show
+from torchtitan.config import ConfigError, KeyPath, Setting, allowed_names, located, show
 from torchtitan.legacy_recipes import converters
 from torchtitan.legacy_recipes.table import TABLE
 from torchtitan.legacy_recipes.translations import (
@@ -60,11 +60,11 @@ def _translate_key(
     result: Translation,
 ) -> None:
     row, dotted, value, converter = entry(path), ".".join(path), setting.value, converters.of(path)
-    got = f"{setting.origin}: {dotted}: got {show(value)}"
-    left_out = f"{setting.origin}: {dotted}: {show(value)} is dropped"
+    got = f"{located(setting.origin, dotted)}: got {show(value)}"
+    left_out = f"{located(setting.origin, dotted)}: {show(value)} is dropped"
     if row is None and f"{dotted}.".startswith(OLD_SECTIONS):
         if unknown := _unknown(path, is_section=value == {}):
-            result.problems.append(f"{setting.origin}: {dotted}: {unknown}")
+            result.problems.append(f"{located(setting.origin, dotted)}: {unknown}")
     elif row and converter and converter not in numbers:
         because = f"it only has an effect if model.converters names {'.'.join(path[:-1])}"
         result.notices.append(f"{left_out}; {because}")
@@ -114,7 +114,7 @@ def _move(
     result: Translation,
 ) -> None:
     """Read a key under its new name, its value as it is written there."""
-    where, value = f"{setting.origin}: {'.'.join(path)}", setting.value
+    where, value = located(setting.origin, ".".join(path)), setting.value
     try:
         value = row.convert(value) if row.convert else value
     except ConfigError as error:

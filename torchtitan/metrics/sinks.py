@@ -83,6 +83,8 @@ class Console:
         held_out = context.recipe.get("validation.dataset_path") or (
             context.recipe.get("validation.dataset")
         )
+        if context.recipe.get("data.validation_fraction"):
+            held_out = "held-out documents"
         self.held_out = held_out if isinstance(held_out, str) else ""
         """Name of the validation data set if there is only one; rows name one of several."""
         self.bar: Any = None
@@ -210,8 +212,9 @@ class Jsonl:
             with moved_to.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in superseded)
             logger.info(
-                "%s: %d rows past step %d moved to %s",
-                *(self.path, len(superseded), start_step, moved_to.name),
+                "%s: %d row%s past step %d moved to %s",
+                *(self.path, len(superseded), "s" * (len(superseded) > 1)),
+                *(start_step, moved_to.name),
             )
         whole = self.path.with_name(f"{self.path.name}.new")
         whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from torchtitan import __version__
-from torchtitan.config import ConfigError, Unreachable
+from torchtitan.config import ConfigError, Unreachable, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.tools.commands import (
@@ -67,13 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "torchtitan"
-        print(f"{error.format_message()}\nsee {where} --help", file=sys.stderr, flush=True)
+        message = error.format_message()
+        if isinstance(error, typer.BadParameter) and error.message and error.param:
+            message = f"{error.param.opts[-1]}: {error.message}"
+        print_error(f"{message}; see {where} --help")
         return 2
     except ConfigError as error:
-        print(error.report(), file=sys.stderr, flush=True)
+        print_error(error)
         return 2
     except Unreachable as error:
-        print(error, file=sys.stderr, flush=True)
+        print_error(error)
         return 1
     return status or 0
 

@@ -1,13 +1,12 @@
 """Convert a recipe of TorchTitan v0.1 or v0.2 to the keys of this version."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchtitan.checks import load_job
-from torchtitan.config import CannotRun, ConfigError, RecipeError
+from torchtitan.config import CannotRun, ConfigError, RecipeError, print_message
 from torchtitan.legacy_recipes.rewriting import migrate as migrated
 from torchtitan.tools.options import Verb, verb
 
@@ -26,7 +25,8 @@ def migrate(
 ) -> None:
     text, notices = migrated(recipe)
     notices += missing(recipe)
-    print(*notices, sep="\n", end="\n" * bool(notices), file=sys.stderr)
+    for notice in notices:
+        print_message("note", notice)
     if output is None:
         print(text, end="")
     elif output.exists():

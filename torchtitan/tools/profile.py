@@ -6,13 +6,12 @@ configured, and nothing but the folder is shared.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, print_error
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
 from torchtitan.tools.explain.facts import read_rank_traces
 from torchtitan.tools.explain.page import describe_traces
@@ -38,7 +37,7 @@ def profile(
     try:
         folder = request_trace(run, steps, wait)
     except NoAnswer as failure:
-        print(failure, file=sys.stderr)
+        print_error(failure)
         return 1
     print(*describe_traces(read_rank_traces(folder)), sep="\n")
     print("open the traces at https://ui.perfetto.dev")

@@ -102,7 +102,7 @@ def test_every_boolean_switches_both_ways() -> None:
         assert value(key, f"--no-{key}") is False
         assert value(key, f"--{section}.no-{name.replace('_', '-')}") is False
         if key in NOT_ALONE:
-            needs = f"^(--{key}: {key}: got true; |defaults: (training|{section})\\.)"
+            needs = f"^(--{key}: got true; |defaults: (training|{section})\\.)"
             with pytest.raises(RecipeError, match=needs):
                 value(key, f"--{key}")
         else:
@@ -114,6 +114,7 @@ def test_every_boolean_switches_both_ways() -> None:
     [
         ("--training.steps 5", "training.steps", 5),
         ("--training.steps=5", "training.steps", 5),
+        ("--training.steps=1e3", "training.steps", 1000),
         ("--training.local-batch-size 5", "training.local_batch_size", 5),
         ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
         ("--optimizer.lr 1", "optimizer.lr", 1.0),
@@ -236,7 +237,7 @@ def test_flags_change_sections_of_a_list_and_add_to_it() -> None:
     other = read(recipe, "--convert.0.name mxfp8")
     assert other.config.convert == (MXFP8(filter_fqns=("attention",)),)
     assert other.notices == [
-        '--convert.0.name: convert.0.name: mxfp8 has no recipe; "rowwise" of r.toml:3 is left out'
+        '--convert.0.name: mxfp8 has no recipe; "rowwise" of r.toml:3 is left out'
     ]
 
 

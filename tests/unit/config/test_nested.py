@@ -226,7 +226,8 @@ def test_what_is_no_section() -> None:
     assert refused("[optimizer.groups]\nmatch = 'x'\n[communication]\nweights = 'plain'") == [
         "r.toml:1: optimizer.groups: got a section; wanted sections, each under "
         "[[optimizer.groups]]",
-        'r.toml:4: communication.weights: got "plain"; wanted a section',
+        'r.toml:4: communication.weights: got "plain"; wanted a section; did you mean '
+        "communication.weights.name?",
     ]
 
 

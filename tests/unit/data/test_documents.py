@@ -186,7 +186,10 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
     ("settings", "key", "message"),
     [
         ({"dataset": "python_stdlb"}, "data.dataset", "did you mean python_stdlib?"),
-        ({"dataset": "no/such/path"}, "data.dataset", "it is not an existing path; allowed: "),
+        ({"dataset": "no/such/path"}, "data.dataset", "and not a path; allowed: "),
+        ({"dataset": "allenai/c4"}, "data.dataset", "not a path; use c4 or c4_validation"),
+        ({"dataset": "me/mine"}, "data.dataset", "hf download me/mine --repo-type dataset"),
+        ({"dataset": "./me"}, "data.dataset", "not a data set name and not a path; allowed"),
         ({"dataset": "jsonl"}, "data.dataset_path", '"jsonl" needs the file or folder'),
         ({"dataset_path": "no/such"}, "data.dataset_path", "no such file or folder"),
         ({"dataset": "/", "dataset_path": "/"}, "data.dataset_path", 'already a path, "/"'),
@@ -218,6 +221,6 @@ def test_check_accepts_what_works() -> None:
 def test_opening_reports_the_same_mistakes() -> None:
     config = DataConfig(dataset="fineweb", dataset_path="no/such")
     with pytest.raises(
-        ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: it is not an existing"
+        ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: not a data set name"
     ):
         open_source(config, load_tokenizer(None), seed=0)

@@ -189,7 +189,9 @@ def test_data_is_looked_at_before_anything_is_started(
     words = ["r.toml", "--validation.enable"] if section == "validation" else ["r.toml"]
     assert main([*command, *words]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith(f'r.toml:2: {section}.dataset: got "texts"; texts/a.txt:2: not UTF-8')
+    assert message.startswith(
+        f'error: r.toml:2: {section}.dataset: got "texts"; texts/a.txt:2: not UTF-8'
+    )
     assert not Path("outputs").exists()
 
 

@@ -167,7 +167,7 @@ def test_a_folder_that_is_no_run_is_refused(
     with pytest.raises(ConfigError):
         read_facts(tmp_path)
     assert cli.main(["explain", str(tmp_path / "nothing")]) == 2
-    assert "nothing: is not a folder; wanted the job.dump_folder" in capsys.readouterr().err
+    assert "nothing: is not a folder\n  wanted the job.dump_folder" in capsys.readouterr().err
 
 
 def calm(**changes: Any) -> Facts:

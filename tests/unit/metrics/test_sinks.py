@@ -278,6 +278,7 @@ def test_jsonl_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, caplo
     write_jsonl(tmp_path, [22], start_step=21)
     assert steps(tmp_path / "metrics.jsonl") == [10, 20, 21, 22]
     assert steps(tmp_path / "metrics.superseded.jsonl") == [30, 40, 30]
+    assert caplog.messages[1].endswith("1 row past step 21 moved to metrics.superseded.jsonl")
 
 
 def test_jsonl_that_is_rolled_back_is_as_that_of_a_resumed_run(tmp_path):

@@ -100,7 +100,7 @@ def run_probe(
     opened = OPEN[kind](place.path, place.model, place.flavor)
     network = opened.network
     if network.spec.build is not ViTMAE:
-        raise ConfigError(f"--tasks: got {PROBE}; {network} is not a model of images")
+        raise ConfigError(f"--tasks: {PROBE} needs an image model, and {network} is not one")
     weights_of(opened.source, network)
     recipe = _recipe(place) if kind == "ours" else {}
     args = network.args

@@ -134,5 +134,5 @@ def _in_effect(recipe: str) -> dict[str, Any]:
     """A recipe by dotted keys; its tokenizer need not be here."""
     read = load_job(recipe, [], None, "cpu", exempt={"model.tokenizer_path"})
     for notice in read.notices:
-        logger.info("%s", notice)
+        logger.info("note: %s", notice)
     return read.config.in_effect()

@@ -31,6 +31,7 @@ from torchtitan.config import (
     RecipeError,
     Setting,
     allowed_names,
+    located,
     read_file,
     read_flags,
     show,
@@ -281,8 +282,8 @@ def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None
             for path, setting in settings.items():
                 if ".".join(path) in keys:
                     lines.append(
-                        f"{setting.origin}: {'.'.join(path)}: got {show(setting.value)}; the "
-                        "comparison sets it, alike for all variants"
+                        f"{located(setting.origin, '.'.join(path))}: got {show(setting.value)}; "
+                        "the comparison sets it, alike for all variants"
                     )
     if lines:
         raise RecipeError(lines)

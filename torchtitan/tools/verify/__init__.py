@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem, Registry
+from torchtitan.config import ConfigError, Problem, Registry, print_error
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
@@ -79,7 +79,7 @@ def verify(
         try:
             found = _compare(checked, optimizer, name)
         except RanksFailed as error:
-            print(f"no comparison: {error}", file=sys.stderr)
+            print_error(f"no comparison: {error}")
             return False
         console.print(found.table(f"\n{name}"))
         if fault := found.fault():

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem
+from torchtitan.config import ConfigError, Problem, print_error
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.tools.verify.measure import WEIGHT, Step, compare_checkpoints
@@ -81,7 +81,7 @@ def verify_resume(
                     console.print(f"\nFAIL: resumed {where}, {fault}", style="bold red")
                     return False
         except RanksFailed as error:
-            print(f"no comparison: {error}", file=sys.stderr)
+            print_error(f"no comparison: {error}")
             return False
     summary = (
         f"\nPASS: killed after step {trial.half} of {2 * trial.half} and resumed "

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 
-from torchtitan.config import ConfigError, Context, local_path, show
+from torchtitan.config import ConfigError, Context, RecipeError, local_path, show
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
 from torchtitan.research.vit_mae.images.folders import ImageFolder
@@ -54,7 +54,7 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
         ConfigError: if they cannot be opened, or do not match the model.
     """
     if found := [p.within("data") for p in config.problems(Context())]:
-        raise ConfigError("\n".join(f"{p.path}: {p.message}" for p in found))
+        raise RecipeError(f"{p.path}: {p.message}" for p in found)
     dataset = DATASETS.get(config.dataset)
     if dataset is None or dataset.kind not in IMAGES:
         named = ", ".join(name for name, each in DATASETS.items() if each.kind in IMAGES)
