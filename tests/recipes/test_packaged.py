@@ -132,6 +132,6 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "copy", "llama_8b"]) == 2
-    assert "there is no packaged recipe of that name; did you mean llama3_8b?" in (
+    assert "there is no packaged recipe of that name\n  did you mean llama3_8b?" in (
         capsys.readouterr().err
     )
