@@ -100,7 +100,7 @@ def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]
     small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
     assert main(["check", *words, *small]) == 0
     assert capsys.readouterr().out.endswith("\nstarts from scratch\n")
-    assert train([words[0], *small]) == 0
+    assert main(["train", words[0], *small]) == 0
     before = sorted(Path("outputs").rglob("*"))
     assert main(["check", *words, *small]) == 0
     assert capsys.readouterr().out.endswith("\nresumes from outputs/checkpoint/step-1\n")

@@ -129,10 +129,12 @@ def _syntax_problem(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
 
 
 def _nearest_file(path: Path, seen: Collection[str] = ()) -> str:
-    recipes = sorted(p.name for p in path.parent.glob("*.toml") if p.name not in seen)
-    near = nearest(path.name, recipes, str(path).removesuffix(path.name))
+    is_folder = os.path.isdir(path.parent)
+    recipes = sorted(path.parent.glob("*.toml")) if is_folder else []
+    names = [recipe.name for recipe in recipes if recipe.name not in seen]
+    near = nearest(path.name, names, str(path).removesuffix(path.name))
     if near := near or nearest(packaged_name(path), packaged_recipes()):
         return near
-    if not os.path.isdir(path.parent):
+    if not is_folder:
         return f"; there is no folder {shorten(str(path.parent))}"
     return ""

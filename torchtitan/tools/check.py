@@ -52,7 +52,7 @@ def check(
         typer.Option(
             parser=number("GiB, a number > 0", lambda found: found > 0),
             metavar="GIB",
-            help="Memory of a device; a recipe estimated to need more per rank is an error.",
+            help="Refuse a recipe whose estimated memory per rank exceeds that of a device.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def check(
         typer.Option("--here", help="Also check this machine: its memory, files and packages."),
     ] = False,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Print the recipe with every key, as TOML, instead.")
+        bool, typer.Option("--resolved", help="Print the recipe with every key instead, as TOML.")
     ] = False,
     schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON Schema of recipes, for editors.")

@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "torchtitan"
         message = error.format_message()
-        if isinstance(error, typer.BadParameter) and error.message and error.param:
-            message = f"{error.param.opts[-1]}: {error.message}"
+        if isinstance(error, typer.BadParameter) and error.message:
+            message = f"{error.param.opts[-1]}: {error.message}" if error.param else error.message
         print_error(f"{message}; see {where} --help")
         return 2
     except ConfigError as error:
