@@ -15,6 +15,7 @@ from torchtitan.config.help import HelpEntry, HelpSection, sections
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
+from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 
@@ -91,6 +92,7 @@ def pages() -> dict[Path, str]:
         title = f"# {parts[0].header}\n\n{WRITTEN}\n{about(parts)}\n"
         written[DOCS / f"config/{name}.md"] = "\n".join([title, *by_header(parts)])
     written[DOCS / "config/torchtitan_keys.md"] = "\n".join(old_keys())
+    written[DOCS / "config/other_names.md"] = "\n".join(other_names())
     return written
 
 
@@ -212,6 +214,19 @@ def old_keys() -> Iterator[str]:
             yield f"| `{key}` | {cell(missing)} |"
         else:
             yield f"| `{key}` | none: {cell(row.instead)} |"
+    yield ""
+
+
+def other_names() -> Iterator[str]:
+    """The names of settings in other software."""
+    yield "# Names in other frameworks\n"
+    yield WRITTEN
+    yield "Settings and options by the names that users of Hugging Face, Megatron-LM, litgpt or"
+    yield "nanoGPT know; `train` and `check` suggest ours. The meaning may differ in detail:"
+    yield "`gradient_accumulation_steps`, for example, follows from the global batch.\n"
+    yield "| elsewhere | here |\n|---|---|"
+    for name, ours in sorted(SYNONYMS.items()):
+        yield f"| `{name}` | `{ours}` |"
     yield ""
 
 

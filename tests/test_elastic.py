@@ -312,13 +312,13 @@ def test_restarts_that_could_not_go_on_are_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--nnodes=2", "several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT"),
-        ("--nnodes=2:1", "got 2:1; wanted 2, or 1:2 for one or two"),
-        ("--nnodes=two", "got two; wanted 2, or 1:2 for one or two"),
-        ("--max-restarts=-1", "got -1; wanted an integer >= 0"),
-        ("--processes=0", "got 0; wanted an integer >= 1"),
-        ("--rejoin-minutes=0", "got 0; wanted minutes, a number > 0"),
-        ("--rejoin-minutes=soon", "got soon; wanted minutes, a number > 0"),
+        ("--nnodes=2", "several nodes need a common endpoint\n  add --rdzv-endpoint HOST:PORT"),
+        ("--nnodes=2:1", "got 2:1\n  wanted 2, or 1:2 for one or two"),
+        ("--nnodes=two", "got two\n  wanted 2, or 1:2 for one or two"),
+        ("--max-restarts=-1", "got -1\n  wanted an integer >= 0"),
+        ("--processes=0", "got 0\n  wanted an integer >= 1"),
+        ("--rejoin-minutes=0", "got 0\n  wanted minutes, a number > 0"),
+        ("--rejoin-minutes=soon", "got soon\n  wanted minutes, a number > 0"),
     ],
 )
 def test_launcher_says_what_it_wants(

@@ -86,6 +86,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         except ConfigError as error:
             refuse(error)
             held.close()
+            if launch.size == 1:
+                return 2  # no other rank waits to learn of it
 
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
     recorder = Recorder(

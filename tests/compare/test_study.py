@@ -90,7 +90,7 @@ def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Pa
         ),
         ("round = 2\n" + variants("", ""), ":1: round: unknown key; allowed: "),
         ("rounds = 0\n" + variants("", ""), ":1: rounds: got 0; wanted an integer >= 1"),
-        (variants(""), ": got 1 variants; wanted two or more to compare"),
+        (variants(""), ": got one variant; wanted two or more to compare"),
         (variants("", "").replace('"1"', '"0!"'), ': variants "0" and "0!" would share a folder'),
         (variants("", "").replace('name = "1"', ""), ":5: variants.1: it has no name"),
     ],

@@ -95,6 +95,20 @@ def test_the_first_lines_of_check_answer() -> None:
     assert "Error" not in done.stderr
 
 
+def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [recipe("[checkpoint]\nenable = true\n"), "--here", "--device", "cpu"]
+    small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
+    assert main(["check", *words, *small]) == 0
+    assert capsys.readouterr().out.endswith("\nstarts from scratch\n")
+    assert train([words[0], *small]) == 0
+    before = sorted(Path("outputs").rglob("*"))
+    assert main(["check", *words, *small]) == 0
+    assert capsys.readouterr().out.endswith("\nresumes from outputs/checkpoint/step-1\n")
+    assert main(["check", *words, *small, "--model.dim=64"]) == 2
+    assert "is of another run" in capsys.readouterr().err
+    assert sorted(Path("outputs").rglob("*")) == before
+
+
 LARGE = ["--training.steps=9", "--model.flavor=70B", "--device", "cuda", "--world-size", "16"]
 LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
 
@@ -321,14 +335,16 @@ def test_all_entry_points_have_one_parser(module: str, words: list[str]) -> None
         check=False,
     )
     assert done.returncode == 2
-    assert "there is no --log-levle; did you mean --log-level?" in done.stderr
+    assert "there is no --log-levle\n  did you mean --log-level?" in done.stderr
     assert "see torchtitan train --help" in done.stderr
 
 
 def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "r.toml", "--max-restarts", "1"]) == 2
     error = capsys.readouterr().err
-    assert "--max-restarts needs the ranks of this node; add --processes N" in error
+    assert error.startswith(
+        "error: --max-restarts needs the ranks of this node\n  add --processes N\n"
+    )
 
 
 def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_the_launcher_refuses_a_setting_without_its_dashes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "r.toml", "training.steps=3", "--processes", "2"]) == 2
-    said = "training.steps=3: not a flag; wanted --training.steps=3\n"
+    said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
     assert said in capsys.readouterr().err
 
 

@@ -63,7 +63,7 @@ def test_a_packaged_recipe_can_be_extended() -> None:
         ("debug_modle", "did you mean debug_model?"),
         ("train_configs/lama3_8b.toml", "did you mean llama3_8b?"),
         ("configs/mine.toml", "there is no folder configs"),
-        ("mine.toml", "`torchtitan recipes` lists those of the package"),
+        ("mine.toml", "see `torchtitan recipes` for those of the package"),
     ],
 )
 def test_a_recipe_that_is_not_there(name: str, hint: str) -> None:
@@ -132,6 +132,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "copy", "llama_8b"]) == 2
-    assert "there is no packaged recipe of that name; did you mean llama3_8b?" in (
-        capsys.readouterr().err
-    )
+    assert capsys.readouterr().err.splitlines() == [
+        "error: llama_8b: there is no packaged recipe of that name",
+        "  did you mean llama3_8b?",
+    ]

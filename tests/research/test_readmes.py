@@ -33,6 +33,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert recipe in text
     assert (ROOT / recipe).is_file()
     assert re.search("Not shown|Study and results: none|What differs", text)
+    assert "](../../../docs/" in text, "the page for users: what it does, when, limits, results"
     for name in re.findall(r"`(tests/\S+\.py|train_configs/\S+\.toml|benchmarks/\S+)`", text):
         assert (ROOT / name).is_file(), name
 

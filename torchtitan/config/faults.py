@@ -166,7 +166,10 @@ def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, setting
         header = ".".join(key for key in path if not key.isdecimal())
         return f"{got}wanted sections, each under [[{header}]]"
     if not isinstance(kind, FieldInfo):
-        return f"{got}wanted a section{did_you_mean(_keys_for(kind, path, value))}"
+        likely = _keys_for(kind, path, value)
+        if isinstance(kind, OneOf) and isinstance(value, str):
+            likely = likely or [".".join((*path, "name"))]
+        return f"{got}wanted a section{did_you_mean(likely)}"
     if what == "value_error":
         return got + details["msg"].removeprefix("Value error, ")
     return got + wanted(kind, value)

@@ -57,7 +57,7 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
         problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
         return {}
     if not os.path.isfile(path):
-        near = _nearest_file(path) or "; `torchtitan recipes` lists those of the package"
+        near = _nearest_file(path) or "; see `torchtitan recipes` for those of the package"
         problems.append(f"{path}: there is no such recipe{near}")
         return {}
     if other := OTHER_FORMATS.get(path.suffix):

@@ -94,11 +94,13 @@ def load(
         if path[-1].isdecimal() or not (setting.value == {} or holds_sections(setting.value))
     }
     loaded = Recipe(config, notices, gathered.place, origins)
-    are_valid = not problems
+    are_valid, notes = not problems, list[str]()
     for problem in check(loaded.config):
         if not any(_rests_on(problem, path) for path in faults):
-            lines = problems if problem.severity == "error" else notices
+            lines = problems if problem.severity == "error" else notes
             lines.append(loaded.line(problem))
+    if not problems:  # else a note may be due to one
+        notices += notes
     problems = _in_order(problems, gathered.place)
     if problems and are_valid:
         raise CannotRun(problems, loaded.config, notices)

@@ -52,7 +52,7 @@ def check(
         typer.Option(
             parser=number("GiB, a number > 0", lambda found: found > 0),
             metavar="GIB",
-            help="refuse a recipe whose estimated memory per rank exceeds that of a device",
+            help="Memory of a device; a recipe estimated to need more per rank is an error.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def check(
         typer.Option("--here", help="Also check this machine: its memory, files and packages."),
     ] = False,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="print the recipe with every key, as TOML, instead")
+        bool, typer.Option("--resolved", help="Print the recipe with every key, as TOML, instead.")
     ] = False,
     schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON Schema of recipes, for editors.")
@@ -97,7 +97,7 @@ def check(
     notices = found.notices
     if here and device == pick().type == "cpu":  # of CUDA devices none is this process's own
         notices += map(found.line, room(job, ranks, ranks, Device("cpu")))
-    start = [] if missing else beginning(found)
+    start = [] if missing else beginning(found, here)
     if wrong:
         print_error(RecipeError(wrong))
     facts = [*summary(job, world_size, not wrong), *start]
@@ -137,16 +137,24 @@ def excess(
     yield f"--device-memory: got {limit:g}; a rank takes about {held:.1f} GiB; {fix}"
 
 
-def beginning(found: config.Recipe[JobConfig]) -> list[str]:
-    """Describe the checkpoint a run starts from, if any; refuse one that does not fit."""
-    path = found.config.checkpoint.initial_load_path
-    if path is None:
+def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
+    """Describe the checkpoint a run starts from, if any; refuse one that does not fit.
+
+    Checkpoints of the run itself count if it is to run `here`.
+    """
+    policy, path = resume_policy(found.config), found.config.checkpoint.initial_load_path
+    if here:
+        start = policy.start()
+    elif path is None:
         return []
-    try:
-        start = resume_policy(found.config).initial()
-    except ConfigError as error:
-        found.refuse([Problem("checkpoint.initial_load_path", str(error))])
-        raise
+    else:
+        try:
+            start = policy.initial()
+        except ConfigError as error:
+            found.refuse([Problem("checkpoint.initial_load_path", str(error))])
+            raise
+    if start.path is None:
+        return ["starts from scratch"]
     what = "starts from the weights in" if start.model_only else "resumes from"
     return [f"{what} {start.path}", *start.changes]
 

@@ -69,7 +69,7 @@ def copy(
         files[recipe] = to
     for source, file in files.items():
         if ".." in file.relative_to(root).parts:
-            raise ConfigError(f"{name} extends {source.name}, in another folder: copy to a folder")
+            raise ConfigError(f"{name} extends {source.name}, in another folder; copy to a folder")
         if file.exists() and file.read_bytes() != source.read_bytes():
             raise ConfigError(f"{file} exists, with other content; copy to another folder")
     for source, file in files.items():

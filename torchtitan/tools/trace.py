@@ -16,7 +16,7 @@ app = verb()
 def trace(
     folder: Annotated[
         Path,
-        typer.Argument(help="dump folder of the run, or the folder of its traces: outputs/x"),
+        typer.Argument(help="Folder of a run (job.dump_folder), or of its traces: outputs/x."),
     ],
 ) -> None:
     traces = RunHistory(folder).rank_traces_folder

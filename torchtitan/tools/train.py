@@ -80,11 +80,9 @@ def train(
     own = {name: context.params[name] for name in names if context.params[name] is not None}
     if processes:
         if nnodes and nnodes[-1] > 1 and not rdzv_endpoint:
-            raise typer.BadParameter(
-                "several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT"
-            )
+            context.fail("several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT")
         return start(LaunchOptions(**own), words)
     if own:
         option = next(iter(own)).replace("_", "-")
-        raise typer.BadParameter(f"--{option} needs the ranks of this node; add --processes N")
+        context.fail(f"--{option} needs the ranks of this node; add --processes N")
     return training.main(words)

@@ -215,7 +215,8 @@ def _study(
     where = place or "compare"
     problems = []
     if len(plans) < 2:
-        problems.append(f"{where}: got {len(plans)} variants; wanted two or more to compare")
+        got = "one variant" if plans else "no variants"
+        problems.append(f"{where}: got {got}; wanted two or more to compare")
     taken: dict[str, str] = {}
     for name in names:
         if not slug(name):
