@@ -75,7 +75,9 @@ def test_a_second_run_on_a_folder_is_refused(
     holder, status, is_untouched = json.loads(found.read_text())
     said = (tmp_path / "second.log").read_text()
     assert status == 2, said
-    assert said.startswith(f"job.dump_folder: another run writes into {run} (process {holder} on ")
+    assert said.startswith(
+        f"error: job.dump_folder: another run writes into {run} (process {holder} on "
+    )
     assert is_untouched
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
     tell("a second run on the same folder", "refused with status 2 before it writes", "as expected")
