@@ -76,8 +76,9 @@ def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_pat
     process = start(["./run_train.sh"], tmp_path / "a", "--training.stps=2", NGPU=processes)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
-    (line,) = output.splitlines()
-    assert "did you mean training.steps?" in line
+    mistake, suggestion, _ = output.splitlines()
+    assert mistake == "error: --training.stps: unknown key"
+    assert suggestion == "  did you mean training.steps?"
     assert not (tmp_path / "a").exists()
 
 

@@ -301,6 +301,20 @@ def test_help_texts_stand_alone() -> None:
         assert "absent" not in text, f"{of} {name}: {text}"
 
 
+def test_long_help_on_a_terminal_is_paged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paged: list[str] = []
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setattr("pydoc.pager", paged.append)
+    assert main(["train", "--help", "loss"]) == 0
+    assert not paged
+    assert capsys.readouterr().out
+    assert main(["train", "--help", "all"]) == 0
+    assert "--loss.vocabulary_chunk" in "".join(paged)
+    assert capsys.readouterr().out == ""
+
+
 def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -345,6 +359,15 @@ def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) 
     assert error.startswith(
         "error: --max-restarts needs the ranks of this node\n  add --processes N\n"
     )
+
+
+def test_a_rank_starts_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert main(["train", "r.toml", "--processes", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: torchrun started this process as a rank\n  leave out --proc")
 
 
 def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Train from a recipe: in this process, or with --processes on several ranks."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Annotated, Any
@@ -79,6 +80,8 @@ def train(
     names = [field.name for field in fields(LaunchOptions)]
     own = {name: context.params[name] for name in names if context.params[name] is not None}
     if processes:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            context.fail("torchrun started this process as a rank; leave out --processes")
         if nnodes and nnodes[-1] > 1 and not rdzv_endpoint:
             context.fail("several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT")
         return start(LaunchOptions(**own), words)
