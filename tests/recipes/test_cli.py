@@ -105,7 +105,7 @@ def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]
     assert main(["check", *words, *small]) == 0
     assert capsys.readouterr().out.endswith("\nresumes from outputs/checkpoint/step-1\n")
     assert main(["check", *words, *small, "--model.dim=64"]) == 2
-    assert "is of another run" in capsys.readouterr().err
+    assert "belongs to another run" in capsys.readouterr().err
     assert sorted(Path("outputs").rglob("*")) == before
 
 

@@ -115,7 +115,7 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
 
 
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
-    "other sizes": ({"model": {"flavor": "flat", "n_layers": 1}}, "is of another run"),
+    "other sizes": ({"model": {"flavor": "flat", "n_layers": 1}}, "belongs to another run"),
     "other sizes, told to resume": (
         {"model": {"flavor": "flat", "n_layers": 1}, "checkpoint": {"resume": "must"}},
         "is in the checkpoint, but not in this run",

@@ -98,7 +98,7 @@ def choose_own(
         # Weights of other sizes cannot be loaded.
         fits = not any(key.startswith("model.") for key in foreign)
         raise ConfigError(
-            f"checkpoint.resume: {path} is of another run "
+            f"checkpoint.resume: {path} belongs to another run "
             f"({'; '.join(changes[key] for key in foreign)}); choose another job.dump_folder"
             + ", or resume from it anyway with --checkpoint.resume must"
             * fits

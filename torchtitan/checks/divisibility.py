@@ -54,10 +54,8 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         )
         yield Problem(next(iter(factors), SHARD), message, DEGREES)
     elif is_free:
-        message = (
-            f"the other degrees multiply to {others} ({product}), which does not divide {ranks}"
-        )
-        yield Problem(SHARD, message, DEGREES)
+        message = f"this layout needs a multiple of {others} ranks ({product}), not {world_size}"
+        yield Problem(next(iter(factors)), message, DEGREES)
     else:
         hint = f"; use {world_size // others} or -1" if world_size % others == 0 else ""
         message = f"the degrees multiply to {needed} ({product}), not to {ranks}{hint}"
