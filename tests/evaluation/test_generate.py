@@ -243,7 +243,7 @@ def test_command_on_a_run_and_on_the_same_weights_elsewhere(
     given = ["--model", "tiny", "--flavor", "tiny", *words]
     assert cli.main(["generate", meta, *given]) == 2
     said = capfd.readouterr().err
-    assert "contains no tokenizer; name one with --tokenizer (a file, a folder, or bytes" in said
+    assert "contains no tokenizer\n  name one with --tokenizer (a file, a folder, or bytes" in said
     assert results(capfd, meta, "--tokenizer", "bytes", *given) == found
 
 

@@ -161,7 +161,7 @@ def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
     why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
     assert f"  resumed in the same layout only: {why}" in said.out
     assert "killed after step 1 of 2 and resumed on one rank, to the bit\n" in said.out
-    assert f"--then: {why}; add --optimizer.state_dtype parameter" in said.err
+    assert f"--then: {why}\n  add --optimizer.state_dtype parameter\n" in said.err
 
 
 def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
