@@ -193,7 +193,7 @@ def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
     moved, mixed = printed.err.splitlines()
     assert moved == "note: r.toml:2: training.batch_size: is now training.local_batch_size"
     assert mixed.startswith(
-        "note: r.toml:2: a key that only TorchTitan has, but only this project has "
+        "note: r.toml:2: a key of TorchTitan, in a recipe of this project (it has [data]); "
     )
 
 

@@ -95,7 +95,7 @@ def test_a_recipe_with_a_section_of_ours_is_ours() -> None:
     for section in set(OUR_SECTIONS) - {"convert"}:
         job, notices = read(V0_2_2 + f"[{section}]\n")
         assert job == JobConfig()
-        assert [line for line in notices if f"only this project has {section}: " in line]
+        assert [line for line in notices if f"of this project (it has [{section}]); " in line]
     ours = JobConfig.model_fields.keys() - {"job", "model", "training", "optimizer", "debug"}
     assert set(OUR_SECTIONS) < ours
 
@@ -115,7 +115,7 @@ def test_of_recipes_that_extend_each_other_the_last_decides() -> None:
     Path("theirs.toml").write_text(V0_2_2)
     job, notices = read('extends = "ours.toml"\n' + V0_2_2)
     assert job.data.dataset == "python_stdlib"
-    assert [line for line in notices if "but ours.toml has none" in line]
+    assert [line for line in notices if "of this project (ours.toml has none); " in line]
     job, notices = read('extends = "theirs.toml"\n[spikes]\nsigma = 6\n')
     assert job.data.dataset == "c4_test"
     assert not [line for line in notices if "has none" in line]

@@ -58,10 +58,10 @@ def version_defaults(files: Sequence[Settings], flags: Settings, settings: Setti
     if files and signs[0] and ours is None:
         _theirs(*_version(signs[0]), settings, recipe, result)
     elif first:
-        why = f"only this project has {'.'.join(ours)}" if ours else f"{recipe} has none"
+        why = f"it has [{ours[0]}]" if ours else f"{recipe} has none"
         result.notices.append(
-            f"{first.origin}: a key that only TorchTitan has, but {why}: absent keys have this "
-            "project's defaults"
+            f"{first.origin}: a key of TorchTitan, in a recipe of this project ({why}); keys that "
+            "are absent have this project's defaults"
         )
     _load_beside_tokenizer([*files, flags], {**result.settings, **settings}, result)
     return result
