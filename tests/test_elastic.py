@@ -282,12 +282,10 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
     ]
     layout = "--parallelism.tensor_parallel_degree=2"
     assert refused(capsys, f"--processes=1 {several}=1:4 {batch} {layout}") == [
-        "error: defaults: parallelism.data_parallel_shard_degree: got -1; on 1 rank: the other "
-        "degrees multiply to 2 (tensor_parallel_degree 2), which does not divide the 1 rank of "
-        "this run",
-        "error: defaults: parallelism.data_parallel_shard_degree: got -1; on 3 ranks: the other "
-        "degrees multiply to 2 (tensor_parallel_degree 2), which does not divide the 3 ranks of "
-        "this run",
+        "error: --parallelism.tensor_parallel_degree: got 2; on 1 rank: this layout needs a "
+        "multiple of 2 ranks (tensor_parallel_degree 2), not 1",
+        "error: --parallelism.tensor_parallel_degree: got 2; on 3 ranks: this layout needs a "
+        "multiple of 2 ranks (tensor_parallel_degree 2), not 3",
     ]
 
 

@@ -124,7 +124,7 @@ def test_auto_refuses_another_run_and_must_takes_it(tmp_path: Path) -> None:
     run(recipe(tmp_path))
     other = {"model": {"flavor": "tied"}, "debug": {"seed": 3}}
     message = (
-        r'of another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"; '
+        r'belongs to another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"; '
         r"model.tied: false -> true\)"
     )
     with pytest.raises(ConfigError, match=message):
@@ -136,7 +136,7 @@ def test_auto_refuses_another_run_and_must_takes_it(tmp_path: Path) -> None:
 
 def test_other_sizes_are_another_run_however_they_are_said(tmp_path: Path) -> None:
     run(recipe(tmp_path))
-    with pytest.raises(ConfigError, match=r"of another run \(model.ffn_dim: 64 -> 128\)"):
+    with pytest.raises(ConfigError, match=r"belongs to another run \(model.ffn_dim: 64 -> 128\)"):
         choose(recipe(tmp_path, model={"ffn_dim": 128}))
     assert choose(recipe(tmp_path, model={"ffn_dim": 64, "tied": False})).is_resume
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
         patch.setattr(JobConfig, "in_effect", as_before)
         run(recipe(tmp_path))
     assert choose(recipe(tmp_path)).changes == ()
-    with pytest.raises(ConfigError, match=r"of another run \(model.dim: 32 -> 64\)"):
+    with pytest.raises(ConfigError, match=r"belongs to another run \(model.dim: 32 -> 64\)"):
         choose(recipe(tmp_path, model={"dim": 64}))
 
 
