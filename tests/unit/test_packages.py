@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -53,13 +54,20 @@ def add_distribution(folder: Path, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
-def test_the_other_distribution_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def other_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment with Meta's distribution, in which nothing has warned of it yet."""
     packages.warn_of_other.cache_clear()
     add_distribution(tmp_path, "")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    yield
+    packages.warn_of_other.cache_clear()
+
+
+def test_the_other_distribution_is_reported_once(
+    other_distribution: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().err == ""
     for count in (1, 0):
@@ -67,20 +75,12 @@ def test_the_other_distribution_is_reported_once(
         told = capsys.readouterr().err
         assert told.count("WARNING Meta's torchtitan 0.3.0 is installed") == count
         assert told.count(f"the files in {packages.PACKAGE} are used") == count
-    packages.warn_of_other.cache_clear()
 
 
-def test_a_run_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packages.warn_of_other.cache_clear()
-    add_distribution(tmp_path, "")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_run_reports_it(other_distribution: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "debug_model", "--training.steps", "1", "--training.seq_len", "16"]
     assert main([*words, "--validation.no-enable", "--checkpoint.no-enable"]) == 0
     assert capsys.readouterr().err.count("Meta's torchtitan 0.3.0") == 1
-    packages.warn_of_other.cache_clear()
 
 
 def test_an_installation_under_the_former_name_is_ours(
