@@ -11,7 +11,7 @@ from torchtitan.data.settings import (
     without_idle_sections,
 )
 from torchtitan.data.sources import SOURCES, check_local, open_source
-from torchtitan.data.stream import DataStream, build_stream, merge_states
+from torchtitan.data.stream import BatchStream, DataStream, build_stream, merge_states
 from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "DATASETS",
     "SOURCES",
     "Batch",
+    "BatchStream",
     "DataConfig",
     "DataStream",
     "Dataset",

@@ -1,7 +1,7 @@
 """Interface of all microbatches; each task has its own dataclass."""
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ class Batch:
 
     targets: Tensor
     """Input of the loss, in addition to the output of the model."""
+    on_host: ClassVar[frozenset[str]] = frozenset()
+    """Names of tensors that stay on the host."""
 
     @property
     def inputs(self) -> Tensor:
@@ -36,11 +38,11 @@ class Batch:
         raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True), self.on_host)
 
     def pin(self, device: Device) -> Self:
         """Return the batch in pinned memory, for asynchronous copies to `device`."""
-        return self._map(device.pin)
+        return self._map(device.pin, self.on_host)
 
     def split(self, size: int) -> list[Self]:
         """Split into batches of `size` samples each."""
@@ -58,6 +60,10 @@ class Batch:
             }
         )
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        changed = {name: None if t is None else function(t) for name, t in vars(self).items()}
+    def _map(self, function: Callable[[Tensor], Tensor], but: frozenset[str] = frozenset()) -> Self:
+        """Apply `function` to all tensors but those named."""
+        changed = {
+            name: tensor if tensor is None or name in but else function(tensor)
+            for name, tensor in vars(self).items()
+        }
         return type(self)(**changed)

@@ -65,10 +65,10 @@ def lines(file: Path) -> Iterator[bytes]:
     Raises:
         ConfigError: if it cannot be decompressed.
     """
-    check_magic(file)
     import pyarrow
 
     try:
+        check_magic(file)
         with _open(file) as stream:
             yield from stream
     except (OSError, EOFError, zlib.error, pyarrow.ArrowInvalid) as error:

@@ -6,6 +6,7 @@ then reads just that document. Every mistake in a file is reported with its loca
 
 import codecs
 import functools
+import inspect
 import itertools
 import json
 import mmap
@@ -20,6 +21,8 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError, Registry
 from torchtitan.data.discovery import fingerprint_files
+from torchtitan.data.file_cache import OPEN_FILES, open_file
+from torchtitan.data.line_index import line_starts
 
 
 class Documents(Protocol):
@@ -35,24 +38,68 @@ class Documents(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+class FileParts:
+    """Consecutive parts of files, by number."""
+
+    def __init__(
+        self, files: Sequence[Path], starts: Callable[[Path], npt.NDArray[np.int64]], root: Path
+    ) -> None:
+        """
+        Args:
+            starts: returns the first byte of each part of a file.
+        """
+        self._root, self._owner = root, object()
+        self._files = [file for file in files if file.stat().st_size]
+        self._sizes = [file.stat().st_size for file in self._files]
+        found = map(starts, self._files)
+        # A mapped array keeps a file open, so few of them are.
+        kept = [(len(each), None if isinstance(each, np.memmap) else each) for each in found]
+        self._starts = [each for _, each in kept]
+        self._mapped = functools.lru_cache(maxsize=OPEN_FILES)(starts)
+        names = (_name(file, root) for file in self._files)
+        self.counts = [(name, count) for name, (count, _) in zip(names, kept, strict=True)]
+        self._ends = np.cumsum([0, *(count for count, _ in kept)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, index: int) -> tuple[Path, int, bytes]:
+        """Return the file, first byte and content of a part.
+
+        Raises:
+            ConfigError: if the file has been deleted or truncated.
+        """
+        number = int(np.searchsorted(self._ends, index, side="right")) - 1
+        name, count = self.counts[number]
+        path = self._files[number]
+        try:
+            if (starts := self._starts[number]) is None:
+                starts = self._mapped(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        if len(starts) != count:
+            raise ConfigError(f"{path}: it has changed since the run was started")
+        place = index - int(self._ends[number])
+        start, is_last = int(starts[place]), place + 1 == len(starts)
+        end = self._sizes[number] if is_last else int(starts[place + 1])
+        file = open_file(self._owner, self._root, name)
+        return path, start, file.read(start, end - start)
+
+
 class TextDocuments:
     """Plain text: a file is a document, or several if it is longer than `document_bytes`."""
 
     def __init__(self, files: Sequence[Path], document_bytes: int, root: Path) -> None:
-        bounds = {file: _text_bounds(file, document_bytes) for file in files}
-        self._pieces = [(file, *b) for file, found in bounds.items() for b in found]
-        self.counts = [(_name(file, root), len(found)) for file, found in bounds.items()]
-        self.windows = [0, len(self._pieces)]
+        cut = functools.partial(_text_starts, document_bytes=document_bytes)
+        self._parts = FileParts(files, cut, root)
+        self.counts, self.windows = self._parts.counts, [0, len(self._parts)]
         self.fingerprint = fingerprint_files(files, root) + f"/{document_bytes}"
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._parts)
 
     def __getitem__(self, index: int) -> str:
-        path, begin, end = self._pieces[index]
-        with path.open("rb") as file:
-            file.seek(begin)
-            content = file.read(end - begin)
+        path, begin, content = self._parts.read(index)
         if not begin:
             content = content.removeprefix(codecs.BOM_UTF8)
         try:
@@ -62,12 +109,12 @@ class TextDocuments:
             raise ConfigError(f"{path}:{line}: {not_text(error)}") from None
 
 
-def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
-    """Return the start and end of the documents of a text file, in bytes; none if it is empty."""
+def _text_starts(path: Path, document_bytes: int) -> npt.NDArray[np.int64]:
+    """Return the start of each document of a text file, in bytes."""
     size = path.stat().st_size
-    if size <= document_bytes:
-        return [(0, size)] if size else []
     cuts = [0]
+    if size <= document_bytes:
+        return np.array(cuts)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while size - cuts[-1] > document_bytes:
             target = cuts[-1] + document_bytes
@@ -77,7 +124,7 @@ def _text_bounds(path: Path, document_bytes: int) -> list[tuple[int, int]]:
                 while cut < size and data[cut] & 0xC0 == 0x80:
                     cut += 1
             cuts.append(cut)
-    return [(a, b) for a, b in zip(cuts, [*cuts[1:], size], strict=True) if a < b]
+    return np.array([cut for cut in cuts if cut < size])
 
 
 def _lines_before(path: Path, offset: int) -> int:
@@ -88,53 +135,27 @@ def _lines_before(path: Path, offset: int) -> int:
 class JsonlDocuments:
     """JSON Lines: one object per line, with its text under `text_key`."""
 
-    def __init__(self, files: Sequence[Path], text_key: str, root: Path) -> None:
+    def __init__(
+        self, files: Sequence[Path], text_key: str, root: Path, cache: Path | None = None
+    ) -> None:
+        """
+        Args:
+            cache: folder for the indices of the lines. Default: next to each file.
+        """
         self._text_key = text_key
-        self._files = [path for path in files if path.stat().st_size]
-        self._data: list[mmap.mmap] = []
-        self._starts: list[npt.NDArray[np.int64]] = []
-        for path in self._files:
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._data.append(data)
-            self._starts.append(_line_starts(data))
-        self._ends = np.cumsum([0, *map(len, self._starts)])
-        lines = zip(self._files, self._starts, strict=True)
-        self.counts = [(_name(path, root), len(starts)) for path, starts in lines]
-        self.windows = [0, len(self)]
+        self._parts = FileParts(files, functools.partial(line_starts, cache=cache), root)
+        self.counts, self.windows = self._parts.counts, [0, len(self._parts)]
         self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._parts)
 
     def __getitem__(self, index: int) -> str:
-        number = int(np.searchsorted(self._ends, index, side="right")) - 1
-        data = self._data[number]
-        start = int(self._starts[number][index - self._ends[number]])
-        end = data.find(b"\n", start)
-        line = data[start : end if end >= 0 else len(data)]
-
+        path, start, content = self._parts.read(index)
         try:
-            return text_of(line, self._text_key)
+            return text_of(content.partition(b"\n")[0], self._text_key)
         except ConfigError as error:
-            line_number = data[:start].count(b"\n") + 1
-            raise ConfigError(f"{self._files[number]}:{line_number}: {error}") from None
-
-
-def _line_starts(data: mmap.mmap, block: int = 1 << 26) -> npt.NDArray[np.int64]:
-    """Return the start of each line that is not empty, in bytes."""
-    content = np.frombuffer(data, dtype=np.uint8)
-    breaks = [
-        begin + np.flatnonzero(content[begin : begin + block] == ord("\n"))
-        for begin in range(0, len(content), block)
-    ]
-    starts: npt.NDArray[np.int64] = np.concatenate(
-        [np.zeros(1, np.int64), *(found + 1 for found in breaks)]
-    )
-    starts = starts[starts < len(content)]
-    first = content[starts]
-    filled: npt.NDArray[np.int64] = starts[(first != ord("\n")) & (first != ord("\r"))]
-    return filled
+            raise ConfigError(f"{path}:{_lines_before(path, start) + 1}: {error}") from None
 
 
 class ParquetDocuments:
@@ -194,13 +215,16 @@ class ParquetDocuments:
         try:
             text = self._group(group)[index - int(self._ends[group])].as_py()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{self._groups[group][0]}: {not_text(error)}") from None
+            raise ConfigError(f"{self._place(index, group)}: {not_text(error)}") from None
         if not isinstance(text, str):
-            path, first = self._groups[group][0], self._groups.index((self._groups[group][0], 0))
             row = {self._text_key: text}
-            place = f"{path}: row {index - int(self._ends[first]) + 1}"
-            raise ConfigError(f"{place}: {wrong_text(row, self._text_key)}")
+            raise ConfigError(f"{self._place(index, group)}: {wrong_text(row, self._text_key)}")
         return text
+
+    def _place(self, index: int, group: int) -> str:
+        path = self._groups[group][0]
+        first = int(self._ends[self._groups.index((path, 0))])
+        return f"{path}: row {index - first + 1}"
 
     def _read_group(self, group: int) -> Any:
         import pyarrow
@@ -268,13 +292,23 @@ def clean(text: str) -> str:
 
 
 OpenFiles = Callable[[Sequence[Path], Path, str, int], Documents]
-"""(files, their folder, `data.text_key`, `data.document_bytes`) to the documents."""
+"""(files, their folder, `data.text_key`, `data.document_bytes`) to the documents.
+
+A function may also have the argument `cache`: the folder for indices, None for the default.
+"""
+
+
+def _open_jsonl(
+    files: Sequence[Path], root: Path, text_key: str, size: int, cache: Path | None = None
+) -> Documents:
+    return JsonlDocuments(files, text_key, root, cache)
+
 
 FORMATS = Registry[OpenFiles](
     "format",
     {
         "text": lambda files, root, key, size: TextDocuments(files, size, root),
-        "jsonl": lambda files, root, key, size: JsonlDocuments(files, key, root),
+        "jsonl": _open_jsonl,
         "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
     },
 )
@@ -282,24 +316,41 @@ FORMATS = Registry[OpenFiles](
 
 
 def open_documents(
-    path: Path, files: Sequence[Path], kind: str, *, text_key: str, document_bytes: int
+    path: Path,
+    files: Sequence[Path],
+    kind: str,
+    *,
+    text_key: str,
+    document_bytes: int,
+    cache: Path | None = None,
 ) -> Documents:
-    """Open the documents in `files`, all of one kind, which `find_files` found at `path`."""
+    """Open the documents in `files`, all of one kind, which `find_files` found at `path`.
+
+    Args:
+        cache: folder for the indices of files, `data.cache`.
+    """
     root = path if path.is_dir() else path.parent
-    documents = FORMATS[kind](files, root, text_key, document_bytes)
+    opened: Callable[..., Documents] = FORMATS[kind]
+    if "cache" in inspect.signature(opened).parameters:
+        opened = functools.partial(opened, cache=cache)
+    documents = opened(files, root, text_key, document_bytes)
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents
 
 
-def python_stdlib(split: str, document_bytes: int) -> Documents:
-    """Open the source files of the running Python's standard library; every 20th is held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def python_stdlib(split: str, document_bytes: int, folder: str = "") -> Documents:
+    """Open source files of the running Python's standard library; every 20th is held out.
+
+    Args:
+        folder: read only this folder of it.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) / folder
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
     names: list[str] = []
-    for folder, subfolders, found in os.walk(root):
+    for inside, subfolders, found in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped]
-        place = Path(folder).relative_to(root)
+        place = Path(inside).relative_to(root)
         names += [(place / name).as_posix() for name in found if name.endswith(".py")]
     if not names:
         raise RuntimeError(f"this Python has no standard library as source files under {root}")

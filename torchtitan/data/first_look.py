@@ -5,14 +5,22 @@ compressed data; later mistakes are found when they are read.
 """
 
 import codecs
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from torchtitan import __version__
 from torchtitan.config import ConfigError
 from torchtitan.data.compressed import lines
 from torchtitan.data.documents import not_text, open_documents, text_of
+from torchtitan.data.file_cache import locked
 from torchtitan.data.settings import DataConfig
+from torchtitan.logging import logger
 
 MAX_FILES: Final = 1000
 MAX_BYTES: Final = 2**30
@@ -20,14 +28,46 @@ MAX_BYTES: Final = 2**30
 MAX_UNPACKED: Final = 2**27
 """Maximum bytes of compressed files that are decompressed, over all files."""
 BLOCK: Final = 2**24
+SHARED_BYTES: Final = 2**20
+"""Bytes of all files from which a check is not repeated by other processes of the node."""
 
 
 def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> None:
     """Reject files, of one kind, that cannot be read; they were found at `path`.
 
+    Of all ranks of a node and their launcher, the first one checks while the others wait. It is
+    recorded in the folder for temporary files, and repeated when a file has changed.
+
     Raises:
         ConfigError: with file and line.
     """
+    found = [(str(file), file.stat()) for file in files]
+    if sum(status.st_size for _, status in found) < SHARED_BYTES:
+        _check(path, files, kind, config)
+        return
+    stamps = _digest([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found])
+    settings = [__version__, str(path.resolve()), kind, config.text_key, config.document_bytes]
+    folder = Path(tempfile.gettempdir()) / f"torchtitan-{os.getuid()}"
+    record, known = folder / f"checked-{_digest(settings)}", None
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid == os.getuid():
+                held.enter_context(locked(record))
+                known = record.read_text() if record.is_file() else None
+        except (OSError, ConfigError) as error:
+            logger.debug("the check of %s is not shared: %s", path, error)
+        if known != stamps:
+            _check(path, files, kind, config)
+            with contextlib.suppress(OSError):
+                record.write_text(stamps)
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> None:
     text_key = config.text_key
     if kind not in ("text", "jsonl", "compressed"):
         size = config.document_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data.documents import clean, wrong_text
-from torchtitan.data.order import Document, Identity, Position, drawn_order
+from torchtitan.data.order import Document, DocumentRange, Identity, Position, drawn_order
 from torchtitan.data.settings import Dataset
 
 
@@ -23,14 +23,7 @@ class StreamedDocuments:
     """
 
     def __init__(
-        self,
-        name: str,
-        fingerprint: str,
-        dataset: Any,
-        text_key: str,
-        *,
-        seed: int,
-        shuffle: bool,
+        self, name: str, fingerprint: str, dataset: Any, text_key: str, *, seed: int, shuffle: bool
     ) -> None:
         columns = dataset.column_names
         if columns is not None:
@@ -52,6 +45,10 @@ class StreamedDocuments:
 
     def epoch(self, position: Position) -> int:
         return position.round // self._shards
+
+    def parts(self) -> list[DocumentRange]:
+        """Divide an epoch into parts that can be read by themselves: its shards."""
+        return [DocumentRange(Position(n, 0), Position(n + 1, 0)) for n in range(self._shards)]
 
     def advice(self, lanes: int) -> str | None:
         if self._shards >= lanes:

@@ -7,13 +7,14 @@ documents do not depend on the number of ranks or threads.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Identity = dict[str, str | int | float | bool]
+Identity = dict[str, str | int | float | bool | None]
 
 
 class Position(NamedTuple):
@@ -29,6 +30,15 @@ class Document(NamedTuple):
     position: Position
     content: Any
     """Content of the kind `Dataset.content`; for text a string, or tokens if there is no text."""
+
+
+class DocumentRange(NamedTuple):
+    """Consecutive documents of an epoch."""
+
+    begin: Position | None
+    """Position of the first; None: the first of all."""
+    end: Position
+    """Position after the last."""
 
 
 class Source(Protocol):
@@ -71,15 +81,106 @@ class Once:
         }
 
 
+class Order:
+    """Order of the items of an epoch: that of the items themselves."""
+
+    def __getitem__(self, place: int) -> int:
+        return int(self.at(np.array([place]))[0])
+
+    def at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the items at `places`."""
+        return places
+
+
+class ListedOrder(Order):
+    """Order held in memory."""
+
+    def __init__(self, items: npt.NDArray[np.int64]) -> None:
+        self._items = items
+
+    def at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._items[places]
+
+
+MOST_LISTED = 2**20
+"""Maximum number of items whose order is held in memory: 8 MiB."""
+
+
 def drawn_order(
-    windows: Sequence[int], seed: int, epoch: int, shuffle: bool
-) -> Sequence[int] | npt.NDArray[np.int64]:
+    windows: Sequence[int], seed: int, epoch: int, shuffle: bool, most_listed: int = MOST_LISTED
+) -> Order:
     """Return the order of the items of an epoch: windows shuffled, and items shuffled within each.
 
     `windows` are the ascending bounds of the windows, starting at 0.
     """
     if not shuffle:
-        return range(windows[-1])
+        return Order()
+    if windows[-1] > most_listed:
+        return ComputedOrder(windows, seed, epoch)
     draw = np.random.default_rng([seed, epoch])
     items = [first + draw.permutation(end - first) for first, end in itertools.pairwise(windows)]
-    return np.concatenate([items[i] for i in draw.permutation(len(items))])
+    return ListedOrder(np.concatenate([items[i] for i in draw.permutation(len(items))]))
+
+
+class ComputedOrder(Order):
+    """Order of any number of items, computed when asked: it takes no memory for them."""
+
+    def __init__(self, windows: Sequence[int], seed: int, epoch: int) -> None:
+        bounds = np.asarray(windows, np.int64)
+        shuffled = Permutation(len(bounds) - 1, [seed, epoch]).at(np.arange(len(bounds) - 1))
+        sizes = np.diff(bounds)[shuffled]
+        self._first = bounds[:-1][shuffled]  # item of each window, in the order of the epoch
+        self._ends = np.cumsum(sizes)
+        self._key = [seed, epoch]
+
+    def at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        numbers = np.searchsorted(self._ends, places, side="right")
+        items = np.empty_like(places)
+        for number in np.unique(numbers).tolist():
+            own = numbers == number
+            begin = int(self._ends[number - 1]) if number else 0
+            inside = Permutation(int(self._ends[number]) - begin, [*self._key, number + 1])
+            items[own] = self._first[number] + inside.at(places[own] - begin)
+        return items
+
+
+class Permutation:
+    """Random permutation of range(size), computed: a Feistel network on pairs of digits.
+
+    A number is written as two digits, of bases a and b with a * b >= size. Each round adds a hash
+    of one digit to the other, which is a bijection for any hash (Luby and Rackoff, "How to
+    construct pseudorandom permutations from pseudorandom functions", 1988; Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). A result of `size` or more is permuted again.
+    """
+
+    rounds = 4
+
+    def __init__(self, size: int, key: Sequence[int]) -> None:
+        self._size = size
+        self._a = np.uint64(max(1, math.isqrt(size)))
+        self._b = np.uint64(-(-max(1, size) // int(self._a)))
+        words = np.random.SeedSequence(list(key)).generate_state(2 * self.rounds, np.uint64)
+        self._keys = [(words[2 * i], words[2 * i + 1]) for i in range(self.rounds)]
+
+    def at(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Permute `numbers`."""
+        found = self._permute(numbers.astype(np.uint64))
+        while (beyond := found >= self._size).any():
+            found[beyond] = self._permute(found[beyond])
+        return found.astype(np.int64)
+
+    def _permute(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        first, second = np.divmod(numbers, self._b)
+        for one, other in self._keys:
+            first = (first + _hashed(second, one) % self._a) % self._a
+            second = (second + _hashed(first, other) % self._b) % self._b
+        return first * self._b + second
+
+
+def _hashed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """Return a hash of each number: the output function of SplitMix64."""
+    with np.errstate(over="ignore"):
+        x = numbers ^ key
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

@@ -1,15 +1,23 @@
 """The section `[data]`, and the data sets known by name."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
-from torchtitan.config import Config, Context, Problem, Registry, allowed_names, exists
+from torchtitan.config import Config, Context, OneOf, Problem, Registry, allowed_names, exists
+from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat
+from torchtitan.remote import is_url, problem_of_url
 
 NO_PART = "documents of a stream, which are read in order, cannot be held out"
+
+TOKENS_FIRST = (
+    "text that is tokenized while training is joined; tokenize it first (torchtitan data "
+    "tokenize), and name the folder of its tokens"
+)
+"""Refusal of best-fit packing of text that is tokenized while training."""
 
 FILES = ("local", "text", "jsonl", "parquet")
 """Kinds that are text files."""
@@ -25,7 +33,7 @@ class Dataset:
     path: str = ""
     """Repository on the Hugging Face hub."""
     name: str | None = None
-    """Subset of that repository."""
+    """Subset of that repository, or folder of the standard library."""
     split: str = "train"
     content: str = "text"
     """Kind of content of its documents; a model's task reads one kind."""
@@ -54,6 +62,12 @@ DATASETS = Registry[Dataset](
         "python_stdlib_validation": Dataset(
             "python_stdlib", "every 20th of those files, held out", split="validation"
         ),
+        "python_topics": Dataset(
+            "python_stdlib", "the text of Python's help: 0.7 MB of English", name="pydoc_data"
+        ),
+        "python_encodings": Dataset(
+            "python_stdlib", "Python's tables of characters: 1 MB", name="encodings"
+        ),
         "text": Dataset("text", "plain text files under data.dataset_path"),
         "jsonl": Dataset(
             "jsonl", "JSON Lines files under data.dataset_path, one document per line"
@@ -77,70 +91,145 @@ DATASETS = Registry[Dataset](
 """Data sets by their name in recipes."""
 
 
+class SourceConfig(Config):
+    """Source of a mixture. Text is tokenized once, before the first step."""
+
+    name: str | None = None
+    """Name in metrics and messages. Default: the last part of the path."""
+    dataset: str | None = None
+    """Name of a data set, as data.dataset."""
+    path: str | None = None
+    """File or folder of tokens or text, or where the data set is read from."""
+    weight: float | None = Field(None, ge=0)
+    """Share of the tokens of the run, relative to the weights of other sources."""
+    tokens: int | None = Field(None, ge=1)
+    """Number of tokens of the run, instead."""
+    epochs: float | None = Field(None, gt=0)
+    """Number of times that the source is read in the run, instead."""
+    repeat: bool = False
+    """Start again at its end, as often as its weight or tokens require. false: refuse a run that
+    would."""
+    accept_changes: bool = False
+    """Resume even if the source has changed since the checkpoint."""
+    text_key: str | None = None
+    """Key of the text. Default: data.text_key."""
+    format: Annotated[TokenFormat, OneOf(TOKEN_FORMATS, "auto")] = TokenFormat()
+
+    @property
+    def label(self) -> str:
+        """Name of the source."""
+        return self.name or self.dataset or (self.path or "").rstrip("/").rpartition("/")[2]
+
+    def with_weight(self) -> Self:
+        """Return the source with a weight of 1 instead of an amount that a whole run reads."""
+        amount = {"weight": 1.0, "tokens": None, "epochs": None, "repeat": True}
+        return self if self.weight is not None else self.model_copy(update=amount)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Paths that must exist."""
+        named = self.dataset if self.dataset not in DATASETS else None
+        return tuple(path for path in (self.path, named) if path is not None)
+
+    @property
+    def spec(self) -> dict[str, float]:
+        """Amount of the source in the mixture: its weight, tokens or epochs."""
+        amounts = {"weight": self.weight, "tokens": self.tokens, "epochs": self.epochs}
+        return {key: value for key, value in amounts.items() if value is not None}
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if self.dataset is None and self.path is None:
+            yield Problem("path", "the source has no path; set it, or self.dataset")
+        amounts = [key for key in ("weight", "tokens", "epochs") if getattr(self, key) is not None]
+        if len(amounts) != 1:
+            found = " and ".join(amounts) or "neither weight, tokens nor epochs"
+            yield Problem("weight", f"the source has {found}; give one of the three")
+
+
+class StageConfig(Config):
+    """Weights of the sources from a step or a number of tokens on."""
+
+    from_step: int | None = Field(None, ge=0)
+    """Number of steps before this stage."""
+    from_tokens: int | None = Field(None, ge=0)
+    """Number of tokens before this stage, instead."""
+    weights: tuple[float, ...] = ()
+    """Weight of each source, in their order; 0: it is not read."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if (self.from_step is None) == (self.from_tokens is None):
+            yield Problem("from_step", "a stage has either from_step or from_tokens")
+        yield from weight_problems(self.weights, "weights")
+
+
+def weight_problems(weights: Sequence[float], key: str) -> Iterator[Problem]:
+    """Find weights that are no shares."""
+    if any(weight < 0 for weight in weights):
+        yield Problem(key, "wanted weights of at least 0")
+    elif not sum(weights):
+        yield Problem(key, "the weights add up to 0; give at least one source a weight")
+
+
 class DataConfig(Config):
     """Documents to train on, and how to read them."""
 
-    dataset: str = Field(
-        "python_stdlib",
-        description="Name of a data set (a key of torchtitan.data.DATASETS), or a file or folder.",
-    )
-    dataset_path: str | None = Field(
-        None, description="File or folder to read instead of where `dataset` normally comes from."
-    )
-    text_key: str = Field("text", description="Column or JSON key that holds a document's text.")
-    streaming: bool = Field(
-        True,
-        description="Hugging Face data sets: stream them over the network during training; "
-        "false: download them first, which allows a full shuffle and an instant resume.",
-    )
-    shuffle: bool = Field(
-        True,
-        description="Shuffle the documents again in each epoch, by the seed (streamed data "
-        "sets: shuffle their shards).",
-    )
-    document_bytes: int = Field(
-        65536,
-        ge=1,
-        description="Text files: a longer file is read as several documents of about this many "
-        "bytes, split at line ends.",
-    )
-    add_bos: bool = Field(True, description="Start each document with the tokenizer's BOS token.")
-    add_eos: bool = Field(True, description="End each document with the tokenizer's EOS token.")
-    validation_fraction: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Fraction of the documents to hold out. They are never trained on, and "
-        "validation reads them instead of validation.dataset. The same documents are held out in "
-        "every run, and remain so when others are added.",
-    )
-    lanes: int = Field(
-        -1,
-        ge=-1,
-        description="Number of independent sequences of packed documents, a multiple of the global "
-        "batch; -1: one per sequence in the global batch. A run can resume with any global batch "
-        "size that divides it.",
-    )
-    skip_samples: int = Field(
-        0,
-        ge=-1,
-        description="Samples (sequences) to skip at the start of a run without a data "
-        "position to resume from; -1: as many as the checkpoint in "
-        "initial_load_path was trained on, by its count of tokens.",
-    )
-    num_workers: int = Field(
-        1,
-        ge=0,
-        description="Threads per rank that read and tokenize ahead; 0: do it within the step.",
-    )
-    prefetch_factor: int = Field(
-        2, ge=1, description="Number of steps for which the workers prepare samples in advance."
-    )
-    report_unigram_loss: bool = Field(
-        False,
-        description="At the start, print the loss of predicting tokens by their frequency "
-        "alone, a baseline for any model.",
-    )
+    dataset: str = "python_stdlib"
+    """Name of a data set (a key of torchtitan.data.DATASETS), or a file or folder."""
+    dataset_path: str | None = None
+    """File or folder to read instead of where `dataset` normally comes from."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Sources of a mixture, which are read instead of `dataset`."""
+    stages: tuple[StageConfig, ...] = ()
+    """Later mixtures of the sources, in their order."""
+    format: Annotated[TokenFormat, OneOf(TOKEN_FORMATS, "auto")] = TokenFormat()
+    accept_changes: bool = False
+    """Resume even if tokenized data has changed since the checkpoint."""
+    text_key: str = "text"
+    """Column or JSON key that holds a document's text."""
+    cache: str | None = None
+    """Folder for indices, tokenized text and copies of remote files, on a disk of each node.
+    Default: .torchtitan next to the data; for URLs ~/.cache/torchtitan/data."""
+    cache_limit: float = Field(256, gt=0)
+    """Limit of the copies of remote shards in data.cache, in GiB. Those used longest ago are
+    deleted first. It must hold two of data.shuffle_window."""
+    shuffle_window: float | None = Field(None, gt=0)
+    """Shuffle tokenized documents within windows of consecutive shards of about this size, in GiB,
+    and the windows themselves. Default: 8 for URLs, so that shards are fetched once an epoch; all
+    documents together for data on a disk."""
+    streaming: bool = True
+    """Hugging Face data sets: stream them over the network during training; false: download them
+    first, which allows a full shuffle and an instant resume."""
+    shuffle: bool = True
+    """Shuffle the documents again in each epoch, by the seed (streamed data sets: shuffle their
+    shards)."""
+    document_bytes: int = Field(65536, ge=1)
+    """Text files: a longer file is read as several documents of about this many bytes, split at
+    line ends."""
+    add_bos: bool = True
+    """Start each document with the tokenizer's BOS token, if it has one."""
+    add_eos: bool = True
+    """End each document with the tokenizer's EOS token."""
+    validation_fraction: float | None = Field(None, gt=0, lt=1)
+    """Fraction of the documents to hold out. They are never trained on, and validation reads them
+    instead of validation.dataset. The same documents are held out in every run, and remain so when
+    others are added."""
+    packing: Literal["join", "best_fit"] = "join"
+    """Tokenized data: join documents and cut them into samples, or best_fit: keep the documents
+    that fit in a sample whole, and fill samples up with padding."""
+    lanes: int = Field(-1, ge=-1)
+    """Number of independent sequences of packed documents, a multiple of the global batch; -1: one
+    per sequence in the global batch. A run can resume with any global batch size that divides
+    it."""
+    skip_samples: int = Field(0, ge=-1)
+    """Samples (sequences) to skip at the start of a run without a data position to resume from; -1:
+    as many as the checkpoint in initial_load_path was trained on, by its count of tokens."""
+    num_workers: int = Field(1, ge=0)
+    """Threads per rank that read and tokenize ahead; 0: do it within the step."""
+    prefetch_factor: int = Field(2, ge=1)
+    """Number of steps for which the workers prepare samples in advance."""
+    report_unigram_loss: bool = False
+    """At the start, print the loss of predicting tokens by their frequency alone, a baseline for
+    any model."""
 
     _is_held_out: bool = PrivateAttr(False)
 
@@ -151,17 +240,60 @@ class DataConfig(Config):
 
     def held_out(self) -> Self:
         """Return the section with the settings of validation."""
-        section = self.model_copy(update={"num_workers": 0, "lanes": -1})
+        section = self.model_copy(
+            update={"num_workers": 0, "lanes": -1, "sources": (), "stages": (), "packing": "join"}
+        )
         section._is_held_out = True
         return section
 
+    @property
+    def key_of_files(self) -> str:
+        """Key that names the files."""
+        return "dataset_path" if self.dataset_path else "dataset"
+
+    def sections(self) -> list[tuple[str, Self]]:
+        """Return the key of the files of each source of a mixture, and its section."""
+        if not self.sources:
+            return [(self.key_of_files, self)]
+        return [
+            (f"sources.{number}.{'path' if source.path else 'dataset'}", self.of_source(source))
+            for number, source in enumerate(self.sources)
+        ]
+
+    def of_source(self, source: SourceConfig) -> Self:
+        """Return the section that reads one source of the mixture alone."""
+        named = (source.dataset, source.path) if source.dataset else (source.path, None)
+        update = {
+            "dataset": named[0],
+            "dataset_path": named[1],
+            "format": source.format,
+            "accept_changes": source.accept_changes,
+            "text_key": source.text_key or self.text_key,
+            "sources": (),
+            "stages": (),
+            "packing": "join",  # the mixture's own is of the samples
+        }
+        return self.model_copy(update=update)
+
     def problems(self, context: Context) -> Iterator[Problem]:
+        if self.cache is not None and is_url(self.cache):
+            yield Problem("cache", "it is a URL; set a folder on a disk")
+        if self.shuffle_window is not None and self.cache_limit < 2 * self.shuffle_window:
+            message = "it cannot hold two of self.shuffle_window; raise it, or lower that"
+            yield Problem("cache_limit", message, ("shuffle_window",))
+        if self.sources:
+            yield from self.mixture_problems(context)
+            return
+        if self.stages:
+            yield Problem("stages", "there are no self.sources to mix; name them", ("sources",))
         dataset, path = self.dataset, self.dataset_path
         description = DATASETS.get(dataset)
-        if path is not None and not exists(path):
-            yield Problem("dataset_path", "there is no such file or folder")
-        if description is None and not exists(dataset):
-            yield Problem("dataset", unknown_dataset(dataset))
+        if description and self.packing == "best_fit":
+            yield Problem("packing", TOKENS_FIRST, ("dataset",))
+        if path is not None and (why := why_missing(path)):
+            yield Problem("dataset_path", why)
+        if description is None and (why := why_missing(dataset)):
+            yield Problem("dataset", why if is_url(dataset) else unknown_dataset(dataset))
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
@@ -179,6 +311,60 @@ class DataConfig(Config):
                 message = f"{NO_PART}; set self.streaming = false"
                 yield Problem("validation_fraction", message, ("dataset", "streaming"))
 
+    def mixture_problems(self, context: Context) -> Iterator[Problem]:
+        """Find sources and stages that cannot be read, or mixed."""
+        labels = [source.label for source in self.sources]
+        for key in ("dataset", "dataset_path"):
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                message = "it is not read, as there are self.sources"
+                yield Problem(key, message, ("sources",), "note")
+        if self.validation_fraction is not None:
+            message = (
+                "the sources of a mixture have no held-out part; name other data in [validation]"
+            )
+            yield Problem("validation_fraction", message, ("sources",))
+        for number, source in enumerate(self.sources):
+            place = f"sources.{number}"
+            own = list(source.problems(context))
+            yield from (problem.within(place) for problem in own)
+            if labels.index(source.label) < number:
+                message = f'another source is called "{source.label}" too; set name'
+                yield Problem(f"{place}.name", message)
+            is_path = source.dataset is None and source.path not in (None, *DATASETS)
+            if is_path and (why := why_missing(source.path or "")):
+                yield Problem(f"{place}.path", why)
+            elif source.dataset is not None or source.path is not None:
+                for problem in self.of_source(source).problems(context):
+                    key = "path" if problem.path == "dataset" and not source.dataset else "dataset"
+                    if problem.path in ("dataset", "dataset_path"):
+                        key = "path" if problem.path == "dataset_path" else key
+                        message = problem.message.replace("self.dataset", "the data set")
+                        yield Problem(f"{place}.{key}", message)
+        if all(source.weight is not None for source in self.sources):
+            weights = [source.weight or 0 for source in self.sources]
+            for problem in weight_problems(weights, "sources.0.weight"):
+                yield problem
+        yield from self.stage_problems(context)
+
+    def stage_problems(self, context: Context) -> Iterator[Problem]:
+        """Find stages that do not follow one another, or have weights for other sources."""
+        for number, stage in enumerate(self.stages):
+            place = f"stages.{number}"
+            yield from (problem.within(place) for problem in stage.problems(context))
+            if (count := len(stage.weights)) != len(self.sources):
+                message = f"it has {count} weights for {len(self.sources)} sources; give one each"
+                yield Problem(f"{place}.weights", message, ("sources",))
+            if number:
+                before = self.stages[number - 1]
+                for key in ("from_step", "from_tokens"):
+                    here, there = getattr(stage, key), getattr(before, key)
+                    if None not in (here, there) and here <= there:
+                        message = f"the stage before it starts at {there}; start later"
+                        yield Problem(f"{place}.{key}", message)
+        if self.stages and any(source.weight is None for source in self.sources):
+            message = "sources with tokens or epochs have no stages; give weights"
+            yield Problem("stages", message, ("sources",))
+
     def batch_problems(self, batch: int, ranks: int) -> Iterator[Problem]:
         """Find lanes and workers that are not divisible by the number of sequences and ranks."""
         lanes = batch if self.lanes == -1 else self.lanes
@@ -192,6 +378,16 @@ class DataConfig(Config):
             allowed = [str(n) for n in range(each + 1) if n == 0 or each % n == 0]
             message = f"it does not divide the {each} lanes of each rank; use {', '.join(allowed)}"
             yield Problem("num_workers", message, ("lanes",))
+
+
+def why_missing(path: str) -> str | None:
+    """Return the reason why there is nothing at a path, or a URL cannot be opened; None if it can.
+
+    The store of a URL is not asked.
+    """
+    if is_url(path):
+        return problem_of_url(path)
+    return None if exists(path) else "there is no such file or folder"
 
 
 def unknown_dataset(name: str) -> str:

@@ -1,6 +1,7 @@
 """Opening the documents named by a recipe, as a source that lanes can read."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,19 +12,28 @@ from torchtitan.config import ConfigError, Context, RecipeError, Registry, local
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
+from torchtitan.data.file_cache import GIB, Stamp, cache_folder, fetch_all, stamps_of
 from torchtitan.data.first_look import check_files
-from torchtitan.data.hub import (
-    DownloadedDocuments,
-    StreamedDocuments,
-    load_hub,
+from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
+from torchtitan.data.order import (
+    MOST_LISTED,
+    Document,
+    DocumentRange,
+    Identity,
+    Position,
+    Source,
+    drawn_order,
 )
-from torchtitan.data.order import Document, Identity, Position, Source, drawn_order
 from torchtitan.data.settings import DATASETS, NO_PART, DataConfig, Dataset
 from torchtitan.data.split import CountedDocuments, DocumentsPart
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.remote import RemotePath, location
 
 MOST_LEFT_OUT = 1000
 """Limit of consecutive skipped documents in a lane (or all documents); more are no accident."""
+PARTS = 16
+PART_DOCUMENTS = 2**16
+"""Number of parts of an epoch, unless they would have more documents than this."""
 
 
 class ShuffledDocuments:
@@ -37,10 +47,21 @@ class ShuffledDocuments:
             "shuffle": shuffle,
             "seed": seed,
         }
+        if shuffle and documents.windows[-1] > MOST_LISTED:
+            self.identity["order"] = "computed"
         self._documents = documents
-        self._order = functools.lru_cache(maxsize=2)(
-            functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
-        )
+        self._draw = functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
+        self._order = functools.lru_cache(maxsize=2)(self._draw)
+
+    def resume(self, saved: Identity) -> None:
+        """Continue the order of a run that was saved with this identity.
+
+        Checkpoints without an entry for the order are from before it was computed.
+        """
+        if "order" in self.identity and "order" not in saved:
+            del self.identity["order"]
+            draw = functools.partial(self._draw, most_listed=len(self._documents))
+            self._order = functools.lru_cache(maxsize=2)(draw)
 
     @property
     def part(self) -> str | None:
@@ -57,6 +78,17 @@ class ShuffledDocuments:
         """Count a lane's documents up to and including the one at `position`."""
         number = position.round * len(self._documents) + position.document
         return (number - lane) // lanes + 1
+
+    def parts(self) -> list[DocumentRange]:
+        """Divide an epoch without shuffle into parts that can be read by themselves."""
+        windows, count = self._documents.windows, len(self._documents)
+        size = min(PART_DOCUMENTS, -(-count // PARTS))
+        bounds = [0]
+        for end in windows[1:-1] if len(windows) > 2 else range(size, count, size):
+            if end - bounds[-1] >= size:
+                bounds.append(end)
+        pairs = itertools.pairwise([*bounds, count])
+        return [DocumentRange(Position(0, begin), Position(0, end)) for begin, end in pairs]
 
     def advice(self, lanes: int) -> str | None:
         if (count := len(self._documents)) >= lanes:
@@ -99,11 +131,7 @@ class SyntheticDocuments:
     length = 4096
 
     def __init__(self, vocab_size: int, *, seed: int) -> None:
-        self.identity: Identity = {
-            "dataset": "synthetic",
-            "vocab_size": vocab_size,
-            "seed": seed,
-        }
+        self.identity: Identity = {"dataset": "synthetic", "vocab_size": vocab_size, "seed": seed}
         self._vocab_size = vocab_size
         self._seed = seed
 
@@ -142,7 +170,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     if description is None:
         description, path = Dataset("local", "files given by their path"), name
     if path is not None and not description.drawn:
-        source = _open_local(local_path(path), description, config, seed)
+        source = _open_local(_on_disk(path, config), description, config, seed)
     else:
         source = SOURCES[description.kind](description, config, tokenizer, seed)
     if config.validation_fraction and "validation_fraction" not in source.identity:
@@ -160,7 +188,7 @@ def _open_synthetic(
 def _open_stdlib(
     dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
 ) -> Source:
-    documents = python_stdlib(dataset.split, config.document_bytes)
+    documents = python_stdlib(dataset.split, config.document_bytes, dataset.name or "")
     return _shuffled(dataset.kind, documents, config, seed)
 
 
@@ -181,20 +209,50 @@ def check_local(config: DataConfig) -> None:
     """
     if any(config.problems(Context())):
         return  # already reported
+    path = path_of(config)
+    if path is None:
+        return
+    if isinstance(path, RemotePath):  # its text is read once it has been fetched
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such file or folder")
+        return
+    files, kind = find_files(path, _format(DATASETS.get(config.dataset)))
+    if kind == "compressed" and config.validation_fraction:
+        raise ConfigError(f"{NO_PART} (data.validation_fraction); decompress the files")
+    check_files(path, files, kind, config)
+
+
+def path_of(config: DataConfig) -> Path | None:
+    """Return the file or folder that the section reads; None for a data set without one."""
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:
         path = config.dataset
-    if path is None or (description and description.drawn):
-        return
-    files, kind = find_files(local_path(path), _format(description))
-    if kind == "compressed" and config.validation_fraction:
-        raise ConfigError(f"{NO_PART} (data.validation_fraction); decompress the files")
-    check_files(local_path(path), files, kind, config)
+    return None if path is None or (description and description.drawn) else location(path)
+
+
+def stamps(config: DataConfig) -> list[Stamp]:
+    """Return a stamp of each file that the section reads, if it names a file or folder."""
+    path = path_of(config)
+    if path is None:
+        return []
+    if isinstance(path, RemotePath):
+        return [[name, *found] for name, found in sorted(path.tree().items())]
+    files, _ = find_files(path, _format(DATASETS.get(config.dataset)))
+    return stamps_of([file.resolve() for file in files], path)
 
 
 def _format(description: Dataset | None) -> str | None:
     """Return the kind of the files, if the data set determines it."""
     return description.kind if description and description.kind in FORMATS else None
+
+
+def _on_disk(text: str, config: DataConfig) -> Path:
+    """Return the path of files; those at a URL are fetched."""
+    path = location(text)
+    if not isinstance(path, RemotePath):
+        return path
+    cache = local_path(config.cache) if config.cache else None
+    return fetch_all(path, cache_folder(path, cache), int(config.cache_limit * GIB))
 
 
 def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
@@ -205,7 +263,12 @@ def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int)
             str(path), fingerprint, CompressedLines(files, config.text_key), config, seed
         )
     documents = open_documents(
-        path, files, kind, text_key=config.text_key, document_bytes=config.document_bytes
+        path,
+        files,
+        kind,
+        text_key=config.text_key,
+        document_bytes=config.document_bytes,
+        cache=local_path(config.cache) if config.cache else None,
     )
     return _shuffled(kind, documents, config, seed)
 
@@ -235,11 +298,6 @@ OpenSource = Callable[[Dataset, DataConfig, Tokenizer | None, int], Source]
 """(data set, section, the model's tokenizer if it has one, seed) to the documents."""
 
 SOURCES = Registry[OpenSource](
-    "source",
-    {
-        "python_stdlib": _open_stdlib,
-        "hub": _open_hub,
-        "synthetic": _open_synthetic,
-    },
+    "source", {"python_stdlib": _open_stdlib, "hub": _open_hub, "synthetic": _open_synthetic}
 )
 """Functions that open a data set, by its kind; `data.dataset_path` opens files of any kind."""

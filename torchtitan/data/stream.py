@@ -12,19 +12,22 @@ lane: the start of the lane's next sample. It is the same for any number of rank
 consumed samples only, however far the threads have run ahead.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
-from torchtitan.config import ConfigError, RecipeError
+from torchtitan.config import ConfigError, RecipeError, Unreachable
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import SampleStart
 from torchtitan.data.order import Document, Identity, Position, Source
+from torchtitan.data.running_hash import RunningHash, merged_hash, sample_hash, shown
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.device import Device
@@ -55,84 +58,104 @@ class Packing(Protocol):
         """Join samples into a batch."""
 
 
-class Worker(BaseNode[Any]):  # type: ignore[misc]
-    """Reader of the samples of some of a rank's lanes, in turn; optionally prefetched by a thread.
+def sample_number(first: int, per_step: int, global_batch: int, count: int) -> int:
+    """Return the number in a run of the sample that a rank serves `count` samples after `first`."""
+    step, rest = divmod(count, per_step)
+    return first + step * global_batch + rest
 
-    Its state is never read: each sample carries the record of its lane.
-    """
 
-    def __init__(self, lanes: Sequence[Samples]) -> None:
-        super().__init__()
-        self._lanes = lanes
-        self._turn = 0
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-
-    def next(self) -> Any:
-        lane = self._lanes[self._turn % len(self._lanes)]
-        self._turn += 1
-        try:
-            return lane.next_sample()
-        except ConfigError as error:
-            # A thread would wrap the message in its traceback, so the stream raises it instead.
-            return error
+class Stateless(BaseNode[Any]):  # type: ignore[misc]
+    """Part of the preparation of batches, whose state is in the samples and never asked for."""
 
     def get_state(self) -> dict[str, Any]:
         return {}
 
 
+class SampleWorker(Stateless):
+    """Reader of some of a rank's samples; optionally prefetched by a thread."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        """`read` returns the next sample."""
+        super().__init__()
+        self._read = read
+
+    def next(self) -> Any:
+        try:
+            return self._read()
+        except (ConfigError, Unreachable) as error:
+            # A thread would wrap the message in its traceback, so the stream raises it instead.
+            return error
+
+
 class Served(NamedTuple):
-    """Batch, and the record of each sample's lane after it."""
+    """Batch, its samples as the workers returned them, and the sum of their hashes."""
 
     batch: Batch
-    after: tuple[tuple[int, SampleStart], ...]
+    samples: Sequence[Any]
+    hashes: int | None
+    """None if samples have no tokens."""
+    inputs: int = 0
+    """Number of inputs in samples that are parts of documents."""
+    padding: int = 0
+    """Number of these that are padding."""
+    cut: int = 0
+    """Number of these whose document starts in another sample."""
 
 
-class Collator(BaseNode[Any]):  # type: ignore[misc]
+class Collator(Stateless):
     """Joins samples, one from each worker in turn, into batches ready to be sent to the device."""
 
     def __init__(
-        self, workers: Sequence[BaseNode[Any]], size: int, packing: Packing, device: Device | None
+        self,
+        workers: Sequence[BaseNode[Any]],
+        size: int,
+        packing: Packing,
+        device: Device | None,
+        number: Callable[[int], int],
     ) -> None:
         """
         Args:
             size: samples in a batch.
             device: device to pin batches for; None leaves them unpinned.
+            number: returns the number in the run of the sample after n samples.
         """
         super().__init__()
-        self._workers, self._size = workers, size
+        self._workers, self._size, self._number = workers, size, number
         self._packing, self._device = packing, device
         self._turn = 0
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-
-    def next(self) -> Served | ConfigError:
+    def next(self) -> Served | ConfigError | Unreachable:
         samples = []
+        hashes: int | None = 0
         for _ in range(self._size):
             sample = next(self._workers[self._turn % len(self._workers)])
-            if isinstance(sample, ConfigError):
+            if isinstance(sample, ConfigError | Unreachable):
                 return sample
+            if hashes is not None and hasattr(sample, "tokens"):
+                hashes += sample_hash(self._number(self._turn), sample.tokens)
+            else:
+                hashes = None
             self._turn += 1
             samples.append(sample)
         batch = self._packing.collate(samples)
         if self._device:
             self._device.make_current()  # which is CUDA's first device in a new thread
             batch = batch.pin(self._device)
-        return Served(batch, tuple((sample.lane, sample.after) for sample in samples))
+        parts = [sample for sample in samples if hasattr(sample, "padding")]  # of documents
+        return Served(
+            *(batch, samples, hashes),
+            inputs=sum(len(sample.tokens) - 1 for sample in parts),
+            padding=sum(sample.padding for sample in parts),
+            cut=sum(sample.cut for sample in parts),
+        )
 
-    def get_state(self) -> dict[str, Any]:
-        return {}
 
-
-class DataStream:
+class BatchStream:
     """Endless iterator over the microbatches of one data-parallel rank."""
 
     def __init__(
         self,
         config: DataConfig,
-        source: Source,
         packing: Packing,
         *,
         local_batch_size: int,
@@ -148,29 +171,170 @@ class DataStream:
             device: device of the batches, which are pinned for it by the thread that prepares them.
         """
         self._config, self._device = config, device
-        self._batches: list[BaseNode[Served | ConfigError]] = []
+        self._batches: list[BaseNode[Served | ConfigError | Unreachable]] = []
         # Torch ends the process if a thread still runs in it when the interpreter exits.
         weakref.finalize(self, self._batches.clear)
-        self._source = source
         self._packing = packing
         self._local_batch_size = local_batch_size
         self._per_step = local_batch_size * accumulation
         self._global_batch = self._per_step * ranks
-        self._rank = rank
+        self._rank, self._ranks, self._groups = rank, ranks, groups
+        self._samples_before = 0
+        self._served = 0
+        self._inputs = self._padding = self._cut = 0
+        self._set_hash(shown(0))
+
+    def _set_hash(self, before: str | None) -> None:
+        """Continue after samples with the hash `before`; None: it is unknown."""
+        # A lost replica group leaves samples behind, so no rank knows those of all.
+        self.hash = RunningHash(self._rank, before if self._groups == 1 else None)
+
+    def _worker(self, number: int, count: int) -> BaseNode[Any]:
+        """Return the reader of every `count`-th sample of this rank, from `number` on."""
+        raise NotImplementedError
+
+    def _start(self) -> BaseNode[Any]:
+        """Start preparing batches, in separate threads unless `data.num_workers` is 0."""
+        count, size = self._config.num_workers, self._local_batch_size
+        workers = [self._worker(number, max(1, count)) for number in range(max(1, count))]
+        first = self.samples + self._rank * self._per_step
+        number = partial(sample_number, first, self._per_step, self._global_batch)
+        if not count:
+            return Collator(workers, size, self._packing, self._device, number)
+        ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
+        workers = [Prefetcher(worker, ahead, snapshot_frequency=0) for worker in workers]
+        collator = Collator(workers, size, self._packing, self._device, number)
+        return Prefetcher(collator, self._per_step // size, snapshot_frequency=0)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._batches:
+            self._batches.append(self._start())
+        served: Served | ConfigError | Unreachable = next(self._batches[0])
+        if isinstance(served, ConfigError | Unreachable):
+            self.close()
+            raise served
+        self._count(served)
+        self._inputs += served.inputs
+        self._padding += served.padding
+        self._cut += served.cut
+        self.hash.add(served.hashes)
+        return served.batch
+
+    def _count(self, served: Served) -> None:
+        """Count the samples of a batch as consumed."""
+        self._served += self._local_batch_size
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole run until now; to be read between steps."""
+        steps, rest = divmod(self._served, self._per_step)
+        assert not rest, "the state of a data stream is taken between steps"
+        return self._samples_before + steps * self._global_batch
+
+    def take_shares(self) -> dict[str, tuple[int, int]]:
+        """Return part and whole of each share in this rank's inputs since the last call."""
+        inputs, padding, cut = self._inputs, self._padding, self._cut
+        self._inputs = self._padding = self._cut = 0
+        if not inputs:
+            return {}
+        padded = {"data_padding_pct": (padding, inputs)}
+        return {
+            **(padded if self._config.packing == "best_fit" else {}),
+            "data_cut_pct": (cut, inputs - padding),
+        }
+
+    def sources(self, merged: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        """Return the position in each source, by its name, from the merged state of all ranks."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Check that the rest of the run has enough data.
+
+        Raises:
+            ConfigError: if it has not.
+        """
+
+    def describe(self) -> str | None:
+        """Describe the mixture of the rest of the run, if there is one."""
+        return None
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics of the sources of a mixture, of all ranks; call it between steps."""
+        return {}
+
+    def left_out(self) -> int:
+        """Count the documents skipped by this rank since the run started."""
+        raise NotImplementedError
+
+    def state_dict(self) -> State:
+        """Return this rank's progress; call it between steps and merge over the ranks."""
+        raise NotImplementedError
+
+    def load_state_dict(self, merged: State) -> None:
+        """Resume from the merged states of a run, on any number of ranks.
+
+        Raises:
+            ConfigError: if the data or the packing differ from that run's.
+        """
+        raise NotImplementedError
+
+    def load_peer_state(self, state: State) -> None:
+        """Resume from the state of a peer in another replica group, or of this rank earlier."""
+        raise NotImplementedError
+
+    def positions(self) -> Tensor:
+        """Return the positions of this rank, for `update_positions` of its peers: int64.
+
+        Positions of other ranks are zeros, so the positions of all peers can be summed.
+        """
+        raise NotImplementedError
+
+    def update_positions(self, positions: Tensor) -> None:
+        """Update the positions of the peers from the sum of all peers' positions."""
+        raise NotImplementedError
+
+    def rewind(self) -> None:
+        """Return to the first sample."""
+        raise NotImplementedError
+
+    def skip(self, samples: int) -> None:
+        """Move to sample `samples` of the run."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop the threads. The stream stays usable, and rereads from the consumed position."""
+        # The last reference to a prefetcher stops and joins its thread.
+        self._batches.clear()
+
+
+class DataStream(BatchStream):
+    """Batches of documents that are packed in lanes."""
+
+    def __init__(self, config: DataConfig, source: Source, packing: Packing, **part: Any) -> None:
+        """`part` is for `BatchStream`."""
+        super().__init__(config, packing, **part)
+        self._source = source
         # One rank of each replica group; groups are lost as a whole, so these ranks exchange the
         # positions of their lanes.
-        self._peers = range(rank % (ranks // groups), ranks, ranks // groups)
+        each = self._ranks // self._groups
+        self._peers = range(self._rank % each, self._ranks, each)
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
         if advice := source.advice(self._lanes):
             logger.warning("data: %s", advice)
-        if isinstance(source, ShuffledDocuments) and (part := source.part):
+        if isinstance(source, ShuffledDocuments) and (part_of_all := source.part):
             use = "held out" if config.is_held_out else "trained on"
-            logger.info("data: %s are %s (data.validation_fraction)", part, use)
+            logger.info("data: %s are %s (data.validation_fraction)", part_of_all, use)
         self._restart(0, {})
 
-    def _restart(self, samples: int, records: dict[int, SampleStart | None]) -> None:
+    def _restart(
+        self, samples: int, records: dict[int, SampleStart | None], hash: str | None = shown(0)
+    ) -> None:
         """Restart before sample `samples` of the run; lanes without a record start over."""
         self.close()
+        self._set_hash(hash)
         self._samples_before = samples
         self._served = 0
         self._turns = self._lanes_of(self._rank)
@@ -186,19 +350,9 @@ class DataStream:
             for k in range(self._per_step)
         ]
 
-    def _start(self) -> BaseNode[Any]:
-        """Start preparing batches, in separate threads unless `data.num_workers` is 0."""
-        count, size = self._config.num_workers, self._local_batch_size
-        workers: list[BaseNode[Any]] = [
-            Worker(self._open_lanes(self._turns[number :: max(1, count)]))
-            for number in range(max(1, count))
-        ]
-        if not count:
-            return Collator(workers, size, self._packing, None)
-        ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
-        workers = [Prefetcher(worker, ahead, snapshot_frequency=0) for worker in workers]
-        collator = Collator(workers, size, self._packing, self._device)
-        return Prefetcher(collator, self._per_step // size, snapshot_frequency=0)
+    def _worker(self, number: int, count: int) -> BaseNode[Any]:
+        lanes = itertools.cycle(self._open_lanes(self._turns[number::count]))
+        return SampleWorker(lambda: next(lanes).next_sample())
 
     def _open_lanes(self, numbers: Sequence[int]) -> list[Samples]:
         records = {number: self._records[number] for number in numbers}
@@ -211,21 +365,11 @@ class DataStream:
             for number, documents in self._source.read(starts, self._lanes).items()
         ]
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        if not self._batches:
-            self._batches.append(self._start())
-        served: Served | ConfigError = next(self._batches[0])
-        if isinstance(served, ConfigError):
-            self.close()
-            raise served
-        for lane, after in served.after:
-            assert lane == self._turns[self._served % len(self._turns)]
+    def _count(self, served: Served) -> None:
+        for sample in served.samples:
+            assert sample.lane == self._turns[self._served % len(self._turns)]
             self._served += 1
-            self._records[lane] = after
-        return served.batch
+            self._records[sample.lane] = sample.after
 
     @property
     def epoch(self) -> int:
@@ -233,12 +377,21 @@ class DataStream:
         positions = [Position(r.round, r.document) for r in self._records.values() if r]
         return max(map(self._source.epoch, positions), default=0)
 
-    @property
-    def samples(self) -> int:
-        """Samples of the whole run until now; to be read between steps."""
-        steps, rest = divmod(self._served, self._per_step)
-        assert not rest, "the state of a data stream is taken between steps"
-        return self._samples_before + steps * self._global_batch
+    def sources(self, merged: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        records = [SampleStart(*record) if record else None for record in merged["lanes"]]
+        starts = {
+            lane: Position(record.round, record.document)
+            for lane, record in enumerate(records)
+            if record
+        }
+        position = {
+            "samples": merged["samples"],
+            "epoch": max(map(self._source.epoch, starts.values()), default=0),
+        }
+        if isinstance(self._source, ShuffledDocuments):
+            passed = self._source.passed
+            position["documents"] = sum(passed(at, n, len(records)) for n, at in starts.items())
+        return {self._config.dataset: position}
 
     def left_out(self) -> int:
         """Count the documents skipped by this rank's lanes since the run started.
@@ -256,11 +409,11 @@ class DataStream:
         )
 
     def state_dict(self) -> State:
-        """Return this rank's progress; call it between steps and merge over the ranks."""
         return {
             "samples": self.samples,
             "lanes": {str(lane): record and list(record) for lane, record in self._records.items()},
             "identity": self._identity(),
+            "hash": self.hash.state(),
         }
 
     def load_state_dict(self, merged: State) -> None:
@@ -269,17 +422,14 @@ class DataStream:
         The sequence length may differ, as records point into documents. ConfigError if the
         documents, the packing, or the lanes differ from that run's.
         """
-        saved, own = merged["identity"], self._identity()
-        changed = [
-            f"{key} was {saved.get(key)!r} and is {own.get(key)!r}"
-            for key in sorted({*saved, *own})
-            if saved.get(key) != own.get(key)
-        ]
-        if changed:
+        if "sources" in merged:
             raise ConfigError(
-                f"cannot resume on different data: {'; '.join(changed)}. Restore these settings or "
-                "files, or start a new run from the checkpoint's weights"
+                "cannot resume on text, as the run to resume reads tokens; restore data.dataset or "
+                "data.sources, or start a new run from the checkpoint's weights"
             )
+        if isinstance(self._source, ShuffledDocuments):
+            self._source.resume(merged["identity"])
+        refuse_other(merged["identity"], self._identity())
         records = merged["lanes"]
         if self._config.lanes not in (-1, len(records)):
             raise ConfigError(
@@ -297,13 +447,14 @@ class DataStream:
         self._restart(
             merged["samples"],
             {lane: SampleStart(*record) if record else None for lane, record in enumerate(records)},
+            merged.get("hash"),
         )
 
     def load_peer_state(self, state: State) -> None:
-        """Resume from the state of a peer in another replica group, or of this rank earlier."""
         records = state["lanes"]
         lanes = range(len(records) * (self._global_batch // self._per_step) // len(self._peers))
-        self.load_state_dict({**state, "lanes": [records.get(str(lane)) for lane in lanes]})
+        known = [records.get(str(lane)) for lane in lanes]
+        self.load_state_dict({**state, "lanes": known, "hash": None})
 
     def positions(self) -> Tensor:
         """Return the positions of the lanes of this rank: (lanes of all its peers, 3), int64.
@@ -319,7 +470,6 @@ class DataStream:
         return torch.tensor(rows, dtype=torch.int64)
 
     def update_positions(self, positions: Tensor) -> None:
-        """Update the positions of the peers' lanes from the sum of all peers' positions."""
         own = set(self._turns)
         for lane, row in zip(sorted(self._records), positions.tolist(), strict=True):
             if any(row) and lane not in own:
@@ -329,7 +479,6 @@ class DataStream:
         return {**self._source.identity, **self._packing.identity}
 
     def rewind(self) -> None:
-        """Return to the first sample."""
         self._restart(0, {})
 
     def skip(self, samples: int) -> None:
@@ -347,10 +496,20 @@ class DataStream:
                 if turn < count:
                     self._records[number] = lane.next_sample().after
 
-    def close(self) -> None:
-        """Stop the threads. The stream stays usable, and rereads from the consumed position."""
-        # The last reference to a prefetcher stops and joins its thread.
-        self._batches.clear()
+
+def refuse_other(saved: Identity, own: Identity) -> None:
+    """Refuse to resume on data that differs from that of the checkpoint."""
+    earlier = {"bos", "eos"} - saved.keys()  # a run of before these were recorded
+    changed = [
+        f"{key} was {saved.get(key)!r} and is {own.get(key)!r}"
+        for key in sorted({*saved, *own} - earlier)
+        if saved.get(key) != own.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"cannot resume on different data: {'; '.join(changed)}. Restore these settings or "
+            "files, or start a new run from the checkpoint's weights"
+        )
 
 
 def merge_states(states: Sequence[State]) -> State:
@@ -363,39 +522,17 @@ def merge_states(states: Sequence[State]) -> State:
                 "every machine needs the same files"
             )
         assert state["samples"] == first["samples"], "ranks are not at the same step"
+    hashes = merged_hash([state["hash"] for state in states])
+    if "lanes" not in first:
+        return {**first, "hash": hashes}  # the rest of tokenized sources is equal on all ranks
     lanes = {int(lane): record for state in states for lane, record in state["lanes"].items()}
     assert sorted(lanes) == list(range(len(lanes))), "some rank's lanes are missing"
-    return {**first, "lanes": [lanes[lane] for lane in range(len(lanes))]}
+    return {**first, "lanes": [lanes[lane] for lane in range(len(lanes))], "hash": hashes}
 
 
-def build_stream(
-    config: DataConfig,
-    source: Source,
-    packing: Packing,
-    *,
-    local_batch_size: int,
-    accumulation: int,
-    rank: int,
-    ranks: int,
-    groups: int = 1,
-    device: Device | None = None,
-) -> DataStream:
-    """Build the stream of data-parallel rank `rank` of `ranks`, in `groups` replica groups.
-
-    Args:
-        device: receives the batches.
-    """
-    batch = local_batch_size * accumulation * ranks
-    if found := [p.within("data") for p in config.batch_problems(batch, ranks)]:
+def build_stream(config: DataConfig, source: Source, packing: Packing, **part: Any) -> DataStream:
+    """Build the stream of a data-parallel rank; `part` is for `BatchStream`."""
+    batch = part["local_batch_size"] * part["accumulation"] * part["ranks"]
+    if found := [p.within("data") for p in config.batch_problems(batch, part["ranks"])]:
         raise RecipeError(f"{p.path}: {p.message}" for p in found)
-    return DataStream(
-        config,
-        source,
-        packing,
-        local_batch_size=local_batch_size,
-        accumulation=accumulation,
-        rank=rank,
-        ranks=ranks,
-        groups=groups,
-        device=device,
-    )
+    return DataStream(config, source, packing, **part)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torchtitan.config import ConfigError, exists, local_path, shorten, show
 from torchtitan.data.token_bytes import byte_counts
+from torchtitan.logging import logger
 
 
 class Tokenizer(Protocol):
@@ -123,6 +124,8 @@ class TiktokenTokenizer:
         self.fingerprint = f"tiktoken:{_digest(content)}"
 
     def encode(self, text: str) -> list[int]:
+        if len(text) <= LONGEST_RUN:
+            return self._encoding.encode_ordinary(text)
         tokens: list[int] = []
         for piece in _digestible_pieces(text):
             tokens += self._encoding.encode_ordinary(piece)
@@ -155,8 +158,12 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
+LONGEST_RUN = 25_000
+"""Maximum characters in a row that are all whitespace, or all other characters, in a piece."""
+
+
 def _digestible_pieces(
-    text: str, longest: int = 400_000, longest_run: int = 25_000
+    text: str, longest: int = 400_000, longest_run: int = LONGEST_RUN
 ) -> Iterator[str]:
     """Split `text` as the Llama 3 reference does, since that affects the ids.
 
@@ -166,7 +173,9 @@ def _digestible_pieces(
     for start in range(0, len(text), longest):
         part = text[start : start + longest]
         cuts = [0]
-        if len(part) > longest_run:
+        # Possessive, so that most texts are found to have no long run without an object for each.
+        short = rf"(?:\s{{1,{longest_run}}}+(?!\s)|\S{{1,{longest_run}}}+(?!\S))*+"
+        if len(part) > longest_run and not re.fullmatch(short, part):
             for run in re.finditer(r"\s+|\S+", part):
                 cuts += range(run.start() + longest_run, run.end(), longest_run)
         for begin, end in zip(cuts, [*cuts[1:], len(part)], strict=True):
@@ -177,7 +186,8 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
     The tokens that start and end a document are named in `tokenizer_config.json` or
-    `special_tokens_map.json` next to it; without those, the usual names are tried.
+    `special_tokens_map.json` next to it; without those, the usual names are tried. Where
+    `<|endoftext|>` only ends documents, as in Qwen's vocabularies, it is not the usual BOS.
     """
 
     usual_bos = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
@@ -199,6 +209,15 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
 
         declared = _declared_special_tokens(path.parent)
+        if {"<|im_end|>", "<|endoftext|>"} <= vocabulary.keys():
+            declared = {"bos_token": None, **declared}
+            if _text(declared.get("eos_token")) == "<|im_end|>":
+                logger.warning(
+                    "%s: documents end with <|im_end|>, which ends a turn of a chat model; for "
+                    "pretraining, use the tokenizer_config.json of the base model, which declares "
+                    "<|endoftext|>",
+                    path,
+                )
         self.bos: int | None = None
         self.lost_bos: str | None = None
         try:
@@ -239,17 +258,11 @@ def _declared_special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def _first_known(
-    declared: dict[str, Any],
-    key: str,
-    usual: Iterable[str],
-    vocabulary: dict[str, int],
-    path: Path,
+    declared: dict[str, Any], key: str, usual: Iterable[str], vocabulary: dict[str, int], path: Path
 ) -> int | None:
     if key not in declared:
         return next((vocabulary[name] for name in usual if name in vocabulary), None)
-    name = declared[key]
-    if isinstance(name, dict):  # an "added token" with its content and flags
-        name = name.get("content")
+    name = _text(declared[key])
     if name is None:
         return None
     if not isinstance(name, str):
@@ -257,6 +270,11 @@ def _first_known(
     if name not in vocabulary:
         raise ConfigError(f"{path}: {key} is declared as {name!r}, which is not in the vocabulary")
     return vocabulary[name]
+
+
+def _text(declared: Any) -> Any:
+    """Return the text of a declared token, which may be an object with its text and flags."""
+    return declared.get("content") if isinstance(declared, dict) else declared
 
 
 def _digest(content: bytes) -> str:

@@ -1,18 +1,21 @@
 """Local files: every document found, every mistake told with its file and line."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from torchtitan.config import ConfigError, Context, Problem
-from torchtitan.data import DataConfig, load_tokenizer, open_source
+from torchtitan.data import DataConfig, load_tokenizer, open_source, order, sources
 from torchtitan.data.discovery import find_files
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
 from torchtitan.data.order import drawn_order
+from torchtitan.data.sources import ShuffledDocuments
 
 
 def opened(path: Path, kind: str | None = None, document_bytes: int = 65536) -> Documents:
@@ -224,3 +227,62 @@ def test_opening_reports_the_same_mistakes() -> None:
         ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: not a data set name"
     ):
         open_source(config, load_tokenizer(None), seed=0)
+
+
+def test_an_order_of_many_items_is_computed_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [0, 700, 710, 3000]
+    listed = list(drawn_order(windows, seed=1, epoch=0, shuffle=True))
+    monkeypatch.setattr(order, "MOST_LISTED", 100)
+    found = {}
+    for seed, epoch in ((1, 0), (1, 1), (2, 0)):
+        computed = drawn_order(windows, seed, epoch, shuffle=True, most_listed=100)
+        items = computed.at(np.arange(3000)).tolist()
+        assert sorted(items) == list(range(3000))
+        assert items[:10] == [computed[place] for place in range(10)]
+        # Each window is read as a whole.
+        numbers = np.searchsorted(windows, items, side="right")
+        assert np.count_nonzero(np.diff(numbers)) == 2
+        found[seed, epoch] = items
+    assert len(set(map(tuple, (*found.values(), listed)))) == 4
+
+
+def test_a_permutation_is_well_mixed() -> None:
+    """Neighbours are as far apart, and places as independent of items, as in a random order."""
+    size = 100_000
+    items = order.Permutation(size, [3, 1]).at(np.arange(size))
+    assert sorted(items.tolist()) == list(range(size))
+    distance = np.abs(np.diff(items)).mean() / size
+    assert distance == pytest.approx(1 / 3, abs=0.005)
+    assert abs(np.corrcoef(np.arange(size), items)[0, 1]) < 0.02
+    assert np.count_nonzero(items == np.arange(size)) < 10
+
+
+def test_a_run_with_an_order_in_memory_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = TokenTexts(300)
+    before = ShuffledDocuments("texts", documents, seed=1, shuffle=True)
+    expected = [d.content for d in itertools.islice(before.read({0: None}, 2)[0], 400)]
+    monkeypatch.setattr(sources, "MOST_LISTED", 100)
+    draw = functools.partial(drawn_order, most_listed=100)
+    monkeypatch.setattr(sources, "drawn_order", draw)
+    after = ShuffledDocuments("texts", documents, seed=1, shuffle=True)
+    computed = [d.content for d in itertools.islice(after.read({0: None}, 2)[0], 400)]
+    assert after.identity["order"] == "computed"
+    assert computed != expected
+    after.resume(before.identity)
+    assert after.identity == before.identity
+    assert [d.content for d in itertools.islice(after.read({0: None}, 2)[0], 400)] == expected
+
+
+class TokenTexts:
+    """Numbers as documents."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, count: int) -> None:
+        self.windows = [0, count]
+
+    def __len__(self) -> int:
+        return self.windows[-1]
+
+    def __getitem__(self, index: int) -> str:
+        return str(index)

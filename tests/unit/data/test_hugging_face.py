@@ -17,10 +17,13 @@ from torchtitan.data import (
     load_tokenizer,
     merge_states,
     open_source,
+    sources,
 )
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.order import Position, Source
 from torchtitan.data.sources import ShuffledDocuments
+from torchtitan.data.tokens.index import TokenDocuments
+from torchtitan.data.tokens.tokenizing import tokenize
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +202,23 @@ def test_no_lane_starves_when_there_are_fewer_documents_than_lanes(tmp_path: Pat
         for lane, documents in streamed(tmp_path).read(dict.fromkeys(range(4)), 4).items()
     }
     assert firsts == {0: (0, 0), 1: (0, 1), 2: (1, 1), 3: (2, 1)}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_set_of_the_hub_is_tokenized_in_its_order(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    texts = write_shards(tmp_path / "data", 3)
+    files = [str(file) for file in sorted((tmp_path / "data").glob("*.jsonl"))]
+    found = datasets.load_dataset("json", data_files=files, split="train", streaming=streaming)
+    monkeypatch.setattr(sources, "load_hub", lambda *_, **settings: found)
+    config = DataConfig(dataset="c4", streaming=streaming)
+    for processes in (1, 2):
+        folder = tmp_path / f"tokens{processes}"
+        about = tokenize(config, load_tokenizer(None), folder, processes=processes)
+        assert len(about.shards) > 1
+        read = TokenDocuments(folder, folder, 258)
+        tokens = [read.read(number).tolist() for number in range(len(read))]
+        assert tokens == [[256, *text.encode(), 257] for text in texts]

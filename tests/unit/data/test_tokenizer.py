@@ -2,6 +2,7 @@
 
 import base64
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from torchtitan.data import (
     train_bpe,
     train_tokenizer,
 )
+from torchtitan.data.lanes import tokenized
+from torchtitan.data.order import Document
+from torchtitan.data.token_bytes import BytesUnknown
 from torchtitan.data.tokenizer import TiktokenTokenizer, _digestible_pieces
 from torchtitan.models.settings import TextConfig
 from torchtitan.tasks.next_token import NextToken
@@ -134,6 +138,81 @@ def test_hugging_face_special_tokens(tmp_path: Path) -> None:
     hugging_face(tmp_path, words, eos_token="[none]")
     with pytest.raises(ConfigError, match=r"eos_token is declared as '\[none\]'"):
         load_tokenizer(folder)
+
+
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def like_qwen(folder: Path, **config: object) -> tokenizers.Tokenizer:
+    """A small tokenizer.json of Qwen's kind: NFC, byte-level BPE, added tokens, no BOS."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
+    words = tokenizers.Regex(QWEN_PATTERN)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(words, behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["the cat and the dog in the end\n" * 9], trainer)
+    assert made.get_vocab_size() == 270
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.add_tokens(["<think>", "</think>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "eos"),
+    [
+        ({"bos_token": None, "eos_token": "<|endoftext|>"}, 270),  # of a base model
+        ({"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, 272),
+        ({"eos_token": {"content": "<|im_end|>"}}, 272),
+        ({}, 270),
+    ],
+    ids=["base", "chat", "object", "undeclared"],
+)
+def test_documents_of_qwen_end_as_declared_and_have_no_bos(
+    config: dict[str, object], eos: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    like_qwen(tmp_path, **config)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.bos, tokenizer.lost_bos, tokenizer.eos) == (None, None, eos)
+    assert ("documents end with <|im_end|>, which ends a turn" in caplog.text) == (eos == 272)
+    assert tokenizer.vocab_size == 275
+    check_vocabulary(tokenizer, 384)  # as in Qwen3, the embedding has more rows
+    texts = ["the cat", "the dog"]
+    documents = iter([Document((0, 0), text) for text in texts])
+    made = tokenized(documents, tokenizer, add_bos=True, add_eos=True)
+    assert [tokens.tolist() for _, tokens in made] == [[*tokenizer.encode(t), eos] for t in texts]
+
+
+def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(
+    tmp_path: Path,
+) -> None:
+    library = like_qwen(tmp_path, eos_token="<|endoftext|>")
+    library.encode_special_tokens = True
+    tokenizer = load_tokenizer(str(tmp_path))
+    marks = "<|im_start|>the cat<|im_end|><|endoftext|> <think>the dog</think>"
+    for text in (*TRICKY[:9], marks):
+        tokens = tokenizer.encode(text)
+        assert tokens == library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(tokens) == unicodedata.normalize("NFC", text)
+        assert not {270, 271, 272}.intersection(tokens)
+    assert {273, 274} < set(tokenizer.encode(marks))
+    assert tokenizer.decode([271, 270]) == "<|im_start|><|endoftext|>"
+    with pytest.raises(BytesUnknown, match=r"normalizes the text first \(NFC\)"):
+        tokenizer.byte_counts()
 
 
 def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""`torchtitan data inspect`: samples of each kind of data, as a run reads them."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.ranks import run_ranks
+from tests.token_shards import drawn_documents, write_shards
+from torchtitan.data.running_hash import sample_hash, shown
+from torchtitan.provenance import to_toml
+from torchtitan.tools.cli import main
+from torchtitan.tools.data.inspect_samples import bars, histogram
+
+TEXTS = [f"{n}: " + "ab" * n for n in range(1, 30)]
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> dict[str, Path]:
+    """A recipe of each kind of data."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    web = str(write_shards(tmp_path / "web", drawn_documents(60)))
+    sources = [{"path": web, "weight": 3, "repeat": True}]
+    sources += [{"path": str(texts), "weight": 1, "repeat": True}]
+    kinds = {
+        "online": {"dataset": str(texts)},
+        "tokenized": {"dataset": web},
+        "mixture": {"sources": sources},
+    }
+    for name, data in kinds.items():
+        job = tiny.job(tmp_path / name, data=data, training={"steps": 2})
+        (tmp_path / f"{name}.toml").write_text(to_toml(job))
+    return {name: tmp_path / f"{name}.toml" for name in kinds}
+
+
+@pytest.mark.parametrize("kind", ["online", "tokenized", "mixture"])
+def test_json_has_the_samples_that_a_run_reads(
+    kind: str, recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "inspect", str(recipes[kind]), "--json", "--samples"]
+    assert main([*words, "1"]) == 0  # tokenizes text, which the forked rank cannot
+    run_ranks(main, 1, ["train", str(recipes[kind])])
+    rows = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+    [last] = [row for row in map(json.loads, rows) if row["step"] == 2]
+    capsys.readouterr()
+    assert main([*words, str(last["samples"])]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sample["index"] for sample in samples] == list(range(last["samples"]))
+    hashes = [sample_hash(s["index"], np.array(s["tokens"])) for s in samples]
+    assert shown(sum(hashes)) == last["data_hash"]
+    assert all(sum(sample["documents"]) == len(sample["tokens"]) for sample in samples)
+    assert main([*words, "2", "--from", "5"]) == 0
+    later = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert later == samples[5:7]
+    names = {sample["source"] for sample in samples}
+    assert len(names) == (2 if kind == "mixture" else 1)
+    if kind == "mixture":
+        assert names == {"web", "texts.jsonl"}
+        assert sum(sample["source"] == "web" for sample in samples) == 0.75 * len(samples)
+
+
+def test_the_page_shows_documents_sources_and_lengths(
+    recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "inspect", str(recipes["mixture"]), "--samples", "8", "--training.steps=100"]
+    assert main([*words, "--output", str(tmp_path / "x.svg")]) == 0
+    text = capsys.readouterr().out
+    assert "== sample 7, source " in text
+    assert "-- document 2 of " in text
+    assert "<|begin_of_text|>" in text
+    assert "of the run (75.0%)" in text
+    assert "fingerprint of the tokenizer: bytes" in text
+    assert "lengths of 60 documents of web, in tokens" in text
+    picture = ET.parse(tmp_path / "x.svg").getroot()
+    titles = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "documents of web by length in tokens" in titles
+    assert main([*words, "--output", str(tmp_path / "x.html")]) == 0
+    assert "<svg" in (tmp_path / "x.html").read_text()
+    assert main([*words, "--output", str(tmp_path / "x.png")]) == 2
+
+
+def test_documents_of_online_data_are_measured_as_they_are_read(
+    recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "inspect", str(recipes["online"]), "--samples", "4"]) == 0
+    assert "documents of " in capsys.readouterr().out
+
+
+def test_lengths_are_counted_by_powers_of_two() -> None:
+    counts = histogram(np.array([1, 2, 3, 4, 7, 8, 1000]))
+    assert counts[:4] == [("1", 1), ("2 to 3", 2), ("4 to 7", 2), ("8 to 15", 1)]
+    assert counts[-1] == ("512 to 1,023", 1)
+    assert sum(count for _, count in counts) == 7
+    assert [line.count("#") for line in bars(counts)][1] == 40
+    assert histogram(np.array([], np.int64)) == []
+
+
+def test_images_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "vit_mae_debug"]) == 2
+    assert "whose data is not text" in capsys.readouterr().err

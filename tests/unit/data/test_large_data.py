@@ -1,0 +1,112 @@
+"""Data of any size: memory does not grow with it, and files may be more than a process may open."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.config import ConfigError
+from torchtitan.data import documents, line_index
+from torchtitan.data.file_cache import open_file
+from torchtitan.data.tokens.index import ShardTable, write_index
+
+MIB = 2**20
+
+
+def write_lines(folder: Path, documents: int) -> Path:
+    folder.mkdir()
+    lines = b"".join(b'{"text": "document %d"}\n' % number for number in range(documents))
+    (folder / "lines.jsonl").write_bytes(lines)
+    return folder
+
+
+def write_shard(folder: Path, documents: int, size: int) -> Path:
+    """Write documents of 10 tokens, 0, that are spread over a file with no other content."""
+    folder.mkdir()
+    shard = folder / "part.tokens"
+    shard.touch()
+    os.truncate(shard, size)
+    starts = np.linspace(0, size - 20, documents).astype(np.uint64) & ~np.uint64(1)
+    lengths = np.full(documents, 10, np.uint32)
+    write_index(folder, "torchtitan", [ShardTable(shard.name, size, "uint16", starts, lengths)])
+    return folder
+
+
+def write_many(folder: Path, files: int) -> Path:
+    """Write shards of a document each."""
+    folder.mkdir()
+    tables = []
+    for number in range(files):
+        shard = folder / f"{number:04d}.tokens"
+        shard.write_bytes(bytes(20))
+        start, length = np.zeros(1, np.uint64), np.full(1, 10, np.uint32)
+        tables.append(ShardTable(shard.name, 20, "uint16", start, length))
+    write_index(folder, "torchtitan", tables)
+    return folder
+
+
+def write_many_lines(folder: Path, files: int) -> Path:
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number:04d}.jsonl").write_bytes(b'{"text": "document"}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Bytes by which memory grew when each was read, by a process that may open 256 files."""
+    path = tmp_path_factory.mktemp("large")
+    folders = [
+        write_lines(path / "first lines", 1000),  # fill caches
+        write_shard(path / "first tokens", 1000, 20_000),
+        write_lines(path / "few lines", 1000),
+        write_lines(path / "many lines", 100_000),
+        write_shard(path / "few tokens", 1000, 20_000),
+        write_shard(path / "many tokens", 2_000_000, 40_000_000),
+        write_shard(path / "sparse tokens", 2_000_000, 10**10),
+        write_many(path / "many shards", 2500),
+        write_many_lines(path / "many files", 2500),
+    ]
+    limited = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-"]
+    command = [*limited, sys.executable, "-m", "tests.resident_memory", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    found = map(int, done.stdout.split())
+    return {folder.name: count for folder, count in zip(folders, found, strict=True)}
+
+
+def test_memory_does_not_grow_with_the_data(grown: dict[str, int]) -> None:
+    """Of 2 million documents of tokens, 8 bytes for each would be 16 MB."""
+    assert grown["many lines"] < grown["few lines"] + 4 * MIB
+    assert grown["many tokens"] < grown["few tokens"] + 4 * MIB
+    assert grown["sparse tokens"] < grown["few tokens"] + 4 * MIB
+
+
+@pytest.mark.parametrize("name", ["many shards", "many files"])
+def test_more_files_than_may_be_open(grown: dict[str, int], name: str) -> None:
+    assert grown[name] < 8 * MIB
+
+
+def test_indices_of_lines_keep_few_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
+    monkeypatch.setattr(documents, "OPEN_FILES", 2)
+    open_file.cache_clear()
+    folder = write_many_lines(tmp_path / "lines", 30)
+    before = len(os.listdir("/proc/self/fd"))
+    found = documents.JsonlDocuments(sorted(folder.glob("*.jsonl")), "text", folder)
+    assert len(list(folder.glob(".torchtitan/*.i64"))) == 30
+    assert len(os.listdir("/proc/self/fd")) == before
+    for _ in range(2):
+        assert [found[number] for number in range(30)] == ["document"] * 30
+    assert len(os.listdir("/proc/self/fd")) <= before + 30 + 2  # the texts and two indices
+    (folder / "0003.jsonl").write_bytes(b'{"text": "other"}\n' * 2)
+    with pytest.raises(ConfigError, match=r"0003.jsonl: it has changed since the run"):
+        found[3]
+    (folder / "0004.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"0004.jsonl: cannot be read: .*No such file"):
+        found[4]

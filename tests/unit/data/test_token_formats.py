@@ -1,0 +1,532 @@
+"""Shards of other software: read as it wrote them, and refused by file and byte if damaged."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.foreign_shards import CASES, LIBRARIES, SAVED, SAVED_DOCUMENTS, documents
+from torchtitan.config import ConfigError
+from torchtitan.data.settings import DataConfig
+from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.data.tokens import checksums
+from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
+from torchtitan.data.tokens.index import TokenDocuments
+from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
+from torchtitan.data.tokens.mixed_sources import open_token_sources
+from torchtitan.remote import location
+from torchtitan.tools.cli import main
+from torchtitan.tools.data.index_tokens import differences
+
+VOCABULARY = 50257
+WRITTEN = sorted(set(TOKEN_FORMATS) - {"auto"})
+Edit = Callable[[bytearray], bytes]
+
+
+class Gpt2(ByteTokenizer):
+    """A tokenizer of GPT-2's size, as far as formats ask."""
+
+    vocab_size = VOCABULARY
+    eos = VOCABULARY - 1
+
+
+def opened(path: Path, cache: Path, format: TokenFormat | None = None) -> TokenDocuments:
+    found = find_format(path, format or TokenFormat())
+    assert found is not None
+    return open_tokens(path, found, Gpt2(), VOCABULARY, cache)
+
+
+def all_tokens(found: TokenDocuments) -> list[list[int]]:
+    return [found.read(number).tolist() for number in range(len(found))]
+
+
+def expected(count: int) -> list[list[int]]:
+    return [tokens.tolist() for tokens in documents(count)]
+
+
+def write(folder: Path, name: str, count: int = 12, dtype: str = "uint16") -> Path:
+    """Write documents in one of our formats, into two shards."""
+    folder.mkdir(parents=True)
+    format = TOKEN_FORMATS[name]()
+    stored = [tokens.astype(dtype) for tokens in documents(count)]
+    halves = (stored[: count // 2], stored[count // 2 :])
+    entries = [format.write(folder, n, dtype, half) for n, half in enumerate(halves)]
+    format.finish(folder, entries, {})
+    return folder
+
+
+def edit(file: Path, change: Edit) -> None:
+    """Change a file, but not its time: as a disk does."""
+    before = file.stat()
+    file.write_bytes(change(bytearray(file.read_bytes())))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def flip(byte: int, bit: int = 0) -> Edit:
+    def change(content: bytearray) -> bytes:
+        content[byte] ^= 1 << bit
+        return bytes(content)
+
+    return change
+
+
+def put(byte: int, new: bytes) -> Edit:
+    return lambda content: bytes(content[:byte] + new + content[byte + len(new) :])
+
+
+def cut(size: int) -> Edit:
+    return lambda content: bytes(content[:size])
+
+
+def say(old: str, new: str) -> Edit:
+    return lambda content: content.decode().replace(old, new, 1).encode()
+
+
+# --- what other software wrote ---
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_of_each_library_are_read(case: str, tmp_path: Path) -> None:
+    found = opened(SAVED / case, tmp_path)
+    assert found.description.format == case.partition("-")[0]
+    assert all_tokens(found) == expected(SAVED_DOCUMENTS)
+    assert found.description.content is not None, "small shards have checksums"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_thousand_documents_to_and_from_each_library(name: str, tmp_path: Path) -> None:
+    python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
+    if python == sys.executable and importlib.util.find_spec(LIBRARIES[name]) is None:
+        pytest.skip(
+            f"{LIBRARIES[name]} is not installed; TORCHTITAN_ORACLES may name the Python of an "
+            "environment that has it"
+        )
+    source, output = write(tmp_path / "source", "torchtitan", 1000), tmp_path / "output"
+    assert main(["data", "convert", str(source), str(output), "--to", name]) == 0
+    command = [python, "-W", "ignore", "-m", "tests.foreign_shards", name, "1000", output, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    read = np.load(tmp_path / "read.npy").ravel().tolist()
+    assert read == [token for tokens in expected(1000) for token in tokens]
+    cases = [case for case in CASES if case.startswith(name)]
+    assert cases
+    for case in cases:
+        assert all_tokens(opened(tmp_path / case, tmp_path)) == expected(1000)
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_flipped_bit_anywhere_is_found(name: str, tmp_path: Path) -> None:
+    shards, saved = write(tmp_path / "shards", name), tmp_path / "saved"
+    format = TOKEN_FORMATS[name]()
+    open_tokens(shards, format, Gpt2(), VOCABULARY, tmp_path)
+    index = index_folder(shards, format, Gpt2(), tmp_path)
+    recorded = TokenDocuments(root_of(shards), index, 2**63)
+    # Names and settings in text may change without harm to the tokens.
+    files = [each for each in shards.iterdir() if each.suffix not in (".json", ".metadata", ".gz")]
+    place = st.sampled_from(sorted(files)).flatmap(
+        lambda file: st.tuples(st.just(file), st.integers(0, file.stat().st_size - 1))
+    )
+
+    def found() -> list[str]:
+        return list(differences(shards, format, Gpt2(), index, recorded, 1, lambda size: None))
+
+    assert found() == []
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
+    @given(place, st.integers(0, 7))
+    def check(place: tuple[Path, int], bit: int) -> None:
+        file, byte = place
+        shutil.copy2(file, saved)
+        edit(file, flip(byte, bit))
+        try:
+            assert any(re.search(r"/[\w.-]+: .*(byte [\d,]+|xxh3_64)", line) for line in found())
+        finally:
+            shutil.copy2(saved, file)
+
+    check()
+
+
+PAYLOAD = {"megatron": "*.bin", "mds": "*.mds", "datatrove": "*.ds", "litdata": "*.bin"}
+PAYLOAD |= {"raw": "*.npy", "torchtitan": "*.tokens"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_flipped_byte_of_tokens_is_refused(name: str, tmp_path: Path) -> None:
+    shards = write(tmp_path / "shards", name)
+    found = opened(shards, tmp_path)
+    file = sorted(shards.glob(PAYLOAD[name]))[-1]
+    last = len(found) - 1
+    start = file.stat().st_size - 2 * len(found.read(last))
+    edit(file, flip(file.stat().st_size - 2))
+    message = f"{file}: document 5, byte {start:,}: damaged"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        opened(shards, tmp_path).read(last)
+    # The default tokenizer of the command line, of bytes, has another index of raw tokens.
+    if name != "raw":
+        assert main(["data", "verify", str(shards), "--cache", str(tmp_path)]) == 1
+
+
+IDX, MDS, DS, BIN = "00000.idx", "shard.00000.mds", "00000.ds", "chunk-0-0.bin"
+# Of six documents, Megatron's index has lengths at 34, pointers at 58 and documents at 106.
+DAMAGE: list[tuple[str, str, Edit, str]] = [
+    ("megatron", IDX, flip(0), "byte 0: not an index of Megatron"),
+    ("megatron", IDX, flip(9), "byte 9: version 0"),
+    ("megatron", IDX, put(17, b"\6"), "byte 17: no dtype of tokens has the code 6"),
+    ("megatron", IDX, flip(18), "byte 162: it has 162 bytes, but its header is that of 174"),
+    ("megatron", IDX, flip(38), "byte 74: sequence 2 starts at byte 78"),
+    ("megatron", IDX, flip(41, 7), "byte 38: sequence 1 has a length of -"),
+    ("megatron", IDX, flip(58), "byte 58: sequence 0 starts at byte 1"),
+    ("megatron", IDX, flip(106), "byte 106: the documents do not divide the 6 sequences"),
+    ("megatron", IDX, flip(122, 4), "byte 130: the documents do not divide the 6 sequences"),
+    ("megatron", IDX, flip(154), "byte 154: the documents do not divide the 6 sequences"),
+    ("megatron", IDX, cut(150), "byte 150: it has 150 bytes"),
+    ("megatron", IDX, cut(0), "byte 0: truncated"),
+    ("megatron", IDX, lambda content: bytes(content + bytes(6)), "multimodal"),
+    ("megatron", "00001.bin", cut(100), "byte 100: it has 100 bytes, and 00001.idx has"),
+    ("mds", MDS, flip(0), "byte 0: it has 7 samples, and index.json says 6"),
+    ("mds", MDS, flip(7, 7), "byte 8: the samples do not divide"),
+    ("mds", MDS, flip(12, 6), "byte 16: the samples do not divide"),
+    ("mds", MDS, flip(40), "byte 32: its columns are not those"),
+    ("mds", MDS, cut(9), "byte 9: it has 9 bytes, and index.json says"),
+    ("mds", MDS, cut(0), "byte 0: it has 0 bytes"),
+    ("mds", "index.json", cut(200), "byte 200: not JSON"),
+    ("mds", "index.json", cut(0), "byte 0: not JSON"),
+    ("mds", "index.json", say('"samples"', '"simples"'), "its entry in index.json is incomplete"),
+    ("datatrove", f"{DS}.index", flip(8, 7), "byte 16: document 2 ends at token"),
+    ("datatrove", f"{DS}.index", flip(40), "byte 40: the last document ends at token"),
+    ("datatrove", f"{DS}.index", cut(44), "byte 44: truncated"),
+    ("datatrove", f"{DS}.index", cut(0), "byte 0: truncated"),
+    ("datatrove", f"{DS}.index", put(40, b"\1"), "byte 40: document 5 ends at token"),
+    ("datatrove", f"{DS}.metadata", say("|2", "|4"), "says 4 bytes a token"),
+    ("litdata", BIN, flip(0), "byte 0: it has 7 items, and index.json says 6"),
+    ("litdata", BIN, flip(4), "byte 4: the items do not divide"),
+    ("litdata", BIN, flip(8), "byte [0-9]+: item 0 has 3 bytes, no multiple of 2"),
+    ("litdata", BIN, flip(28, 1), "byte 28: the items do not divide"),
+    ("litdata", BIN, cut(30), "byte 30: truncated"),
+    ("litdata", BIN, cut(0), "byte 0: truncated"),
+    ("litdata", "index.json", say("tensor:20", "tensor:1"), "wanted one tensor of integers"),
+    (
+        "litdata",
+        "index.json",
+        say('"compression": null', '"compression": "zstd"'),
+        "compression zstd",
+    ),
+    ("litdata", "index.json", say('"dim": ', '"dim": 1'), "byte 4: its items have"),
+    ("raw", "00000.npy", cut(0), "byte 0: it has no tokens"),
+    ("raw", "00000.npy", cut(99), "byte 98: 99 bytes are no multiple of 2"),
+    ("raw", "00000.csv.gz", cut(20), "1: wanted the start and end"),
+    ("torchtitan", "index.json", cut(99), "not an index of tokens"),
+    ("torchtitan", "lengths.u32", cut(7), "truncated or missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "message"), DAMAGE, ids=[f"{d[1]}-{d[3][:20]}" for d in DAMAGE]
+)
+def test_damage_is_refused_by_file_and_byte(
+    name: str, file: str, change: Edit, message: str, tmp_path: Path
+) -> None:
+    shards = write(tmp_path / "shards", name)
+    edit(shards / file, change)
+    named = "" if file == "index.json" else re.escape(f"{file}")
+    with pytest.raises(ConfigError, match=f"{named}:.*{message}"):
+        opened(shards, tmp_path, TOKEN_FORMATS[name]())
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("megatron", "00000.bin"), ("mds", MDS), ("litdata", BIN), ("datatrove", f"{DS}.index")],
+)
+def test_a_missing_file_is_named(name: str, file: str, tmp_path: Path) -> None:
+    shards = write(tmp_path / "shards", name)
+    (shards / file).unlink()
+    with pytest.raises(ConfigError, match=rf"{file}: it is missing.*restore it"):
+        opened(shards, tmp_path, TOKEN_FORMATS[name]())
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    """Change the entry of every shard in an `index.json` of MDS, and in the shard."""
+    index = json.loads(file.read_text())
+    index["shards"] = [entry | changes for entry in index["shards"]]
+    file.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"column_encodings": ["pkl"]}, {}, "the column tokens is pickled, which could run code"),
+        ({"column_encodings": ["ndarray:float"]}, {}, "has the encoding ndarray:float"),
+        ({"column_encodings": ["str"]}, {}, "has the encoding str; wanted bytes, or an ndarray"),
+        ({}, {"column": "input_ids"}, "no column input_ids; set `column` to one of tokens"),
+    ],
+)
+def test_a_column_that_has_no_tokens_is_refused(
+    changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    shards = write(tmp_path / "shards", "mds", dtype="int32")
+    old = ["ndarray:int32"]
+    if new := changes.get("column_encodings"):
+        rewrite(shards / "index.json", **changes)
+        for file in shards.glob("*.mds"):
+            padded = json.dumps(new)[:-1].ljust(len(json.dumps(old)) - 1) + "]"
+            edit(
+                file,
+                lambda content, to=padded: content.replace(json.dumps(old).encode(), to.encode()),
+            )
+    with pytest.raises(ConfigError, match=message):
+        opened(shards, tmp_path, TOKEN_FORMATS["mds"](**settings))
+
+
+def test_compressed_shards_are_read_once_decompressed(tmp_path: Path) -> None:
+    shards = write(tmp_path / "shards", "mds")
+    rewrite(shards / "index.json", zip_data={"basename": f"{MDS}.zstd"}, compression="zstd")
+    (shards / MDS).rename(tmp_path / MDS)
+    with pytest.raises(ConfigError, match=rf"{MDS}.zstd: a compressed shard; decompress all"):
+        opened(shards, tmp_path)
+    (tmp_path / MDS).rename(shards / MDS)
+    assert all_tokens(opened(shards, tmp_path)) == expected(12)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_an_index_of_several_folders_counts_their_shards_once(
+    is_merged: bool, tmp_path: Path
+) -> None:
+    index: dict[str, Any] = {"version": 2, "shards": []}
+    for name in ("a", "b"):
+        folder = write(tmp_path / "shards" / name, "mds")
+        for entry in json.loads((folder / "index.json").read_text())["shards"]:
+            entry["raw_data"]["basename"] = f"{name}/{entry['raw_data']['basename']}"
+            index["shards"].append(entry)
+    if is_merged:
+        (tmp_path / "shards/index.json").write_text(json.dumps(index))
+    assert all_tokens(opened(tmp_path / "shards", tmp_path)) == 2 * expected(12)
+
+
+@pytest.mark.parametrize("name", ["megatron", "mds", "datatrove", "litdata", "raw"])
+def test_shards_of_two_dtypes_are_refused(name: str, tmp_path: Path) -> None:
+    wide = {"raw": "uint32", "datatrove": "uint32"}.get(name, "int32")
+    write(tmp_path / "shards/a", name)
+    write(tmp_path / "shards/b", name, dtype=wide)
+    if name == "raw":  # only a header says that a file has another dtype than the rest
+        for file in (tmp_path / "shards/b").glob("*.npy"):
+            np.save(file, np.fromfile(file, wide).astype("int32"))
+    with pytest.raises(
+        ConfigError, match=r"b/.*: its tokens are u?int32, and those of a/.* uint16"
+    ):
+        opened(tmp_path / "shards", tmp_path)
+
+
+def test_tokens_of_two_dtypes_in_a_shard_are_refused(tmp_path: Path) -> None:
+    shards = shutil.copytree(SAVED / "mds-columns", tmp_path / "shards")
+    file = shards / MDS
+    edit(file, lambda content: bytes(content.replace(b"\0\0\x10\x04&", b"\0\0\x11\x04&", 1)))
+    with pytest.raises(ConfigError, match=rf"{MDS}: byte \d+: sample 1 has the dtype int16"):
+        opened(shards, tmp_path)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_tokens_outside_the_vocabulary_are_refused(name: str, tmp_path: Path) -> None:
+    shards = write(tmp_path / "shards", name)
+    found = open_tokens(shards, TOKEN_FORMATS[name](), Gpt2(), 1000, tmp_path)
+    number = next(n for n, tokens in enumerate(expected(12)) if max(tokens) >= 1000)
+    with pytest.raises(ConfigError, match=r"byte [\d,]+: token \d+ is outside of the"):
+        found.read(number)
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path) -> None:
+    """A model may have more, but no text would have them."""
+    shards = write(tmp_path / "shards", "megatron")
+    config = DataConfig(dataset=str(shards), cache=str(tmp_path))
+    sources = open_token_sources(config, ByteTokenizer(), VOCABULARY)
+    assert sources is not None
+    with pytest.raises(ConfigError, match=r"is outside of the vocabulary of 258; it was made with"):
+        all_tokens(sources[0].documents)
+
+
+# --- raw tokens ---
+
+
+def raw(file: Path, tokens: Any, dtype: str = "<u2") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(np.array(tokens, dtype).tobytes())
+    return file
+
+
+def test_raw_tokens_are_divided_by_the_token_that_ends_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.data.tokens.raw.BLOCK", 10)
+    end = Gpt2.eos
+    file = raw(tmp_path / "a/b.npy", [*range(25), end, end, *range(30, 44), end, 7])
+    wanted = [[*range(25), end], [end], [*range(30, 44), end], [7]]
+    assert all_tokens(opened(file, tmp_path)) == wanted
+    assert all_tokens(opened(tmp_path / "a", tmp_path)) == wanted
+    settings = {"dtype": "uint16", "end": 24, "suffix": ".npy"}
+    by_another = opened(file, tmp_path, TOKEN_FORMATS["raw"](**settings))
+    assert [len(tokens) for tokens in all_tokens(by_another)] == [25, 18]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "message"),
+    [
+        ([1, 2, 3] * 6, "<u2", r"byte 0: no document ends: none of its 18 tokens \(uint16\)"),
+        ([1, 2, 3, Gpt2.eos] * 6, "<u4", r"byte 0: every second uint16 is 0, as in wider"),
+    ],
+)
+def test_raw_tokens_of_another_tokenizer_are_refused(
+    tokens: list[int], dtype: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened(raw(tmp_path / "a.npy", tokens, dtype), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("start,end\n", ":1: wanted the start and end of a document"),
+        ("0,4\n3,8\n", ":2: a document from token 3 to 8; wanted after 4"),
+        ("0,4\n4,9\n", ":2: a document from token 4 to 9; wanted after 4, and within the 8"),
+        ("0,4\n", ":1: the documents end at token 4, and the file has 8 of uint16; set `dtype`"),
+    ],
+)
+def test_lines_of_documents_are_verified(lines: str, message: str, tmp_path: Path) -> None:
+    import gzip
+
+    file = raw(tmp_path / "a.npy", range(8))
+    with gzip.open(tmp_path / "a.csv.gz", "wt") as stream:
+        stream.write("0,5,name,0\n5,8,name,1\n")
+    assert all_tokens(opened(file, tmp_path)) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    with gzip.open(tmp_path / "a.csv.gz", "wt") as stream:
+        stream.write(lines)
+    os.utime(file, (1, 1))
+    with pytest.raises(ConfigError, match=f"a.csv.gz{message}"):
+        opened(file, tmp_path)
+
+
+def test_a_real_npy_is_read_by_its_header(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    end = Gpt2.eos
+    np.save(tmp_path / "a.npy", np.array([1, 2, end, 3, end], np.int32))
+    np.save(tmp_path / "b.npy", np.arange(6, dtype=np.uint16).reshape(2, 3))
+    with caplog.at_level("INFO", "torchtitan"):
+        assert all_tokens(opened(tmp_path / "a.npy", tmp_path)) == [[1, 2, end], [3, end]]
+    assert "a.npy has a header of NumPy, int32 (5,); it is used" in caplog.text
+    assert all_tokens(opened(tmp_path / "b.npy", tmp_path)) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(3, np.float32), "a .npy of <f4; wanted little-endian integers"),
+        (np.zeros(3, ">i4"), "a .npy of >i4; wanted little-endian integers"),
+        (np.zeros((2, 3), np.uint16, order="F"), r"a .npy of shape \(2, 3\)"),
+        (np.zeros((1, 2, 3), np.uint16), r"a .npy of shape \(1, 2, 3\)"),
+        (np.array([{}]), "a .npy that NumPy cannot map"),
+    ],
+)
+def test_other_arrays_are_refused(array: Any, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ConfigError, match=f"a.npy: byte 0: {message}"):
+        opened(tmp_path / "a.npy", tmp_path)
+
+
+# --- indices and verbs ---
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_shards_on_a_store_are_read_and_indexed(name: str, tmp_path: Path) -> None:
+    folder = location(f"memory://formats/{name}")
+    for file in write(tmp_path / "shards", name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    assert all_tokens(opened(folder, tmp_path)) == expected(12)
+    settings = ["--set", "dtype=uint16"] if name == "raw" else []
+    assert main(["data", "index", str(folder), "--cache", str(tmp_path), *settings]) == 0
+    assert name == "raw" or opened(folder, tmp_path).description.content is not None
+
+
+def test_large_shards_have_no_checksums_until_they_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, words = write(tmp_path / "shards", "megatron"), ["--cache", str(tmp_path)]
+    monkeypatch.setattr(checksums, "LIMIT", 500)
+    monkeypatch.setattr(checksums, "PART", 100)
+    assert opened(shards, tmp_path).description.content is None
+    assert "have no checksums, so a changed byte in the tokens would go unnoticed" in caplog.text
+    assert main(["data", "verify", str(shards), *words]) == 2
+    assert main(["data", "index", str(shards), *words, "--processes", "2"]) == 0
+    found = opened(shards, tmp_path)
+    assert found.description.content is not None
+    assert all_tokens(found) == expected(12)
+    assert main(["data", "verify", str(shards), *words, "--processes", "2"]) == 0
+
+
+def test_recorded_digests_of_files_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, words = shutil.copytree(SAVED / "mds-int32", tmp_path / "x"), ["--cache", str(tmp_path)]
+    assert main(["data", "index", str(shards), *words]) == 0
+    edit(shards / "index.json", say('"sha1": "', '"sha1": "0'))
+    damage = f"{shards / MDS}: damaged: its sha1 is not what its index says"
+    capsys.readouterr()
+    assert main(["data", "verify", str(shards), *words]) == 1
+    assert damage in capsys.readouterr().out
+    assert main(["data", "index", str(shards), *words]) == 2
+    assert damage in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_conversion_keeps_every_document(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TOKEN_FORMATS[name], "shard_bytes", 300)
+    source, output = write(tmp_path / "source", "datatrove"), tmp_path / "output"
+    words = ["--cache", str(tmp_path), "--processes", "2" if name == "mds" else "1"]
+    assert main(["data", "convert", str(source), str(output), "--to", name, *words]) == 0
+    found = opened(output, tmp_path)
+    assert found.description.format == name
+    assert len(found.description.shards) > 1
+    assert all_tokens(found) == expected(12)
+    assert not list(tmp_path.glob("*.unfinished"))
+    assert main(["data", "convert", str(source), str(output), "--to", name, *words]) == 2
+
+
+def test_conversion_of_tokens_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write(tmp_path / "source", "torchtitan"), tmp_path / "output"
+    assert main(["data", "convert", str(source), str(output), "--dtype", "uint8"]) == 2
+    assert re.search(r"document \d+, byte \d+: token \d+ is no uint8", capsys.readouterr().err)
+    assert main(["data", "convert", str(source), str(output), "--to", "auto"]) == 2
+    assert main(["data", "convert", str(source), str(output), "--to", "litdat"]) == 2
+    assert "did you mean litdata?" in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "megatorn"], "--format: got megatorn\n  did you mean megatron?"),
+        (["--set", "colum=x"], "--set colum: Extra inputs are not permitted"),
+        (["--format", "raw"], "no tokens in the format raw"),
+    ],
+)
+def test_options_of_formats(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = write(tmp_path / "shards", "mds")
+    assert main(["data", "index", str(shards), *words]) == 2
+    assert message in capsys.readouterr().err

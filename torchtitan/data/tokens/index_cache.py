@@ -1,0 +1,128 @@
+"""Opening of tokenized documents, with an index that one process builds for all."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torchtitan.config import ConfigError, allowed_names
+from torchtitan.data.file_cache import (
+    CACHE_LIMIT,
+    GIB,
+    FileCache,
+    Stamp,
+    cache_folder,
+    fetch,
+    locked,
+    stamps_of,
+    writing,
+)
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokens.checksums import of_one_dtype, record_small
+from torchtitan.data.tokens.formats import TOKEN_FORMATS, OwnFormat, TokenFormat, root_of
+from torchtitan.data.tokens.index import (
+    ARRAYS,
+    INDEX,
+    ShardTable,
+    TokenDocuments,
+    array_file,
+    read_description,
+    write_index,
+)
+from torchtitan.logging import logger
+from torchtitan.remote import RemotePath
+
+REMOTE_WINDOW = 8.0
+"""Default of `data.shuffle_window` for URLs, in GiB."""
+
+Recorder = Callable[[Path, Iterable[ShardTable]], Iterator[ShardTable]]
+"""Function that adds checksums to the tables of shards in a folder."""
+
+
+def find_format(path: Path, format: TokenFormat) -> TokenFormat | None:
+    """Return the format of the files at `path`, which `format` may leave open; None if unknown."""
+    if format.name != "auto":
+        return format
+    formats = (cls() for name, cls in TOKEN_FORMATS.items() if name != "auto")
+    return next((each for each in formats if each.files(path)), None)
+
+
+def index_folder(path: Path, format: TokenFormat, tokenizer: Tokenizer, cache: Path | None) -> Path:
+    """Return the folder of the index of the shards at `path`."""
+    if isinstance(format, OwnFormat) and not isinstance(path, RemotePath):
+        return path
+    settings = format.resolved(tokenizer).model_dump()
+    key = hashlib.sha256(json.dumps([str(path.resolve()), settings]).encode())
+    return cache_folder(path, cache) / f"index-{format.name}-{key.hexdigest()[:12]}"
+
+
+def open_tokens(
+    path: Path,
+    format: TokenFormat,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    cache: Path | None,
+    *,
+    shuffle_window: float | None = None,
+    cache_limit: float = CACHE_LIMIT,
+    record: Recorder | None = None,
+) -> TokenDocuments:
+    """Open the shards at `path`, building their index if there is none yet.
+
+    Args:
+        cache: folder of `data.cache`.
+        shuffle_window: the setting `data.shuffle_window`.
+        cache_limit: the setting `data.cache_limit`.
+        record: adds the checksums that an index must have; None: those of small shards are added.
+
+    Raises:
+        ConfigError: if the files are not shards of tokens, or damaged.
+    """
+    files = format.files(path)
+    if not files:
+        raise ConfigError(
+            f"{path}: no tokens in the format {format.name}; "
+            f"{allowed_names(format.name, TOKEN_FORMATS)}"
+        )
+    root, folder = root_of(path), cache_folder(path, cache)
+    stamps, copies = stamps_of(files, root), None
+    if isinstance(root, RemotePath):
+        shuffle_window = shuffle_window or REMOTE_WINDOW
+        version = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+        copies = FileCache(root, version, folder, int(cache_limit * GIB))
+    index = index_folder(path, format, tokenizer, cache)
+    if index != path:
+        with locked(index):
+            if not _is_current(index, stamps, has_checksums=record is not None):
+                logger.info("data: indexing %s (%s, %d files)", path, format.name, len(files))
+                if copies is not None and isinstance(format, OwnFormat):
+                    _fetch_index(copies.root, index)
+                else:
+                    local = copies.path(path) if copies else path
+                    tables = of_one_dtype(root, format.tables(local, tokenizer))
+                    if record or copies is None:
+                        tables = (record or record_small)(root_of(local), tables)
+                    with writing(index):
+                        write_index(index, format.name, tables)
+                (index / "files.json").write_text(json.dumps(stamps))
+    return TokenDocuments(root, index, vocab_size, shuffle_window=shuffle_window, cache=copies)
+
+
+def _fetch_index(root: RemotePath, index: Path) -> None:
+    """Fetch the index next to remote shards."""
+    shutil.rmtree(index, ignore_errors=True)
+    sizes = root.sizes()
+    for name in (*(array_file(index, name).name for name in ARRAYS), INDEX):
+        if name in sizes:
+            fetch(root / name, sizes[name], index / name)
+
+
+def _is_current(index: Path, stamps: Sequence[Stamp], *, has_checksums: bool) -> bool:
+    """Whether an index was built from files with these stamps, and has checksums if it must."""
+    try:
+        found = json.loads((index / "files.json").read_text())
+        about = read_description(index)
+    except (OSError, ValueError):
+        return False
+    return bool(found == stamps) and (about.content is not None or not has_checksums)

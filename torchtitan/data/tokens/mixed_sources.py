@@ -1,0 +1,178 @@
+"""Opening of the sources of a mixture, or of a single tokenized data set."""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.config import ConfigError
+from torchtitan.data.file_cache import GIB, cache_folder
+from torchtitan.data.settings import DATASETS, TOKENS_FIRST, DataConfig, SourceConfig
+from torchtitan.data.sources import open_source, path_of, stamps
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokens.formats import TokenFormat
+from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit
+from torchtitan.data.tokens.index_cache import find_format, open_tokens
+from torchtitan.data.tokens.tokenizing import tokenize
+from torchtitan.logging import logger
+from torchtitan.remote import location
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """A source of tokenized documents, and its settings."""
+
+    config: SourceConfig
+    documents: TokenDocuments
+
+    @property
+    def name(self) -> str:
+        """Name of the source."""
+        return self.config.label
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """Digests that tell whether the source has changed; None where unknown."""
+        about, window = self.documents.description, self.documents.shuffle_window
+        return {
+            "fingerprint": about.fingerprint,
+            "content": about.content,
+            "shuffle_window": f"{window:g} GiB" if window else "all documents",
+        }
+
+    @property
+    def epochs(self) -> int | None:
+        """Number of times that the source may be read; None: any."""
+        return None if self.config.repeat else math.ceil(self.config.epochs or 1)
+
+
+def open_token_sources(
+    config: DataConfig, tokenizer: Tokenizer, vocab_size: int
+) -> list[TokenSource] | None:
+    """Open the sources of the section; None if it reads text that is tokenized while training.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    if not config.sources:
+        documents = _open_shards(config, tokenizer, vocab_size)
+        alone = SourceConfig(
+            name="data", weight=1, repeat=True, accept_changes=config.accept_changes
+        )
+        return None if documents is None else [TokenSource(alone, documents)]
+    sources = [
+        TokenSource(source, open_tokenized(config.of_source(source), tokenizer, vocab_size))
+        for source in config.sources
+    ]
+    needed = sum(source.documents.cache_bytes for source in sources)
+    check_limit(int(config.cache_limit * GIB), needed, "two windows of the shards of each source")
+    return sources
+
+
+def shards_of(config: DataConfig) -> tuple[Path, TokenFormat] | None:
+    """Return the path and format of the shards that the section names; None if it names text."""
+    if config.sources or config.dataset in DATASETS:
+        return None
+    path = location(config.dataset)
+    format = find_format(path, config.format)
+    return (path, format) if format else None
+
+
+def check_way(config: DataConfig) -> None:
+    """Refuse settings that only text that is tokenized while training has, or only tokens."""
+    if config.sources:
+        return
+    is_text = shards_of(config) is None
+    if config.packing == "best_fit" and is_text:
+        raise ConfigError(f'data.packing = "best_fit": {TOKENS_FIRST}')
+    if config.validation_fraction is not None and not is_text:
+        raise ConfigError(
+            "data.validation_fraction: tokens have no held-out part; remove it, and name other "
+            "data in [validation]"
+        )
+
+
+def _open_shards(
+    config: DataConfig, tokenizer: Tokenizer, vocab_size: int
+) -> TokenDocuments | None:
+    found = shards_of(config)
+    if found is None:
+        return None
+    cache = location(config.cache) if config.cache else None
+    documents = open_tokens(
+        *(*found, tokenizer, min(vocab_size, tokenizer.vocab_size), cache),
+        shuffle_window=config.shuffle_window,
+        cache_limit=config.cache_limit,
+    )
+    made_by = documents.description.tokenizer
+    if made_by not in (None, tokenizer.fingerprint):
+        raise ConfigError(
+            f"{found[0]}: its tokens were made by another tokenizer, {made_by}, and "
+            f"model.tokenizer_path is {tokenizer.fingerprint}; set it to the same"
+        )
+    return documents
+
+
+def open_tokenized(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> TokenDocuments:
+    """Open the tokens of one source; text is tokenized first, once, by one process of the node.
+
+    Raises:
+        ConfigError: if it cannot be read, or is streamed from elsewhere.
+    """
+    documents = _open_shards(config, tokenizer, vocab_size)
+    if documents is not None:
+        return documents
+    folder = folder_of_tokens(config, tokenizer)
+    if not (folder / INDEX).is_file():
+        logger.info(
+            "data: tokenizing %s once, into %s", config.dataset_path or config.dataset, folder
+        )
+        tokenize(config, tokenizer, folder, processes=os.cpu_count() or 1, show_progress=True)
+    return TokenDocuments(folder, folder, vocab_size)
+
+
+def folder_of_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path:
+    """Return the folder in the cache for the tokens of a source of text.
+
+    Raises:
+        ConfigError: if it cannot be read, or is streamed from elsewhere.
+    """
+    dataset = DATASETS.get(config.dataset)
+    if dataset and (dataset.drawn or (dataset.kind == "hub" and config.streaming)):
+        how = "drawn at random" if dataset.drawn else "streamed"
+        raise ConfigError(
+            f"{config.dataset} is {how}, and a mixture reads tokens that are stored; write them "
+            f"with torchtitan data tokenize --dataset {config.dataset}, and name their folder"
+        )
+    text = open_source(config, tokenizer, seed=0)
+    made_of = {key: value for key, value in text.identity.items() if key not in ("seed", "shuffle")}
+    made_of |= {
+        "tokenizer": tokenizer.fingerprint,
+        "add_bos": config.add_bos,
+        "add_eos": config.add_eos,
+    }
+    # The identity has names and sizes only, which other files in the same cache may have too.
+    key = json.dumps([made_of, stamps(config)], sort_keys=True).encode()
+    return _cache(config) / f"tokens-{hashlib.sha256(key).hexdigest()[:12]}"
+
+
+def untokenized(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return the names of the sources of text that have yet to be tokenized.
+
+    Raises:
+        ConfigError: if one of them cannot be read.
+    """
+    sections = [(source.label, config.of_source(source)) for source in config.sources]
+    return [
+        name
+        for name, section in sections
+        if shards_of(section) is None
+        and not (folder_of_tokens(section, tokenizer) / INDEX).is_file()
+    ]
+
+
+def _cache(config: DataConfig) -> Path:
+    """Return the folder for the tokens of a text source."""
+    return cache_folder(path_of(config), location(config.cache) if config.cache else None)

@@ -1,0 +1,478 @@
+"""Tokenization of a source of text into shards, in parallel and restartable.
+
+The documents are divided into *parts*, which do not depend on the number of processes. A process
+writes a part into shards of its own, reads them back, and saves the table of their documents last.
+A part with a table is not tokenized again after a restart. `index.json` appears when all parts are
+complete; until then nothing reads the folder as shards.
+"""
+
+import gc
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from torchtitan.config import ConfigError, Unreachable
+from torchtitan.data.file_cache import locked
+from torchtitan.data.lanes import tokenized
+from torchtitan.data.order import Document, DocumentRange, Once, Position, Source
+from torchtitan.data.settings import DATASETS, DataConfig
+from torchtitan.data.sources import open_source
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokens.index import (
+    ARRAYS,
+    INDEX,
+    IndexDescription,
+    ShardTable,
+    ShardWriter,
+    checksum,
+    read_description,
+    write_index,
+)
+from torchtitan.logging import logger, make_progress, on_terminal
+
+SHARD_TOKENS = 2**27
+"""Tokens after which a shard is complete: 256 MiB, or 512 MiB for a large vocabulary."""
+SETTINGS = "source.json"
+"""Record of the source and the settings of the shards in a folder."""
+UNFINISHED = "tokenizing"
+"""Folder of the tables of complete parts, until the index is written."""
+SECONDS = 30.0
+"""Seconds between reports of progress in a log."""
+
+
+def tokenize(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    output: Path,
+    *,
+    processes: int = 1,
+    max_tokens: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    show_progress: bool = False,
+) -> IndexDescription:
+    """Tokenize the documents of a section `[data]`, in their order, into shards in `output`.
+
+    The shards are the same for any number of processes. A call that was interrupted is continued
+    by the next, and a complete folder is left as it is. If several processes call this at a time,
+    one works and the others wait.
+
+    Args:
+        max_tokens: limit of the tokens, at which the last whole document ends.
+        shard_tokens: number of tokens after which a shard is complete.
+        show_progress: show a progress bar, or log the progress if there is no terminal.
+
+    Raises:
+        ConfigError: if the documents cannot be read, or `output` has other contents.
+    """
+    if config.add_bos and tokenizer.lost_bos:
+        raise ConfigError(tokenizer.lost_bos)
+    named = DATASETS.get(config.dataset)
+    if named and (named.content != "text" or named.drawn):
+        raise ConfigError(
+            f"data.dataset: got {config.dataset}: {named.about}; name a data set of text, or a path"
+        )
+    source = open_source(config.model_copy(update={"shuffle": False}), tokenizer, seed=0)
+    work = _Tokenization(config, source, tokenizer, output, max_tokens, shard_tokens)
+    if not work.is_complete():
+        with locked(output / UNFINISHED / "parts"):
+            if not work.is_complete():
+                work.run(processes, show_progress)
+    return read_description(output)
+
+
+class _Part(NamedTuple):
+    """A complete part."""
+
+    number: int
+    tokens: int
+    note: str | None
+    """Warning about earlier work on it."""
+
+
+class _Tokenization:
+    """Parts of a source, and the files that they are written to."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        source: Source,
+        tokenizer: Tokenizer,
+        output: Path,
+        max_tokens: int | None,
+        shard_tokens: int,
+    ) -> None:
+        self._config, self._source, self._tokenizer = config, source, tokenizer
+        self._output, self._max_tokens, self._shard_tokens = output, max_tokens, shard_tokens
+        self._dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        divided = getattr(source, "parts", None)
+        self._parts: list[DocumentRange] = (
+            divided() if divided else [DocumentRange(None, Position(1, 0))]
+        )
+        identity = {k: v for k, v in source.identity.items() if k not in ("shuffle", "seed")}
+        self._settings = {
+            "source": identity,
+            "held_out": config.is_held_out,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "add_bos": config.add_bos,
+            "add_eos": config.add_eos,
+            "max_tokens": max_tokens,
+            "shard_tokens": shard_tokens,
+        }
+        path = config.dataset_path or config.dataset
+        self._about = f"{path}: {', '.join(f'{key} {value}' for key, value in identity.items())}"
+
+    def is_complete(self) -> bool:
+        """Whether the shards are complete.
+
+        Raises:
+            ConfigError: if the folder has other contents.
+        """
+        output, file = self._output, self._output / SETTINGS
+        if not file.exists():
+            if output.is_dir() and any(found.name != UNFINISHED for found in output.iterdir()):
+                self._refuse("it has other files")
+            return False
+        try:
+            earlier = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            self._refuse(f"its {SETTINGS} is damaged")
+        if different := [key for key, value in self._settings.items() if earlier.get(key) != value]:
+            changes = [f"{k} was {earlier.get(k)}, is {self._settings[k]}" for k in different]
+            self._refuse(f"it has tokens of other settings: {'; '.join(changes)}")
+        return (output / INDEX).exists()
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ConfigError(f"{self._output}: {why}; choose another folder, or delete this one")
+
+    def run(self, processes: int, show_progress: bool) -> None:
+        """Tokenize all parts that are not complete, and write the index."""
+        unfinished = self._output / UNFINISHED / SETTINGS
+        unfinished.write_text(json.dumps(self._settings, indent=1) + "\n", encoding="utf-8")
+        unfinished.rename(self._output / SETTINGS)
+        processes = min(processes, len(self._parts))
+        if multiprocessing.current_process().daemon:
+            processes = 1  # it may not start others
+        documents: Any = self._source.identity.get("documents")
+        progress = _Progress(documents, processes, show_progress)
+        done: dict[int, int] = {}
+        following = tokens = 0
+        parts = self._forked(processes, progress) if processes > 1 else self._here(progress)
+        for part in parts:
+            if part.note:
+                logger.warning("%s", part.note)
+            done[part.number] = part.tokens
+            while following in done:
+                tokens += done[following]
+                following += 1
+            if self._max_tokens is not None and tokens >= self._max_tokens:
+                break
+        parts.close()
+        progress.close()
+        self._finish(following)
+
+    def _here(self, progress: "_Progress") -> Generator[_Part, None, None]:
+        for number in range(len(self._parts)):
+            yield self._part(number, progress.of(0))
+
+    def _forked(self, processes: int, progress: "_Progress") -> Generator[_Part, None, None]:
+        """Yield the parts as processes complete them."""
+        # As in `torchtitan.local_ranks`; what is registered and opened is there after a fork.
+        context = multiprocessing.get_context("fork")
+        following = context.Value("q", 0)
+        working: dict[Any, Any] = {}
+        reader: Any
+        try:
+            # Processes ignore Ctrl-C, which this one acts upon. In a fork, Python would lose it.
+            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for number in range(processes):
+                    reader, writer = context.Pipe(duplex=False)
+                    arguments = following, progress.of(number), writer
+                    process = context.Process(target=self._work, args=arguments, daemon=True)
+                    process.start()
+                    writer.close()
+                    working[reader] = process
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
+            while working:
+                for reader in wait(list(working), 0.1):
+                    try:
+                        message = reader.recv()
+                    except EOFError:
+                        process = working.pop(reader)
+                        process.join()
+                        if process.exitcode:
+                            raise ConfigError(
+                                "a process that tokenizes was ended, perhaps for lack of memory "
+                                f"(status {process.exitcode}); use fewer processes, and run the "
+                                "same command again to continue"
+                            ) from None
+                    else:
+                        if isinstance(message, Exception):
+                            raise message
+                        yield message
+                progress.show()
+        finally:
+            for process in working.values():
+                process.kill()
+                process.join()
+
+    def _work(self, following: Any, counter: "_Counter", results: Connection) -> None:
+        """Complete parts in a process of its own, until none are left."""
+        gc.freeze()  # garbage of the parent may hold threads that a fork does not have
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            while True:
+                with following.get_lock():
+                    number = following.value
+                    following.value += 1
+                if number >= len(self._parts):
+                    return
+                results.send(self._part(number, counter))
+        except (ConfigError, Unreachable) as error:
+            results.send(error)
+
+    def _part(self, number: int, counter: "_Counter") -> _Part:
+        """Complete a part, or verify that it is complete."""
+        file, note = self._output / UNFINISHED / f"{number:06d}.npz", None
+        if file.exists():
+            tables = list(_load(file))
+            if (damage := self._damage(tables)) is None:
+                counter.skip(tables)
+                return _Part(number, _tokens(tables), None)
+            note = f"{damage}; its documents are tokenized again"
+        try:
+            tables = self._write(number, counter)
+            if damage := self._damage(tables):
+                raise ConfigError(f"{damage} right after it was written; check the disk")
+            _save(file, tables)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or self._output}: {error.strerror}; the same command continues "
+                "when that is mended"
+            ) from None
+        return _Part(number, _tokens(tables), note)
+
+    def _write(self, number: int, counter: "_Counter") -> list[ShardTable]:
+        """Write the shards of a part."""
+        tables: list[ShardTable] = []
+        total, config = 0, self._config
+        documents = tokenized(
+            self._documents(self._parts[number]),
+            self._tokenizer,
+            add_bos=config.add_bos,
+            add_eos=config.add_eos,
+        )
+        limit = self._max_tokens or sys.maxsize
+        while total < limit and (document := next(documents, None)):
+            name, end = f"{number:06d}-{len(tables):03d}.tokens", total + self._shard_tokens
+            with ShardWriter(self._output / name, self._dtype) as writer:
+                while document:
+                    tokens = document[1]
+                    writer.add(tokens)
+                    counter.count(len(tokens))
+                    total += len(tokens)
+                    document = None if total >= min(end, limit) else next(documents, None)
+                tables.append(writer.close())
+        counter.publish()
+        return tables
+
+    def _documents(self, part: DocumentRange) -> Iterator[Document]:
+        begin, end = part
+        if begin is None:
+            return Once(self._source).read({0: None}, 1)[0]
+        documents = self._source.read({0: begin}, 1)[0]
+        if begin.round == end.round:  # so that none is read in vain
+            documents = itertools.islice(documents, end.document - begin.document)
+        return itertools.takewhile(lambda document: document.position < end, documents)
+
+    def _damage(self, tables: Sequence[ShardTable]) -> str | None:
+        """Read shards back; return the first difference from their tables."""
+        for table in tables:
+            file = self._output / table.file
+            if not file.is_file() or file.stat().st_size != table.bytes:
+                return f"{file}: missing or truncated"
+            assert table.checksums is not None
+            content = np.asarray(np.memmap(file, np.dtype(table.dtype).newbyteorder("<"), "r"))
+            end = 0
+            for document, (length, expected) in enumerate(
+                zip(table.lengths.tolist(), table.checksums.tolist(), strict=True)
+            ):
+                begin, end = end, end + length
+                if checksum(content[begin:end]) != expected:
+                    byte = begin * content.itemsize
+                    return f"{file}: document {document}, byte {byte:,}: damaged"
+        return None
+
+    def _finish(self, parts: int) -> None:
+        """Write the index of the first `parts` parts, up to the limit of tokens."""
+        tables = list(self._limited(parts))
+        if not tables:
+            raise ConfigError(
+                f"{self._about}: "
+                + "no document has text"
+                + " within the limit of tokens; raise it" * (self._max_tokens is not None)
+            )
+        kept = {table.file for table in tables}
+        for file in [*self._output.glob("*.tokens"), *self._output.glob("*.tokens.unfinished")]:
+            if file.name not in kept:
+                file.unlink()
+        write_index(
+            self._output,
+            "torchtitan",
+            tables,
+            tokenizer=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            add_bos=self._config.add_bos,
+            add_eos=self._config.add_eos,
+            source=self._about,
+        )
+        shutil.rmtree(self._output / UNFINISHED)
+
+    def _limited(self, parts: int) -> Iterator[ShardTable]:
+        """Yield the tables of the first `parts` parts; cut the shard at the limit of tokens."""
+        left = self._max_tokens
+        for number in range(parts):
+            for table in _load(self._output / UNFINISHED / f"{number:06d}.npz"):
+                if left is None:
+                    yield table
+                    continue
+                ends = np.cumsum(table.lengths, dtype=np.int64)
+                fitting = int(np.searchsorted(ends, left, side="right"))
+                if fitting == len(ends):
+                    left -= int(ends[-1])
+                    yield table
+                    continue
+                if fitting:
+                    cut = _first(table, fitting)
+                    os.truncate(self._output / cut.file, cut.bytes)
+                    yield cut
+                return
+
+
+def _tokens(tables: Sequence[ShardTable]) -> int:
+    return sum(int(table.lengths.sum(dtype=np.int64)) for table in tables)
+
+
+def _first(table: ShardTable, documents: int) -> ShardTable:
+    """Return the table of a shard with only its first documents."""
+    assert table.checksums is not None
+    lengths = table.lengths[:documents]
+    size = int(lengths.sum(dtype=np.int64)) * np.dtype(table.dtype).itemsize
+    starts, checksums = table.starts[:documents], table.checksums[:documents]
+    return replace(table, bytes=size, starts=starts, lengths=lengths, checksums=checksums)
+
+
+def _save(file: Path, tables: Sequence[ShardTable]) -> None:
+    """Write the tables of the shards of a part."""
+    arrays: dict[str, Any] = {
+        "about": np.array([(table.file, table.bytes, table.dtype) for table in tables], np.str_),
+        "documents": [len(table.lengths) for table in tables],
+    }
+    for name in ARRAYS:
+        arrays[name] = np.concatenate([getattr(table, name) for table in tables] or [[]])
+    unfinished = file.with_suffix(".unfinished")
+    with unfinished.open("wb") as stream:
+        np.savez(stream, **arrays)
+    unfinished.rename(file)
+
+
+def _load(file: Path) -> Iterator[ShardTable]:
+    """Read the tables of the shards of a part."""
+    with np.load(file) as saved:
+        ends = np.cumsum(saved["documents"])
+        arrays = {name: np.split(saved[name], ends[:-1]) for name in ARRAYS}
+        for n, (name, size, dtype) in enumerate(saved["about"].tolist()):
+            yield ShardTable(
+                name, int(size), dtype, **{key: array[n] for key, array in arrays.items()}
+            )
+
+
+class _Progress:
+    """Progress of all processes, as a bar, or in the log."""
+
+    def __init__(self, documents: int | None, processes: int, is_visible: bool) -> None:
+        self._memory = np.frombuffer(mmap.mmap(-1, 24 * processes), np.int64)  # shared with forks
+        self.counts = self._memory.reshape(processes, 3)
+        self._documents, self._is_visible = documents, is_visible
+        self._start = self._shown = time.monotonic()
+        self._bar: Any = None
+        if is_visible and on_terminal():
+            from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = *Progress.get_default_columns()[:2], MofNCompleteColumn()
+            about = TextColumn("{task.fields[about]}")
+            self._bar = make_progress(*columns, about, TimeRemainingColumn())
+            self._task = self._bar.add_task("documents", total=documents, about="")
+            self._bar.start()
+
+    def of(self, number: int) -> "_Counter":
+        """Return the counter of a process."""
+        return _Counter(self, number)
+
+    def show(self, *, is_last: bool = False) -> None:
+        """Show the progress, if it is time."""
+        now = time.monotonic()
+        if not self._is_visible or (
+            not is_last and now - self._shown < (0.1 if self._bar else SECONDS)
+        ):
+            return
+        self._shown = now
+        documents, tokens, new = self.counts.sum(axis=0).tolist()
+        about = f"{tokens:,} tokens, {new / max(now - self._start, 1e-9):,.0f} tokens/s"
+        if self._bar:
+            self._bar.update(self._task, completed=documents, about=about, refresh=True)
+        else:
+            out_of = f" of {self._documents:,}" if self._documents else ""
+            logger.info("tokenized %s%s documents: %s", f"{documents:,}", out_of, about)
+
+    def close(self) -> None:
+        self.show(is_last=True)
+        if self._bar:
+            self._bar.stop()
+
+
+class _Counter:
+    """Counter of one process's tokens; in a fork, the process ends with its parent."""
+
+    every = 2**16
+    """Tokens after which the count is published."""
+
+    def __init__(self, progress: _Progress, number: int) -> None:
+        self._progress, self._published = progress, progress.counts[number]
+        self._documents = self._tokens = 0
+        self._parent = os.getpid()
+
+    def count(self, tokens: int) -> None:
+        """Add a document that was tokenized."""
+        self._documents += 1
+        self._tokens += tokens
+        if self._tokens >= self.every:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what was counted since the last time."""
+        self._published += (self._documents, self._tokens, self._tokens)
+        self._documents = self._tokens = 0
+        if os.getpid() == self._parent:
+            self._progress.show()
+        elif os.getppid() != self._parent:
+            os._exit(1)
+
+    def skip(self, tables: Sequence[ShardTable]) -> None:
+        """Add the documents of a part that was complete."""
+        self._published += (sum(len(table.lengths) for table in tables), _tokens(tables), 0)

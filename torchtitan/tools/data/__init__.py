@@ -1,0 +1,1 @@
+"""The verbs of `torchtitan data`, a module each."""

@@ -1,0 +1,153 @@
+"""`torchtitan data index` and `verify`: shards of tokens, and what their index records of them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice, zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from torchtitan.config import ConfigError
+from torchtitan.data import load_tokenizer
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokens.checksums import record_all, wrong_digests
+from torchtitan.data.tokens.formats import TokenFormat, root_of
+from torchtitan.data.tokens.index import (
+    ARRAYS,
+    INDEX,
+    ShardTable,
+    TokenDocuments,
+    read_tables,
+    write_index,
+)
+from torchtitan.data.tokens.index_cache import index_folder, open_tokens
+from torchtitan.remote import RemotePath
+from torchtitan.tools.data.shard_options import (
+    Cache,
+    Format,
+    Processes,
+    Settings,
+    Shards,
+    ShardsAnywhere,
+    TokenizerPath,
+    all_cores,
+    byte_bar,
+    format_of,
+)
+from torchtitan.tools.options import Imports
+
+SHOWN = 20
+"""Number of differences that are printed."""
+
+
+def verify(
+    path: Shards,
+    format: Format = "auto",
+    settings: Settings = None,
+    cache: Cache = None,
+    tokenizer: TokenizerPath = None,
+    processes: Processes = None,
+    imports: Imports = None,
+) -> int:
+    """Read all shards, and compare them with their index; the exit status is 1 if they differ."""
+    found = format_of(path, format, settings, imports)
+    loaded = load_tokenizer(tokenizer)
+    index = index_folder(path, found, loaded, cache)
+    if not (index / INDEX).is_file():
+        raise ConfigError(f"{path}: no index to compare with; run `torchtitan data index {path}`")
+    recorded = TokenDocuments(root_of(path), index, 2**63)
+    about = recorded.description
+    if about.content is None:
+        raise ConfigError(
+            f"{index}: without checksums, only the structure could be verified; run `torchtitan "
+            f"data index {path}` while the data is known to be right"
+        )
+    with byte_bar("verifying", sum(shard.bytes for shard in about.shards)) as advance:
+        found_differences = differences(
+            path, found, loaded, index, recorded, processes or all_cores(), advance
+        )
+        lines = list(islice(found_differences, SHOWN))
+    print(*lines, sep="\n" if lines else "")
+    if not lines:
+        print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens: as recorded")
+    return 1 if lines else 0
+
+
+def differences(
+    path: Path,
+    format: TokenFormat,
+    tokenizer: Tokenizer,
+    index: Path,
+    recorded: TokenDocuments,
+    processes: int,
+    advance: Callable[[int], object],
+) -> Iterator[str]:
+    """Build the index again, and yield its differences from the recorded one."""
+    with TemporaryDirectory() as folder:
+        again = Path(folder)
+        try:
+            tables = format.tables(path, tokenizer)
+            about = write_index(
+                again, format.name, record_all(root_of(path), tables, processes, advance)
+            )
+        except ConfigError as error:
+            yield str(error)
+            return
+        yield from wrong_digests(format.digests(path))
+        count = 0
+        for old, new in zip_longest(read_tables(index), read_tables(again)):
+            if old is None or new is None or old.file != new.file:
+                names = (each.file if each else "none" for each in (old, new))
+                yield f"{recorded.root}: the next shard was {' and is now '.join(names)}"
+                return
+            for number in _wrong(old, new):
+                start = (old if number < len(old.starts) else new).starts[number]
+                count += 1
+                yield (
+                    f"{recorded.root / old.file}: document {number}, byte {start:,}: it is not as "
+                    "it was recorded"
+                )
+        found, known = (
+            replace(each, tokenizer=None, vocab_size=None, add_bos=None, add_eos=None, source=None)
+            for each in (about, recorded.description)
+        )
+        if not count and found != known:
+            yield f"{index / INDEX}: byte 0: it is not that of the documents"
+
+
+def _wrong(old: ShardTable, new: ShardTable) -> list[int]:
+    """Return the documents that differ; after them, the first that is in one of the tables."""
+    both = min(len(old.starts), len(new.starts))
+    different = np.zeros(both, np.bool_)
+    for name in ARRAYS:
+        different |= getattr(old, name)[:both] != getattr(new, name)[:both]
+    return [*np.flatnonzero(different).tolist(), *[both] * (len(old.starts) != len(new.starts))]
+
+
+def index(
+    path: ShardsAnywhere,
+    format: Format = "auto",
+    settings: Settings = None,
+    cache: Cache = None,
+    tokenizer: TokenizerPath = None,
+    processes: Processes = None,
+    imports: Imports = None,
+) -> None:
+    """Build the index of shards, with checksums of their tokens, before a run needs it."""
+    found = format_of(path, format, settings, imports)
+    loaded = load_tokenizer(tokenizer)
+    root, processes = root_of(path), processes or all_cores()
+    if isinstance(root, RemotePath):
+        total, processes = sum(root.sizes().values()), 1  # which fetches one after the other
+    else:
+        total = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        for damage in wrong_digests(found.digests(path)):
+            raise ConfigError(damage)
+    with byte_bar("reading", total) as advance:
+        record = partial(record_all, processes=processes, advance=advance)
+        about = open_tokens(
+            path, found, loaded, loaded.vocab_size, cache, record=record
+        ).description
+    print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens, with checksums")

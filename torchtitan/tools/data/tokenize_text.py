@@ -1,0 +1,70 @@
+"""`torchtitan data tokenize`: shards of tokens from any source of text."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan.data import DataConfig, load_tokenizer
+from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
+from torchtitan.tools.data.shard_options import Processes, TokenizerPath, all_cores
+from torchtitan.tools.options import Count, Imports, Text, import_modules
+
+
+def tokenize_text(
+    output: Annotated[Path, Text("FOLDER", "Folder to write.")],
+    dataset: Annotated[
+        str, Text("NAME", "Name of a data set of text, or a path (default: python_stdlib).")
+    ] = "python_stdlib",
+    dataset_path: Annotated[
+        str | None, Text("PATH", "File or folder of a data set that needs one.")
+    ] = None,
+    text_key: Annotated[
+        str, Text("KEY", "Column or key of the text, data.text_key (default: text).")
+    ] = "text",
+    document_bytes: Annotated[
+        int | None, Count("Split of long text files, data.document_bytes (default: 65536).")
+    ] = None,
+    tokenizer: TokenizerPath = None,
+    add_bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start documents by BOS.")] = True,
+    add_eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End documents by EOS.")] = True,
+    processes: Processes = None,
+    max_tokens: Annotated[
+        int | None, Count("Maximum number of tokens; the documents after it are left out.")
+    ] = None,
+    shard_tokens: Annotated[
+        int | None, Count(f"Tokens after which a shard is complete (default: {SHARD_TOKENS}).")
+    ] = None,
+    imports: Imports = None,
+) -> int:
+    """Tokenize text into shards; the same command continues after an interruption."""
+    import_modules(imports or (), "--imports")
+    settings: dict[str, Any] = {
+        "dataset": dataset,
+        "dataset_path": dataset_path,
+        "text_key": text_key,
+        "add_bos": add_bos,
+        "add_eos": add_eos,
+    }
+    if document_bytes is not None:
+        settings["document_bytes"] = document_bytes
+    try:
+        about = tokenize(
+            DataConfig.model_validate(settings),
+            load_tokenizer(tokenizer),
+            output,
+            processes=processes or all_cores(),
+            max_tokens=max_tokens,
+            shard_tokens=shard_tokens or SHARD_TOKENS,
+            show_progress=True,
+        )
+    except KeyboardInterrupt:
+        print(f"stopped; the same command continues ({output})", file=sys.stderr)
+        return 130
+    shards = len(about.shards)
+    print(
+        f"{output}: {about.documents:,} documents, {about.tokens:,} tokens, "
+        f"{shards} shard{'s' * (shards > 1)}"
+    )
+    return 0
