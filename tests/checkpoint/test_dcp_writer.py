@@ -26,7 +26,7 @@ from tests.checkpoint.test_torch_reader import eager
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
 from tests.runs import losses, train
-from tests.small_weights import FLAVORS, SCALING, SPEC, content, run, same, saved, weights
+from tests.small_weights import FLAVORS, IN_META, SCALING, SPEC, content, run, same, saved, weights
 from tests.tiers import tiers
 from tests.torchtitan_run import TorchTitanRun, save
 from torchtitan.checkpoint.dcp import writer
@@ -63,6 +63,16 @@ def test_torch_opens_weights(flavor: str, tmp_path: Path) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in theirs(flavor).items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert same(state, theirs(flavor))
+
+
+def test_sizes_that_torchtitan_does_not_have_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(saved(tmp_path / "ours", "window"), tmp_path / "dcp", target_format="dcp")
+    assert [message.split("TorchTitan cannot: ")[1] for message in caplog.messages] == [
+        "model.head_dim: TorchTitan's Llama has heads of dim / n_heads",
+        "model.sliding_window: TorchTitan's Llama attends to all tokens",
+    ]
 
 
 def test_torch_makes_one_file_of_it(tmp_path: Path) -> None:
@@ -267,8 +277,14 @@ def all_of(path: Path) -> dict[str, Tensor]:
     return {name: found.read(name) for name in found.shapes() if not name.startswith("rng.")}
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-@pytest.mark.parametrize("other", ["ours", "hf", "meta"])
+@pytest.mark.parametrize(
+    ("other", "flavor"),
+    [
+        (other, flavor)
+        for other in ("ours", "hf", "meta")
+        for flavor in (IN_META if other == "meta" else FLAVORS)
+    ],
+)
 def test_weights_come_back_to_the_bit(other: str, flavor: str, tmp_path: Path) -> None:
     away = run(saved(tmp_path / "ours", flavor), tmp_path / "dcp", target_format="dcp")
     back = run(away, tmp_path / "back", target_format=other, flavor=flavor, model="small")

@@ -105,7 +105,7 @@ def test_a_block_is_read_from_the_heads_it_is_in(
         return block(self, *words)
 
     monkeypatch.setattr(HuggingFaceWeights, "_block", watched)
-    e = ARGS.head_dim
+    e = ARGS.head_size
     source.read("model.layers.1.attention.wq.weight", (2 * e, 8), (3 * e, 16))
     source.read("model.layers.1.attention.wq.weight", (e + 1, 0), (2, ARGS.dim))
     source.read("model.layers.1.feed_forward.w1.weight", (5, 0), (7, ARGS.dim))
@@ -176,18 +176,19 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
     ("change", "told"),
     [
         (
-            {"architectures": ["MistralForCausalLM"]},
-            'architectures: got "MistralForCausalLM"; allowed: LlamaForCausalLM; add a model for '
-            "the weights of another network, see docs/extending.md",
+            {"architectures": ["MixtralForCausalLM"]},
+            'architectures: got "MixtralForCausalLM"; the nearest is MistralForCausalLM; allowed: '
+            "LlamaForCausalLM, MistralForCausalLM; add a model for the weights of another network, "
+            "see docs/extending.md",
         ),
         (
             {"architectures": None},
-            "architectures: got nothing; allowed: LlamaForCausalLM; add a model for the weights "
-            "of another network, see docs/extending.md",
+            "architectures: got nothing; allowed: LlamaForCausalLM, MistralForCausalLM; add a "
+            "model for the weights of another network, see docs/extending.md",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            'rope_scaling: got "linear"; llama3 has "llama3", or none',
+            'rope_scaling: got "linear"; supported: "llama3", or none',
         ),
     ],
     ids=str,

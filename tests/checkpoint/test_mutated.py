@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.mutations import mutate
 from tests.small_weights import SPEC, run, saved
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.weights.opening import find_format, open_hugging_face, open_meta
+from torchtitan.checkpoint.weights.opening import OPEN, find_format
 from torchtitan.checkpoint.weights.opening import open_ours as open_checkpoint
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, check_local, load_tokenizer, open_source, train_bpe
@@ -115,8 +115,8 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "parquet": (write_parquet, read_data),
     "tokenizer": (write_tokenizer, read_tokenizer),
     "ours": (write_ours, lambda folder: read_weights(folder, open_checkpoint)),
-    "hf": (write_hugging_face, lambda folder: read_weights(folder, open_hugging_face)),
-    "meta": (write_meta, lambda folder: read_weights(folder, open_meta)),
+    "hf": (write_hugging_face, lambda folder: read_weights(folder, OPEN["hf"])),
+    "meta": (write_meta, lambda folder: read_weights(folder, OPEN["meta"])),
     "dcp": (write_dcp, read_dcp),
 }
 """How a folder of each kind is written, and read whole."""

@@ -18,18 +18,19 @@ from tests.checkpoint.test_foreign import everything
 from tests.object_store import ObjectStore
 from tests.ranks import run_ranks
 from tests.runs import losses, train
-from torchtitan.checkpoint import SaveFailed, ranges, remote, saved_steps, saver
+from torchtitan import remote
+from torchtitan.checkpoint import SaveFailed, ranges, saved_steps, saver
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.ranges import FetchedFiles
-from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.remote import location
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
 

@@ -17,9 +17,10 @@ from torchtitan.checkpoint import contents
 from torchtitan.data import Batch, DataStream
 from torchtitan.data.lanes import Lane, SampleStart
 from torchtitan.device import Device
+from torchtitan.logging import progress_bar
 from torchtitan.parallel import ParallelModel
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify import measure, ranks
+from torchtitan.tools.verify import measure
 from torchtitan.tools.verify.measure import Step, TensorDifference
 from torchtitan.tools.verify.report import Resumption
 
@@ -242,8 +243,8 @@ def test_samples_of_all_ranks_are_joined() -> None:
 def test_the_bar_is_drawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "on_terminal", lambda: True)
+    monkeypatch.setattr("torchtitan.logging.on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with ranks._bar("the killed run", 4, lambda: 3) as show:
-        show()
+    with progress_bar("the killed run", 4) as show:
+        show(completed=3)
     assert "the killed run" in capsys.readouterr().err

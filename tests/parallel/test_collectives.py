@@ -27,6 +27,7 @@ from tests.layouts import (
     RESHARD,
     RING,
     SECOND,
+    ULYSSES,
     ZBV,
     Case,
     case,
@@ -71,6 +72,13 @@ CASES: dict[str, Case] = {
         cp=2, training=BFLOAT16, recompute=SECOND, **RING
     ),
     "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
+    "CP 2, Ulysses, bfloat16, every second block recomputed": case(
+        cp=2, training=BFLOAT16, recompute=SECOND, **ULYSSES
+    ),
+    "CP 4, ring, balanced by documents": LAYOUTS["CP 4, ring, balanced by documents"],
+    "CP 2, Ulysses, operators recomputed": case(cp=2, recompute=OPERATORS, **ULYSSES),
+    "CP 4, Ulysses, repeated keys": LAYOUTS["CP 4, Ulysses, repeated keys"],
+    "CP 2 x TP 2, Ulysses, documents": LAYOUTS["CP 2 x TP 2, Ulysses, documents"],
     "HSDP 2 x 2, which agree in every second step": case(
         replicate=2, shard=2, batch=1, communication=SECOND_STEPS
     ),
@@ -92,7 +100,13 @@ CASES: dict[str, Case] = {
 
 DAILY = (
     *("DDP 2, accumulating 4", "FSDP 2", "HSDP 2 x 2, accumulating 2", "TP 2", "TP 2, neither"),
-    *("CP 2, ring", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2", "one rank, bfloat16"),
+    *(
+        "CP 2, ring",
+        "CP 2, Ulysses, bfloat16, every second block recomputed",
+        "PP 2, ZBVZeroBubble",
+        "FSDP 2 x TP 2",
+        "one rank, bfloat16",
+    ),
     *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
     "FSDP 2 x PP 2, always reshard",
 )

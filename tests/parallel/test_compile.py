@@ -1,5 +1,6 @@
 """A compiled run is the same run as an eager one on one rank, in as few graphs as there can be."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,7 +18,7 @@ from tests.runs import Trace, trace, train
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel import CompileConfig, compile, cuda_graphs
+from torchtitan.parallel import CompileConfig, compile
 from torchtitan.torch_private.compiler import compiler_counts, keeps_nodes_of_functions
 
 # Of the compiler's own doings; a user does not see them.
@@ -74,8 +75,8 @@ def compiled(job: JobConfig) -> tuple[Trace, list[str]]:
 
 
 @cache
-def reference() -> Trace:
-    return run_ranks(trace, 1, recipe(layouts.ONE), True)[0]
+def reference(**model: Any) -> Trace:
+    return run_ranks(trace, 1, recipe(layouts.ONE.of(**model)), True)[0]
 
 
 def compare(found: Trace, expected: Trace) -> None:
@@ -135,14 +136,51 @@ def muon_is_compiled_with_the_rest(recompute: dict[str, Any], **more: Any) -> No
 
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, every second block recomputed"]))
 def test_it_is_the_same_run(name: str) -> None:
-    layout, graphs = CASES[name]
+    is_the_same_run(*CASES[name])
+
+
+def is_the_same_run(layout: Case, graphs: int) -> None:
+    """In so many graphs."""
     job = recipe(layout, enable=True, backend="aot_eager")
     for found, lines in run_ranks(compiled, layout.ranks, job):
-        compare(found, reference())
+        compare(found, reference(**layout.model))
         assert lines == [
             f"compile: {graphs} graphs of {BLOCKS} blocks and the loss, 0 graph breaks, "
             "0 recompilations"
         ]
+
+
+MASKS = {
+    "documents": {"attn_mask_type": "block_causal"},
+    "a window": {"sliding_window": 7},
+    "documents, a window": {"attn_mask_type": "block_causal", "sliding_window": 7},
+}
+
+
+RECOMPUTATIONS: dict[str, dict[str, Any]] = {"none": {}, "full": FULL, "operators": OPERATORS}
+
+
+@pytest.mark.parametrize(
+    ("mask", "recomputation"),
+    tiers(
+        [("documents, a window", "none"), *itertools.product(MASKS, ("full", "operators"))],
+        [("documents, a window", "none"), ("documents", "operators")],
+    ),
+)
+def test_documents_and_windows_are_in_the_graph(mask: str, recomputation: str) -> None:
+    """Batches with other documents need no other graphs."""
+    model = {"flavor": "deep", **MASKS[mask]}
+    training = {"steps": 3, "seq_len": 64}
+    make = partial(layouts.job, optimizer="SGD", model=model, training=training)
+    (expected,) = run_ranks(trace, 1, make(layouts.ONE), True)
+    settings = {"enable": True, "backend": "aot_eager"}
+    layout = case(batch=8, recompute=RECOMPUTATIONS[recomputation])
+    job = make(layout, compile=settings)
+    ((found, (line,)),) = run_ranks(compiled, 1, job)
+    compare(found, expected)
+    assert line == (
+        f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 graph breaks, 0 recompilations"
+    )
 
 
 def test_stages_share_no_loss() -> None:
@@ -308,7 +346,7 @@ def test_cuda_graphs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in (CompileConfig(enable=True), CompileConfig(enable=True, cuda_graphs=True)):
         compile.compiled(torch.sin, config)
         compile.compiled(torch.sin, config, {"epilogue_fusion": False})
-    cuda_graphs.Recorded().before_pass()
+    compile.Recorded().before_pass()
     own, recorded = {"epilogue_fusion": False}, {"triton.cudagraphs": True}
     assert [each["options"] for each in asked] == [None, own, recorded, recorded | own]
     assert len(marks) == 1

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -19,14 +21,16 @@ from torch.utils.checkpoint import (
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.models.attention import SelfAttention, causal_attention
-from torchtitan.models.llama3.model import Llama3
-from torchtitan.parallel import context, context_rotation
-from torchtitan.parallel.context import Cut, context_attention, shard
+from torchtitan.models.attention import SelfAttention, causal_attention, dense_attention
+from torchtitan.models.decoder import Decoder
+from torchtitan.parallel import context, context_pieces, context_rotation
+from torchtitan.parallel.context import context_attention, context_attention_backward, shard
+from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.parallel.settings import Balancing
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, reduce_scatter
+from torchtitan.torch_private.segment_kernels import segments_backward, segments_forward
 
 LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks
 ROTATIONS = ("allgather", "ring")
@@ -59,10 +63,15 @@ def differentiate(
     return dict(zip("qkv", (tensor.grad for tensor in inputs), strict=True)) | {"out": out.detach()}
 
 
-def mine(whole: Tensor, balancing: str, group: dist.ProcessGroup | None = None) -> Tensor:
+def mine(
+    whole: Tensor, balancing: str, group: dist.ProcessGroup | None = None, window: int = 0
+) -> Tensor:
     """This rank's part of (B, heads, LENGTH, E)."""
-    cut = Cut(dist.get_world_size(group), balancing)
-    return cut.part(whole.transpose(1, 2), dist.get_rank(group)).transpose(1, 2)
+    cut, rank = Cut(dist.get_world_size(group), balancing), dist.get_rank(group)
+    if balancing == "documents":
+        at = [row.positions(rank) for row in cut.rows(documents(), window)]
+        return torch.stack([x[:, p] for x, p in zip(whole, at, strict=True)])
+    return cut.part(whole.transpose(1, 2), rank).transpose(1, 2)
 
 
 def split(
@@ -70,10 +79,11 @@ def split(
     balancing: str,
     together: Tensor | None,
     group: dist.ProcessGroup | None = None,
+    window: int = 0,
 ) -> Callable[..., Tensor]:
     """Attention over the ranks of a group, by default all."""
-    name = (group or dist.group.WORLD).group_name
-    return lambda q, k, v: context_attention(q, k, v, together, name, rotation, balancing)[0]
+    name, rest = (group or dist.group.WORLD).group_name, (rotation, balancing, window)
+    return lambda q, k, v: context_attention(q, k, v, together, name, *rest)[0]
 
 
 # Sequences ------------------------------------------------------------------------------------
@@ -133,30 +143,80 @@ def test_tiles_are_the_causal_mask(size: int, balancing: Balancing) -> None:
 # Attention ------------------------------------------------------------------------------------
 
 
+MASKS = [
+    *((kv_heads, together, 0) for kv_heads in (2, 4) for together in (None, documents())),
+    *((2, None, 7), (2, documents(), 7), (2, documents(), 19)),
+]
+"""Key/value heads, documents and window."""
+
+
+@patch.object(context_pieces, "MIN_PIECE", 3)
 def compare_with_whole(device: str) -> None:
-    for kv_heads, together in itertools.product((2, 4), (None, documents().to(device))):
+    """With up to eight pieces on a rank."""
+    for kv_heads, together, window in MASKS:
         *qkv, grad = operands(kv_heads, torch.float32, device)
-        attention = partial(causal_attention, documents=together)
+        attention = partial(dense_attention, documents=together, window=window)
+        if together is None and not window:
+            attention = partial(causal_attention, documents=None)
         expected = differentiate(attention, *qkv, grad)
         half = [tensor.bfloat16() for tensor in (*qkv, grad)]
         rounded = differentiate(attention, *half)
         truth = differentiate(attention, *(tensor.float() for tensor in half))
-        for rotation, balancing in itertools.product(ROTATIONS, BALANCINGS):
-            where = f"{kv_heads} {together is not None} {rotation} {balancing}"
-            attention = split(rotation, balancing, together)
-            found = differentiate(attention, *(mine(x, balancing) for x in (*qkv, grad)))
+        balancings = BALANCINGS if together is None else (*BALANCINGS, "documents")
+        for rotation, balancing in itertools.product(ROTATIONS, balancings):
+            where = f"{kv_heads} {together is not None} {window} {rotation} {balancing}"
+            attention = split(rotation, balancing, together, window=window)
+            own = partial(mine, balancing=balancing, window=window)
+            found = differentiate(attention, *map(own, (*qkv, grad)))
             for name, value in found.items():
-                whole = mine(expected[name], balancing)
+                whole = own(expected[name])
                 off = ((value - whole).abs().max() / whole.abs().max()).item()
                 assert off <= (2e-6 if name == "out" else 1e-5), f"{where}: {name} off by {off}"
-            found = differentiate(attention, *(mine(x, balancing) for x in half))
+            found = differentiate(attention, *map(own, half))
             for name, value in found.items():
                 assert value.dtype == torch.bfloat16
-                whole = mine(truth[name], balancing)
+                whole = own(truth[name])
                 off = (value - whole).norm()
-                allowed = (mine(rounded[name], balancing) - whole).norm()
+                allowed = (own(rounded[name]) - whole).norm()
                 # 1.4 is measured; parts that were also summed in bf16 would be off by up to 2.
                 assert off <= 1.6 * allowed, f"{where}: {name} off by {off}, whole by {allowed}"
+
+
+class Largest(TorchDispatchMode):
+    """As a context, records the number of elements of the largest tensor computed within it."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        found = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *found])
+        return result
+
+
+def largest_tensor(length: int, window: int) -> int:
+    """Elements of the largest tensor in forward and backward, of documents of 500 tokens."""
+    own, heads, name = length // dist.get_world_size(), 2, dist.group.WORLD.group_name
+    q, k, v, grad = (torch.randn(1, heads, own, 8) for _ in range(4))
+    rest = (name, "allgather", "documents", window)
+    together = (torch.arange(length) // 500)[None]
+    with Largest() as largest:  # an operator hides what it calls
+        out, lse = context_attention._init_fn(q, k, v, together, *rest)
+        context_attention_backward._init_fn(grad, q, k, v, together, out, lse, *rest)
+    return largest.elements
+
+
+def largest_tensors() -> list[list[int]]:
+    return [[largest_tensor(n, window) for n in (4096, 8192, 16384)] for window in (0, 700)]
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    for found in run_ranks(largest_tensors, 2):
+        for sizes in found:
+            assert sizes == [sizes[0], 2 * sizes[0], 4 * sizes[0]]
+            assert sizes[0] == 2 * 4096 * 2 * 8  # keys and values of all ranks
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -187,26 +247,17 @@ def test_ranks_of_a_group_need_not_be_neighbours() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype: torch.dtype) -> None:
     """Merged with what it sees elsewhere, its share of output and gradients is exactly zero."""
-    cut = Cut(2, "none")
-    together = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
-    tile = cut.tile(1, 0, 4)
-    assert tile is not None
-    bias = cut.bias(together, tile, 1, 0, dtype)
-    assert bias is not None
-    assert bias.isfinite().all()
-    assert (bias[0, 0] < 0).all(dim=1).tolist() == [False, True, True, True]
+    rows = Cut(2, "none").rows(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]), 0)
+    (tile,) = segments(rows, 1, 0, 0)
     q, k, v, grad = (torch.randn(1, 2, 4, 16, dtype=dtype) for _ in range(4))
-    out, lse = attention_forward(q, k, v, causal=False, bias=bias)
+    out, lse = segments_forward(q, k, v, tile)
     assert out.isfinite().all()
     assert torch.equal((lse[:, :, 1:] - 0.5).exp(), torch.zeros(1, 2, 3))
-    of_q, of_k, of_v = attention_backward(
-        grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
-    )
+    lse = torch.full_like(lse, 0.5)
+    of_q, of_k, of_v = segments_backward(grad, q, k, v, out, lse, tile)
     assert torch.equal(of_q[:, :, 1:], torch.zeros_like(of_q[:, :, 1:]))
     grad[:, :, 1:] = 0
-    of_first = attention_backward(
-        grad, q, k, v, out, torch.full_like(lse, 0.5), causal=False, bias=bias
-    )
+    of_first = segments_backward(grad, q, k, v, out, lse, tile)
     assert torch.equal(of_k, of_first[1])
     assert torch.equal(of_v, of_first[2])
 
@@ -262,7 +313,7 @@ def spread_model() -> None:
     torch.manual_seed(0)
     with pytest.raises(AssertionError, match="SelfAttention"):
         context.apply(nn.Linear(2, 2), group, "ring", "none")
-    model = Llama3(tiny.ARGS, LENGTH)
+    model = Decoder(tiny.ARGS, LENGTH)
     tokens = torch.randint(tiny.ARGS.vocab_size, (2, LENGTH))
     positions = torch.arange(LENGTH).repeat(2, 1)
     for together in (None, documents()):

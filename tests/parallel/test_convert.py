@@ -20,7 +20,7 @@ from torchtitan.convert import MXFP8, ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
 from torchtitan.job import JobConfig
-from torchtitan.models.llama3.model import Llama3
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.spec import build_empty
 from torchtitan.tools.verify.measure import training
 
@@ -28,7 +28,7 @@ SENT_SO = (Float8(emulate=True, enable_tensor_parallel_float8_all_gather=True),)
 
 
 def network() -> nn.Module:
-    return build_empty(Llama3, tiny.FLAVORS["even"], 32)
+    return build_empty(Decoder, tiny.FLAVORS["even"], 32)
 
 
 def test_a_converter_says_what_it_changed_and_why_not_the_others() -> None:
@@ -42,7 +42,7 @@ def test_a_converter_says_what_it_changed_and_why_not_the_others() -> None:
     for has_fsdp, said in ((True, "parameters gathered in Float8"), (False, "none gathered here")):
         (done,) = convert.apply(network(), [asked], capability=(9, 0), has_fsdp=has_fsdp)
         assert convert.describe(asked, done).startswith(f"float8 tensorwise, {said}: 14 of 15")
-    small = build_empty(Llama3, tiny.FLAVORS["flat"], 32)
+    small = build_empty(Decoder, tiny.FLAVORS["flat"], 32)
     (done,) = convert.apply(small, [MXFP8()], capability=(10, 0), has_fsdp=False)
     assert done.skipped["layers.0.attention.wk"] == "16 x 32, not multiples of 32"
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from benchmarks.collectives import formulas
 from tests import layouts
@@ -65,7 +66,7 @@ def test_a_rank_holds_its_share() -> None:
     one, four = (of_rank(recipe(case(shard=ranks, batch=1)), ranks) for ranks in (1, 4))
     assert one is not None
     assert four is not None
-    whole, share = one.estimate(), four.estimate()
+    whole, share = one.least(), four.least()
     assert whole.parameters + whole.gradients + whole.states == 16 * sum(
         p.numel() for p in one.work.model.parameters()
     )
@@ -99,3 +100,23 @@ def test_gathering_ahead_changes_nothing() -> None:
     )
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
+
+
+def inputs_of_fsdp(job: JobConfig) -> set[str]:
+    """Train on this rank; the names of inputs that FSDP2 would move to its device."""
+    seen = set()
+    shown = FSDPState._root_pre_forward
+
+    def watched(self: FSDPState, module: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        seen.update(inputs)
+        return shown(self, module, args, inputs)
+
+    FSDPState._root_pre_forward = watched  # type: ignore[method-assign]
+    trace(job, True, "cpu")
+    return seen
+
+
+def test_tensors_on_the_host_stay_there() -> None:
+    """FSDP2 moves the inputs of a model to its device; attention reads documents on the host."""
+    job = recipe(case(shard=2, documents=True), training={"steps": 1})
+    assert not set().union(*run_ranks(inputs_of_fsdp, 2, job)) & {"documents", "positions"}

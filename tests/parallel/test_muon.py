@@ -56,8 +56,9 @@ def traces(jobs: list[JobConfig]) -> list[Trace]:
 
 
 @cache
-def reference(flavor: str) -> list[Trace]:
-    one = [job(ONE, model={"flavor": flavor}, optimizer=variant) for variant in VARIANTS]
+def reference(flavor: str, **model: Any) -> list[Trace]:
+    layout, flavors = ONE.of(**model), {"flavor": flavor}
+    one = [job(layout, model=flavors, optimizer=variant) for variant in VARIANTS]
     (found,) = run_ranks(traces, 1, one)
     return found
 
@@ -74,7 +75,7 @@ def is_the_run_of_one_rank(layout: Case) -> None:
     """With each variant."""
     jobs = [job(layout, optimizer=variant) for variant in VARIANTS]
     results = run_ranks(traces, layout.ranks, jobs)
-    for number, expected in enumerate(reference(jobs[0].model.flavor)):
+    for number, expected in enumerate(reference(jobs[0].model.flavor, **layout.model)):
         found = [ranks[number] for ranks in results]
         assert_complete(found, expected)
         for rank, own in enumerate(found):

@@ -56,8 +56,8 @@ IN_BACKWARD = {
 
 
 @cache
-def unclipped() -> list[Trace]:
-    jobs = [job(ONE, 0, **optimizer) for optimizer in RULES]
+def unclipped(**model: Any) -> list[Trace]:
+    jobs = [job(ONE.of(**model), 0, **optimizer) for optimizer in RULES]
     (found,) = run_ranks(traces, 1, jobs)
     return found
 
@@ -76,9 +76,10 @@ def is_updated_in_the_backward(layout: Case) -> None:
         for early in (True, False)
         for optimizer in RULES
     ]
+    expected = unclipped(**layout.model)
     for number, rank in enumerate(run_ranks(traces, layout.ranks, jobs)):
-        for found, late, expected in zip(rank[:2], rank[2:], unclipped(), strict=True):
-            compare(found, expected, f"rank {number}")
+        for found, late, one in zip(rank[:2], rank[2:], expected, strict=True):
+            compare(found, one, f"rank {number}")
             # On the same layout, when an update is made changes no bit of it.
             assert found.losses == late.losses
             assert found.grad_norms == late.grad_norms
@@ -87,8 +88,12 @@ def is_updated_in_the_backward(layout: Case) -> None:
 
 
 def test_states_in_host_memory() -> None:
-    layout = case(shard=2)
-    (expected,) = run_ranks(traces, 1, [job(ONE)])[0]
+    are_kept_in_host_memory(case(shard=2))
+
+
+def are_kept_in_host_memory(layout: Case) -> None:
+    """With AdamW."""
+    (expected,) = run_ranks(traces, 1, [job(ONE.of(**layout.model))])[0]
     for number, rank in enumerate(
         run_ranks(traces, layout.ranks, [job(layout, offload_states=True)])
     ):

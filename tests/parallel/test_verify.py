@@ -281,7 +281,7 @@ def test_a_parameter_that_no_rank_has_is_a_fault() -> None:
 def test_the_bar_is_drawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.tools.verify.ranks.on_terminal", lambda: True)
+    monkeypatch.setattr("torchtitan.logging.on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert verify(SHARD) == 0
     assert "SGD with momentum on 2 ranks" in capsys.readouterr().err

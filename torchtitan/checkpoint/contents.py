@@ -22,7 +22,7 @@ from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
-from torchtitan.data import DataStream, merge_states
+from torchtitan.data import BatchStream, merge_states
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
 from torchtitan.optim.optimizer_group import local
@@ -75,7 +75,7 @@ class Checkpointable:
         model: Sequence[nn.Module],
         optimizers: Optimizers,
         state: TrainState,
-        data: DataStream,
+        data: BatchStream,
         world: World,
         of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
         copies: int = 1,

@@ -11,7 +11,6 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.manifest import Damaged, Manifest
-from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, HuggingFaceShards
@@ -20,6 +19,7 @@ from torchtitan.checkpoint.weights.opening import FOREIGN, find_format, newest
 from torchtitan.config import ConfigError
 from torchtitan.models import spec_in_recipe
 from torchtitan.optim import OptimizerConfig
+from torchtitan.remote import location
 
 GLOBAL_BATCH = "training.global_batch_size"
 
@@ -108,7 +108,7 @@ def global_batch(state: Mapping[str, Any]) -> int | None:
     recipe = state.get("recipe", {})
     batch: int = recipe.get(GLOBAL_BATCH, -1)
     if batch == -1 and recipe.get("data.lanes") == -1 and "data" in state:
-        batch = len(state["data"]["lanes"])
+        batch = len(state["data"].get("lanes", ())) or -1
     return None if batch == -1 else batch
 
 

@@ -1,7 +1,7 @@
 """Coordinates saving and resuming a run."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.remote import is_url
 from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
 from torchtitan.checkpoint.store import store_of
@@ -21,6 +20,7 @@ from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
+from torchtitan.remote import is_url
 
 
 class SaveFailed(RuntimeError):
@@ -31,13 +31,24 @@ class Checkpointer:
     """Saves when due and loads at the start; all its methods are called by every rank."""
 
     def __init__(
-        self, choice: ResumePolicy, contents: Checkpointable, world: World, about: Mapping[str, Any]
+        self,
+        choice: ResumePolicy,
+        contents: Checkpointable,
+        world: World,
+        about: Mapping[str, Any],
+        record: Callable[[str, Mapping[str, Any]], None] = lambda event, position: None,
     ) -> None:
-        """`about` is the description of the run that rank 0 writes; other ranks may omit it."""
+        """
+        Args:
+            about: the description of the run that rank 0 writes; other ranks may omit it.
+            record: called with `checkpoint` or `rollback`, and the position of the run, before a
+                checkpoint with that position is there.
+        """
         self.choice, self.config, self.world = choice, choice.config, world
         self.folder = self.config.path_in(choice.dump_folder)
         self.store = store_of(self.folder)
         self.contents, self.state, self.about = contents, contents.state, dict(about)
+        self.record = record
         self.saver = Saver(self.config, self.folder, world)
         self.foreign: set[int] = set()
         """Steps of checkpoints of a run that went further than `load_step`."""
@@ -181,6 +192,7 @@ class Checkpointer:
         )
         state["rollbacks"] = self.state.rollbacks + 1
         state["skipped_samples"] = state.get("skipped_samples", 0) + samples
+        self.record("rollback", {"train_state": state, "data": data})
         disk.replace_state(path, saved | {"data": data})
         for step, later in self._own_steps().items():
             if before_step <= step <= self.state.step:
@@ -228,7 +240,9 @@ class Checkpointer:
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.saver.save(step, tensors, self.contents.position() | self.about, model_only)
+        position = self.contents.position()
+        self.record("checkpoint", position)
+        self.saver.save(step, tensors, position | self.about, model_only)
 
     @property
     def is_staging(self) -> bool:

@@ -8,15 +8,16 @@ against accidents, not against forgery of both file and manifest.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
+from torchtitan.remote import StoreError
 
 STATE_FILE = "train_state.json"
 FORMAT = 3
@@ -108,24 +109,27 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return Manifest(**content, files=files)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error of a disk into `Damaged`; a read that a store fails says nothing of a file."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+
+
 def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
     """Read and verify a small file of a checkpoint."""
-    data = _read(checkpoint / name)
+    with reading(checkpoint / name):
+        data = (checkpoint / name).read_bytes()
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (
         manifest.files[name].bytes,
         manifest.files[name].xxh3_128,
     ):
         raise Damaged(f"{checkpoint / name}: damaged: its bytes differ from those saved")
     return data
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except StoreError:
-        raise
-    except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
 
 
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:

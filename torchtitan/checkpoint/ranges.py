@@ -7,16 +7,16 @@ since tensors that are loaded one after the other are adjacent in the file.
 
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.manifest import Damaged
-from torchtitan.checkpoint.remote import PART, RemotePath
+from torchtitan.checkpoint.manifest import Damaged, reading
+from torchtitan.remote import PART, RemotePath
 
 AHEAD = 4
 """Number of blocks fetched together when files are read sequentially."""
@@ -28,16 +28,19 @@ SPAN = 64 * 2**20
 """Bytes of rows that are copied or fetched together, to slice a part of each."""
 
 
-class Files(Protocol):
-    """Interface to the files of a folder, by name."""
+class Files(ABC):
+    """Files of a folder, by name."""
 
+    is_mapped = False
+    """Whether a range that is read is memory of the file itself, and not a copy."""
+
+    @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        ...
 
+    @abstractmethod
     def read(self, name: str, begin: int, end: int) -> memoryview:
         """Read a range of bytes of a file; copy them, do not modify them."""
-        ...
 
     def block(
         self,
@@ -49,9 +52,45 @@ class Files(Protocol):
     ) -> Tensor:
         """Read a part of an array that starts at `place`, a file and an offset in it.
 
-        `strides` are the array's, in elements.
+        `strides` are the array's, in elements. At most SPAN bytes of long rows are copied before
+        slicing.
         """
-        ...
+        (name, begin), itemsize = place, dtype.itemsize
+        is_view = self.is_mapped and begin % itemsize == 0
+        begin += itemsize * sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+        if is_view or 0 in sizes or not sizes:
+            return self._span(name, begin, dtype, strides, sizes)
+        rows = max(1, SPAN // (strides[0] * itemsize)) if strides[0] else sizes[0]
+        of_row = sum((n - 1) * stride for n, stride in zip(sizes[1:], strides[1:], strict=True))
+        if rows >= sizes[0] or of_row + 1 >= strides[0]:
+            return self._span(name, begin, dtype, strides, sizes)
+        found = torch.empty(tuple(sizes), dtype=dtype)
+        for row in range(0, sizes[0], rows):
+            at, part = begin + row * strides[0] * itemsize, (min(rows, sizes[0] - row), *sizes[1:])
+            found[row : row + rows] = self._span(name, at, dtype, strides, part)
+        return found
+
+    def _span(
+        self,
+        name: str,
+        begin: int,
+        dtype: torch.dtype,
+        strides: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """Return a block as a view of the bytes from its first element, at `begin`, to its last.
+
+        Compiled loops may crash on elements that are not aligned to their size; such bytes are
+        copied first.
+        """
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=dtype)
+        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        data = self.read(name, begin, begin + (last + 1) * dtype.itemsize)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        if flat.data_ptr() % dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(dtype).as_strided(tuple(sizes), tuple(strides))
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -64,8 +103,10 @@ def files_in(folder: Path) -> Files:
     return FetchedFiles(folder) if isinstance(folder, RemotePath) else MappedFiles(folder)
 
 
-class MappedFiles:
+class MappedFiles(Files):
     """Files on a disk."""
+
+    is_mapped = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,34 +118,20 @@ class MappedFiles:
     def read(self, name: str, begin: int, end: int) -> memoryview:
         return self._map(name)[begin:end]
 
-    def block(
-        self,
-        place: tuple[str, int],
-        dtype: torch.dtype,
-        strides: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-    ) -> Tensor:
-        is_aligned = place[1] % dtype.itemsize == 0
-        take = _spanned if is_aligned else _taken_by_rows
-        return take(self, place, dtype, strides, offsets, sizes)
-
     def _map(self, name: str) -> memoryview:
         if name not in self._maps:
-            try:
-                with (self.folder / name).open("rb") as opened:
-                    # Writable (copy-on-write), though nothing writes: torch warns of read-only
-                    # memory.
-                    whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                raise Damaged(f"{self.folder / name}: {error.strerror}") from None
+            path = self.folder / name
+            with reading(path), path.open("rb") as opened:
+                # Writable (copy-on-write), though nothing writes: torch warns of read-only memory.
+                is_empty = opened.seek(0, 2) == 0  # which cannot be mapped
+                whole = b"" if is_empty else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             if len(self._maps) == MAPPED:
                 del self._maps[next(iter(self._maps))]  # views keep it alive
             self._maps[name] = memoryview(whole)
         return self._maps[name]
 
 
-class FetchedFiles:
+class FetchedFiles(Files):
     """Files in a store."""
 
     def __init__(self, folder: RemotePath) -> None:
@@ -126,16 +153,6 @@ class FetchedFiles:
         whole = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
         return whole[begin - first * PART : end - first * PART]
 
-    def block(
-        self,
-        place: tuple[str, int],
-        dtype: torch.dtype,
-        strides: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-    ) -> Tensor:
-        return _taken_by_rows(self, place, dtype, strides, offsets, sizes)
-
     def _fetch(self, name: str, begin: int, end: int) -> memoryview:
         view = memoryview(bytearray(end - begin))
         self.folder.joinpath(name).read_into(view, begin)
@@ -151,52 +168,3 @@ class FetchedFiles:
             while len(self._blocks) > KEPT:
                 self._blocks.popitem(last=False)
         return self._blocks[name, number]
-
-
-def _taken_by_rows(
-    files: Files,
-    place: tuple[str, int],
-    dtype: torch.dtype,
-    strides: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-) -> Tensor:
-    """Return a copy of a block; at most SPAN bytes of long rows are copied before slicing."""
-    if 0 in sizes or not sizes:
-        return _spanned(files, place, dtype, strides, offsets, sizes)
-    rows = max(1, SPAN // (strides[0] * dtype.itemsize)) if strides[0] else sizes[0]
-    of_row = sum((n - 1) * stride for n, stride in zip(sizes[1:], strides[1:], strict=True))
-    if rows >= sizes[0] or of_row + 1 >= strides[0]:
-        return _spanned(files, place, dtype, strides, offsets, sizes)
-    found = torch.empty(tuple(sizes), dtype=dtype)
-    for row in range(0, sizes[0], rows):
-        count = min(rows, sizes[0] - row)
-        at, part = (offsets[0] + row, *offsets[1:]), (count, *sizes[1:])
-        found[row : row + count] = _spanned(files, place, dtype, strides, at, part)
-    return found
-
-
-def _spanned(
-    files: Files,
-    place: tuple[str, int],
-    dtype: torch.dtype,
-    strides: Sequence[int],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-) -> Tensor:
-    """Return a block as a view of the bytes from its first element to its last.
-
-    Compiled loops may crash on elements that are not aligned to their size; such bytes are copied
-    first.
-    """
-    if 0 in sizes:
-        return torch.empty(tuple(sizes), dtype=dtype)
-    name, begin = place
-    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-    last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-    begin += first * dtype.itemsize
-    data = files.read(name, begin, begin + (last + 1) * dtype.itemsize)
-    flat = torch.frombuffer(data, dtype=torch.uint8)
-    if flat.data_ptr() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).as_strided(tuple(sizes), tuple(strides))

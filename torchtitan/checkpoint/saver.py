@@ -26,7 +26,6 @@ from torchtitan.checkpoint.manifest import (
     read_manifest,
 )
 from torchtitan.checkpoint.placement import Writers, on_all_ranks, on_rank_0
-from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Pieces, SaveThread, Staging
 from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
@@ -34,6 +33,7 @@ from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
+from torchtitan.remote import StoreError
 
 RETRY_SECONDS = 1.0
 """Delay before the first retry of a save; doubled for each further one."""

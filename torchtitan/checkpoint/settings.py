@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan.checkpoint.remote import is_url, location, problem_of_url
 from torchtitan.config import Config, Context, Problem, exists, local_path
+from torchtitan.remote import is_url, location, problem_of_url
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
@@ -15,71 +15,48 @@ Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 class CheckpointConfig(Config):
     """Saving of checkpoints, and the starting point of a run."""
 
-    enable: bool = Field(False, description="Save checkpoints, and resume from them.")
-    folder: str = Field(
-        "checkpoint",
-        description="Folder inside job.dump_folder; or a URL of an object store, such as "
-        "s3://bucket/run/checkpoint.",
-    )
-    interval: int = Field(
-        500, ge=1, description=("Steps between saves; the last step is also saved.")
-    )
-    resume: Literal["auto", "must", "never"] = Field(
-        "auto",
-        description="auto: resume from the newest checkpoint of the same run, or start from "
-        "scratch if there is none; must: resume from the newest checkpoint, even if "
-        "its recipe differs, and refuse to start if there is none; never: start from "
-        "scratch, and refuse a folder that was already used.",
-    )
-    load_step: int = Field(-1, ge=-1, description="Resume from this step; -1: the newest.")
-    load_only: bool = Field(False, description="Load checkpoints, but never save any.")
-    initial_load_path: str | None = Field(
-        None,
-        description="Checkpoint of another run, or of TorchTitan, to start from (a step-N folder, "
-        "or a folder of them), or weights in the format of Hugging Face or Meta; a path or a URL. "
-        "A checkpoint of this run takes precedence.",
-    )
-    initial_load_model_only: bool = Field(
-        True, description="Load only the weights from initial_load_path; false: the full state."
-    )
-    exclude_from_loading: tuple[Component, ...] = Field(
-        (), description="Parts that are not loaded and start from scratch."
-    )
-    enable_first_step_checkpoint: bool = Field(
-        False, description="Also save after the first step, to find out early whether saving works."
-    )
-    last_save_model_only: bool = Field(
-        False,
-        description="Save only the weights at the end; such a checkpoint cannot be resumed.",
-    )
-    last_save_in_hf: bool = Field(
-        False,
-        description="Also export the weights of the last step for Hugging Face transformers, in "
-        "export_dtype, to step-N-hf.",
-    )
-    export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Dtype of the weights of last_save_model_only and last_save_in_hf."
-    )
-    keep_latest_k: int = Field(
-        10, ge=0, description="Number of most recent checkpoints to keep; 0: all."
-    )
-    keep_every: int = Field(
-        0, ge=0, description="Never delete checkpoints of steps that are multiples of this; 0: off."
-    )
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
-        "disabled",
-        description="disabled: training waits until the checkpoint is on disk; async: the "
-        "checkpoint is copied to host memory and written while training continues; "
-        "async_with_pinned_mem: CUDA copies to pinned memory during the next step "
-        "(on a CPU the same as async).",
-    )
-    save_attempts: int = Field(
-        3,
-        ge=1,
-        description=(
-            "Maximum number of attempts of a save, after which training continues without it."
-        ),
-    )
+    enable: bool = False
+    """Save checkpoints, and resume from them."""
+    folder: str = "checkpoint"
+    """Folder inside job.dump_folder; or a URL of an object store, such as
+    s3://bucket/run/checkpoint."""
+    interval: int = Field(500, ge=1)
+    """Steps between saves; the last step is also saved."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto: resume from the newest checkpoint of the same run, or start from scratch if there is
+    none; must: resume from the newest checkpoint, even if its recipe differs, and refuse to start
+    if there is none; never: start from scratch, and refuse a folder that was already used."""
+    load_step: int = Field(-1, ge=-1)
+    """Resume from this step; -1: the newest."""
+    load_only: bool = False
+    """Load checkpoints, but never save any."""
+    initial_load_path: str | None = None
+    """Checkpoint of another run, or of TorchTitan, to start from (a step-N folder, or a folder of
+    them), or weights in the format of Hugging Face or Meta; a path or a URL. A checkpoint of this
+    run takes precedence."""
+    initial_load_model_only: bool = True
+    """Load only the weights from initial_load_path; false: the full state."""
+    exclude_from_loading: tuple[Component, ...] = ()
+    """Parts that are not loaded and start from scratch."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step, to find out early whether saving works."""
+    last_save_model_only: bool = False
+    """Save only the weights at the end; such a checkpoint cannot be resumed."""
+    last_save_in_hf: bool = False
+    """Also export the weights of the last step for Hugging Face transformers, in export_dtype, to
+    step-N-hf."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights of last_save_model_only and last_save_in_hf."""
+    keep_latest_k: int = Field(10, ge=0)
+    """Number of most recent checkpoints to keep; 0: all."""
+    keep_every: int = Field(0, ge=0)
+    """Never delete checkpoints of steps that are multiples of this; 0: off."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: training waits until the checkpoint is on disk; async: the checkpoint is copied to
+    host memory and written while training continues; async_with_pinned_mem: CUDA copies to pinned
+    memory during the next step (on a CPU the same as async)."""
+    save_attempts: int = Field(3, ge=1)
+    """Maximum number of attempts of a save, after which training continues without it."""
 
     def path_in(self, dump_folder: Path) -> Path:
         """Return the folder in which checkpoints are saved."""

@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.dcp.reader import saved_by_dcp
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
-from torchtitan.checkpoint.initial import (
-    GLOBAL_BATCH,
-    ResumePoint,
-    global_batch,
-    initial_point,
-)
+from torchtitan.checkpoint.initial import GLOBAL_BATCH, ResumePoint, global_batch, initial_point
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError

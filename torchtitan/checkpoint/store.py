@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from io import IOBase, RawIOBase
 from pathlib import Path
 
-from torchtitan.checkpoint.remote import RangedFile, RemotePath, missing
 from torchtitan.logging import logger
+from torchtitan.remote import RangedFile, RemotePath, missing
 
 MANIFEST = "manifest.json"
 DAMAGED = "manifest.damaged.json"

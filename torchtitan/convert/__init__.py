@@ -26,13 +26,7 @@ from torchtitan.convert.settings import (
 from torchtitan.logging import logger
 from torchtitan.torch_private.torchao import quiet_torchao
 
-CONVERTERS = Registry[type[ConverterConfig]](
-    "convert",
-    {
-        "float8": Float8,
-        "mxfp8": MXFP8,
-    },
-)
+CONVERTERS = Registry[type[ConverterConfig]]("convert", {"float8": Float8, "mxfp8": MXFP8})
 
 __all__ = [
     "CONVERTERS",

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.config import Context, Problem
@@ -38,24 +37,18 @@ MULTIPLE = 16
 class Float8(LinearConverterConfig):
     """Linear layers with Float8 matrix products, through torchao."""
 
-    name: Literal["float8"] = Field("float8", description="Name of the converter.")
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
-        "tensorwise",
-        description="Granularity of the scales: one per tensor; one per row; or one per row, with "
-        "the weights' gradients in high precision.",
-    )
-    enable_fsdp_float8_all_gather: bool = Field(
-        False, description="Gather the parameters of FSDP2 in Float8 (tensorwise only)."
-    )
-    precompute_float8_dynamic_scale_for_fsdp: bool = Field(
-        False,
-        description="Compute the scales of all gathered weights with one reduction before each "
-        "step, instead of one per weight and gather.",
-    )
-    enable_tensor_parallel_float8_all_gather: bool = Field(
-        False,
-        description="Gather activations over tensor-parallel ranks in Float8 (tensorwise only).",
-    )
+    name: Literal["float8"] = "float8"
+    """Name of the converter."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Granularity of the scales: one per tensor; one per row; or one per row, with the weights'
+    gradients in high precision."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather the parameters of FSDP2 in Float8 (tensorwise only)."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all gathered weights with one reduction before each step, instead of
+    one per weight and gather."""
+    enable_tensor_parallel_float8_all_gather: bool = False
+    """Gather activations over tensor-parallel ranks in Float8 (tensorwise only)."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)

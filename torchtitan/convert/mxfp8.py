@@ -8,7 +8,6 @@ of the scale upwards is used). Blackwell supports these products in hardware.
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.convert.settings import (
@@ -28,10 +27,10 @@ BLOCK = 32
 class MXFP8(LinearConverterConfig):
     """Linear layers with MXFP8 products: Float8 with a power-of-two scale per 32 elements."""
 
-    name: Literal["mxfp8"] = Field("mxfp8", description="Name of the converter.")
-    high_precision_weight_gradients: bool = Field(
-        False, description="Compute the gradients of the weights in their original dtype."
-    )
+    name: Literal["mxfp8"] = "mxfp8"
+    """Name of the converter."""
+    high_precision_weight_gradients: bool = False
+    """Compute the gradients of the weights in their original dtype."""
 
     @property
     def multiple(self) -> int:

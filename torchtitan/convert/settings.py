@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -89,7 +88,8 @@ BEYOND = 1 + 2**-12
 class ConverterConfig(Config):
     """Settings of a converter; `name` picks the subclass."""
 
-    name: str = Field(description="Name of the converter: a key of torchtitan.convert.CONVERTERS.")
+    name: str
+    """Name of the converter: a key of torchtitan.convert.CONVERTERS."""
 
     @property
     def packs_weights(self) -> str | None:
@@ -130,15 +130,11 @@ class ConverterConfig(Config):
 class LinearConverterConfig(ConverterConfig):
     """Settings of a converter of linear layers."""
 
-    filter_fqns: tuple[str, ...] = Field(
-        ("output",),
-        description="Linear layers whose name contains one of these are not converted.",
-    )
-    emulate: bool = Field(
-        False,
-        description="Emulate the matrix products on a device that lacks them: round the operands "
-        "in the same way, and multiply them in their original dtype.",
-    )
+    filter_fqns: tuple[str, ...] = ("output",)
+    """Linear layers whose name contains one of these are not converted."""
+    emulate: bool = False
+    """Emulate the matrix products on a device that lacks them: round the operands in the same way,
+    and multiply them in their original dtype."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if not context.world.is_here or self.emulate:

@@ -6,56 +6,204 @@ attention is computed, and nothing else in a model.
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
 
+import math
 from collections.abc import Callable
-from typing import Literal
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from torchtitan.torch_private.segment_kernels import (
+    Segment,
+    packs,
+    segments_backward,
+    segments_forward,
+    tokens_first,
+    wide,
+)
 
 AttentionMask = Literal["causal", "block_causal"]
 
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
+"""Function of q, k, v, documents and window, as `causal_attention`."""
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0
+) -> Tensor:
     """Compute attention of each token to itself and to earlier tokens of its document.
 
     Args:
         q: (B, H, S, E).
         k, v: (B, K, S, E); each serves H/K query heads.
-        documents: (B, S) int64, the document of each token; None: all are one.
+        documents: (B, S) int64 on the CPU; adjacent tokens with equal numbers are a document. None:
+            all are one.
+        window: number of most recent tokens that a token attends to, itself included; 0: all.
 
     Returns:
         (B, H, S, E).
     """
-    if q.is_cuda and (documents is not None or q.dtype == torch.float32):
-        # With grouped heads and a mask or float32, the kernels materialize all scores, S x S per
-        # head.
+    assert documents is None or documents.is_cpu, "their boundaries are read without waiting"
+    if documents is not None or 0 < window < q.shape[2]:
+        out: Tensor = document_attention(q, k, v, documents, window)[0]
+        return out
+    if q.is_cuda and q.dtype == torch.float32:
+        # With grouped heads in float32, the kernels materialize all scores, S x S per head.
+        heads = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0
+) -> Tensor:
+    """Compute `causal_attention` with a mask of S x S elements, as a reference."""
+    if q.is_cuda:  # with grouped heads and a mask, the kernels materialize all scores
         heads = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
     if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=document_mask(documents)[:, None], enable_gqa=True
+        documents = torch.zeros(len(q), q.shape[2], dtype=torch.int64, device=q.device)
+    mask = document_mask(documents, window)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def document_mask(documents: Tensor, window: int = 0) -> Tensor:
+    """Return the mask of visible tokens: (B, S, S) bool, query before key."""
+    same = documents[:, :, None] == documents[:, None, :]
+    band = torch.ones_like(same[0]).tril()
+    return same & (band.triu(1 - window) if window else band)
+
+
+@torch.library.custom_op("torchtitan::document_attention", mutates_args=())
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `causal_attention` in memory linear in S, and time by the lengths of documents.
+
+    It is an operator so that compiled blocks can contain it and recomputation can skip it.
+
+    Returns:
+        The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in float32 or wider.
+    """
+    return segments_forward(q, k, v, _segments(q, documents, window))
+
+
+@document_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    return tokens_first(q), q.new_empty(q.shape[:3], dtype=wide(q))
+
+
+@torch.library.custom_op("torchtitan::document_attention_backward", mutates_args=())
+def document_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v."""
+    return segments_backward(grad_out, q, k, v, out, lse, _segments(q, documents, window))
+
+
+@document_attention_backward.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens_first(q), tokens_first(k), tokens_first(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = document_attention_backward(grad_out, *ctx.saved_tensors, ctx.window)
+    return *gradients, None, None
+
+
+document_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.torchtitan.document_attention)
+def _(q: torch.Size, k: Any, v: Any, documents: Any, window: int, **_: Any) -> int:
+    """Count two products, so that a memory budget knows the price of recomputation."""
+    return 2 * _product(q, window)
+
+
+@register_flop_formula(torch.ops.torchtitan.document_attention_backward)
+def _(grad_out: Any, q: torch.Size, *rest: Any, **_: Any) -> int:
+    return 5 * _product(q, rest[-1])
+
+
+def _product(q: torch.Size, window: int) -> int:
+    """Count the FLOPs of a product, as torch does: as if no token were hidden but by the window."""
+    return 2 * math.prod(q) * min(window or q[2], q[2])
+
+
+def _segments(q: Tensor, documents: Tensor | None, window: int) -> tuple[Segment, ...]:
+    rows, length = q.shape[0], q.shape[2]
+    if documents is None:
+        return tuple(Segment(row, (0, length), (0, length), 0, window) for row in range(rows))
+    return _segments_of(document_starts(documents), window)
+
+
+@lru_cache(maxsize=16)
+def _segments_of(starts: tuple[tuple[int, ...], ...], window: int) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(row, span, span, 0, window)
+        for row, bounds in enumerate(starts)
+        for span in pairwise(bounds)
     )
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Return the mask of visible tokens: (B, S, S) bool, query before key."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same & torch.ones_like(same[0]).tril()
+def document_starts(documents: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the first position of each document of each row of (B, S), then S.
+
+    All layers have the same documents, so the result is kept with the tensor, which is equal to
+    itself alone as a key; its version changes with its elements.
+    """
+    return _starts(documents, documents._version)
+
+
+@lru_cache(maxsize=16)  # microbatches in flight
+def _starts(documents: Tensor, version: int) -> tuple[tuple[int, ...], ...]:
+    changes = ((row[1:] != row[:-1]).nonzero()[:, 0] + 1 for row in documents)
+    return tuple((0, *found.tolist(), documents.shape[1]) for found in changes)
 
 
 class SelfAttention(nn.Module):
     """Causal self-attention, whole on one device until `core` is replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0) -> None:
+        """`window`: number of most recent tokens that a token attends to; 0: all."""
         super().__init__()
-        self.core: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = causal_attention
+        self.window = window
+        self.core: Core = causal_attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        return self.core(q, k, v, documents)
+        return self.core(q, k, v, documents, self.window)
 
 
 def attends(model: nn.Module) -> bool:
     """Whether `model` uses `SelfAttention`."""
     return any(isinstance(module, SelfAttention) for module in model.modules())
+
+
+def describe(
+    window: int, device_type: str, dtype: torch.dtype, head_dim: int, *, separates_documents: bool
+) -> str | None:
+    """Return the mask of attention, and the kernel that computes it; None if it is only causal."""
+    masks = ["within documents"] * separates_documents
+    masks += [f"in a window of {window:,} tokens"] * (window > 0)
+    is_packed = packs(device_type, dtype, head_dim)
+    kernel = "varlen flash attention" if is_packed else "fused kernels, segment by segment"
+    return f"{', '.join(masks)}, by {kernel}" if masks else None

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from pydantic import Field
-
 from torchtitan.config import Config, Context, Problem, exists, shorten
 from torchtitan.models.attention import AttentionMask
 
@@ -20,23 +18,23 @@ MAX_SIZE = 2**28
 """Upper bound of any other size, beyond that of any model."""
 
 
-def size(about: str, **bounds: Any) -> Any:
-    """Define a key whose default is the flavor's value."""
-    return Field(None, description=f"{about} (default: the flavor's).", **bounds)
-
-
 class ModelConfig(Config):
     """Settings shared by all families of models."""
 
-    name: str = Field("llama3", description="Name of the model: a key of torchtitan.models.MODELS.")
-    flavor: str = Field(
-        "debugmodel", description="Set of sizes; other keys of this section override them."
-    )
+    name: str = "llama3"
+    """Name of the model: a key of torchtitan.models.MODELS."""
+    flavor: str = "debugmodel"
+    """Set of sizes; other keys of this section override them."""
 
     @property
     def tokenizer(self) -> str | None:
         """Path of its tokenizer, if it has one in a file."""
         return None
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether tokens attend only to those of their own document."""
+        return False
 
     @classmethod
     def sizes(cls) -> list[str]:
@@ -70,16 +68,12 @@ class ModelConfig(Config):
 class TextConfig(ModelConfig):
     """Settings shared by all models of text."""
 
-    tokenizer_path: str | None = Field(
-        None,
-        description="Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with "
-        "one (default: bytes).",
-    )
-    attn_mask_type: AttentionMask = Field(
-        "causal",
-        description="Tokens that a token attends to. causal: all before it in its sequence; "
-        "block_causal: those of its own document.",
-    )
+    tokenizer_path: str | None = None
+    """Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with one (default:
+    bytes)."""
+    attn_mask_type: AttentionMask = "causal"
+    """Tokens that a token attends to. causal: all before it in its sequence; block_causal: those of
+    its own document."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         path = self.tokenizer_path
@@ -91,6 +85,10 @@ class TextConfig(ModelConfig):
     def repository(self) -> str | None:
         """Repository on the Hugging Face hub that has the tokenizer of this family."""
         return None
+
+    @property
+    def separates_documents(self) -> bool:
+        return self.attn_mask_type == "block_causal"
 
     def _where_from(self, path: str) -> str:
         """Explain how to obtain a tokenizer at `path`."""

@@ -37,11 +37,7 @@ TensorRole = Literal[
 
 
 class ModelArgs(Protocol):
-    """Attributes common to the arguments of all models.
-
-    Models of text also have `vocab_size`, and with a `tensor_plan` the attributes that
-    `tensor_splits` reads.
-    """
+    """Attributes common to the arguments of all models; those of text also have `vocab_size`."""
 
     @property
     def n_layers(self) -> int: ...
@@ -83,10 +79,22 @@ class TensorSplits(NamedTuple):
     """Sharded input dims of matrices; FSDP shards the rest."""
 
 
-def splits_of_queries_and_keys(args: Any) -> TensorSplits:
-    """Return the splits of a network with grouped queries."""
-    heads = {"heads": args.n_heads, "key/value heads": args.n_kv_heads}
-    return TensorSplits(heads, {"dim": args.dim})
+class AttentionShape(NamedTuple):
+    """Sizes of each `SelfAttention` of a network."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key/value heads, a divisor of the query heads."""
+    head_dim: int
+    window: int = 0
+    """Number of most recent tokens that a token attends to, itself included; 0: all."""
+    has_norms: bool = False
+    """Whether the queries and keys of each head are normalized."""
+
+    def window_in(self, seq_len: int) -> int:
+        """Return the window if it is shorter than a sequence, else 0."""
+        return self.window if self.window < seq_len else 0
 
 
 class MinShape(NamedTuple):
@@ -106,13 +114,14 @@ class WeightFormat(Generic[Args]):
     """Description, names and row order of a family's weights in other software."""
 
     config: Callable[[Args, int | None], dict[str, Any]]
-    """(arguments, longest sequence if known) to the content of its config file."""
+    """(arguments, longest sequence if known) to the content of its config file; a RecipeError names
+    everything that it cannot express of the network."""
     args: Callable[[Mapping[str, Any]], Args]
     """Content of its config file to arguments; a RecipeError names everything unsupported."""
     name: Callable[[str], str]
     """Our name of a parameter to its name there."""
-    architecture: str | None = None
-    """Name of the family in its config file, if it has one."""
+    architectures: Collection[str] = ()
+    """Names of its networks in a config file, if it has names."""
     rows: Callable[[Args, str], Tensor | None] = lambda args, name: None
     """(arguments, our name) to the row there of each of our rows; None: the same."""
     repeated: Callable[[Args], Mapping[str, str]] = lambda args: {}
@@ -163,14 +172,14 @@ class ModelSpec(Generic[Args]):
     `auxiliary`, the bytes kept around each of its blocks."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to their role in tensor parallelism."""
-    tensor_splits: Callable[[Args], TensorSplits] = splits_of_queries_and_keys
+    tensor_splits: Callable[[Args], TensorSplits] = lambda args: TensorSplits({}, {})
     """Sizes that must be divisible by the tensor-parallel degree, if there is a `tensor_plan`."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Overrides of the inferred optimizer role, by parameter name, with `*` as above."""
     heads: Callable[[Args, str], tuple[int, int] | None] = lambda args, name: None
     """(arguments, parameter name) to the dim and number of its attention heads; None: no heads."""
-    head_dim: Callable[[Args], int] = lambda args: args.dim // args.n_heads  # type: ignore[attr-defined]
-    """Dimension of a head of its `SelfAttention`; by default dim / number of heads."""
+    attention: Callable[[Args], AttentionShape | None] = lambda args: None
+    """Sizes of its `SelfAttention`; None: it has none."""
     tied: Callable[[Args], bool] = lambda args: False
     """Whether the output uses the weights of the embedding."""
     queries_and_keys: tuple[str, str] | None = None
@@ -200,6 +209,19 @@ class ModelSpec(Generic[Args]):
     def with_flavor(self, name: str, args: Args) -> Self:
         """Return the family with an additional or replaced flavor."""
         return replace(self, flavors={**self.flavors, name: args})
+
+    def unmatched(self, model: nn.Module) -> list[str]:
+        """Return the patterns of `tensor_plan` that match no module of a whole network.
+
+        Modules of auxiliary losses are only in the networks of recipes that add them.
+        """
+        names = [name for name, _ in model.named_modules()]
+        return [
+            pattern
+            for pattern in self.tensor_plan
+            if not (self.auxiliary and _within(pattern, (self.auxiliary,)))
+            and not any(fnmatchcase(name, pattern) for name in names)
+        ]
 
     def role(self, name: str, ndim: int) -> str:
         """Return the optimizer role of a parameter: a name in `roles`, or one of these.

@@ -16,7 +16,6 @@ from torchtitan.parallel import (
     async_tensor,
     compile,
     context,
-    cuda_graphs,
     loss,
     stages,
     tensor,
@@ -36,15 +35,9 @@ from torchtitan.parallel.sharding import (
     ShardingConfig,
     casting,
 )
+from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.technique import Converters, Technique
-from torchtitan.parallel.world import (
-    RANK_ROLE,
-    CommConfig,
-    Degrees,
-    Launch,
-    World,
-    open_world,
-)
+from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
 from torchtitan.tasks import Batch
 from torchtitan.timeline import Timeline
 
@@ -157,8 +150,11 @@ def parallelize(
     layout: Layout,
     world: World,
     timeline: Timeline,
+    plan: Stages | None = None,
 ) -> ParallelModel:
     """Apply every technique to `model`, in order; `timeline` measures forward and backward.
+
+    `plan` cuts the model into stages, by default as the recipe says.
 
     The order is policy: convert, cut into stages, split over tensor ranks, recompute, compile,
     shard. Recomputation is thus compiled, and both are inside the unit of gathers and reductions.
@@ -172,14 +168,14 @@ def parallelize(
     convert.apply(model, layout.convert, world.device.capability, shards, shared)
     if degrees.cp > 1:
         rotation = chosen.context_parallel_rotate_method
-        context.apply(model, world.groups["cp"], rotation, chosen.context_parallel_load_balancer)
+        context.apply(model, world.groups["cp"], rotation, chosen.balancing)
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
     order = list(spec.all_blocks(model))
     names = [each.name for each in auxiliary_losses(model)]
     auxiliary = AuxiliaryLosses(names, [each for each in layout.auxiliary_losses if each.reported])
     sharding = layout.open_sharding(world, spec, args, order[-1])
-    plan = stages.plan(chosen, spec, args, model, layout.seq_len)
+    plan = plan or stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:
         blocks = spec.all_blocks(part)
@@ -203,7 +199,7 @@ def parallelize(
             )
         for added in layout.auxiliary_losses:
             sequence = world.groups["cp"] if degrees.cp > 1 else None
-            added.distribute(part, sequence, chosen.context_parallel_load_balancer, stream)
+            added.distribute(part, sequence, chosen.balancing, stream)
         activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
         options = sharding.compile_options(blocks, stages.units(spec, part))
         in_one = layout.compile.granularity == "model"
@@ -221,7 +217,8 @@ def parallelize(
             context.shard,
             rank=dist.get_rank(world.groups["cp"]),
             size=degrees.cp,
-            balancing=chosen.context_parallel_load_balancer,
+            balancing=chosen.balancing,
+            window=shape.window if (shape := spec.attention(args)) else 0,
         ),
         list(_techniques(parts, plan, spec, layout, world, sharding)),
         auxiliary,
@@ -230,7 +227,7 @@ def parallelize(
 
 def _techniques(
     parts: list[nn.Module],
-    plan: stages.Stages,
+    plan: Stages,
     spec: ModelSpec[Args],
     layout: Layout,
     world: World,
@@ -239,7 +236,7 @@ def _techniques(
     """Yield the enabled techniques, in the order in which their hooks run."""
     blocks = sum(len(spec.all_blocks(part)) for part in parts)
     if layout.compile.cuda_graphs:
-        yield cuda_graphs.Recorded()
+        yield compile.Recorded()
     if layout.convert:
         yield Converters(layout.convert, parts)
     if world.degrees.tp > 1:
@@ -256,7 +253,7 @@ def _techniques(
 
 def _executor(
     parts: list[nn.Module],
-    plan: stages.Stages,
+    plan: Stages,
     auxiliary: AuxiliaryLosses,
     spec: ModelSpec[Args],
     args: Args,

@@ -22,32 +22,21 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config import Config
-from torchtitan.torch_private.compiler import (
-    set_activation_memory_budget,
-)
+from torchtitan.torch_private.compiler import set_activation_memory_budget
 
 
 class ActivationCheckpointConfig(Config):
     """Activation checkpointing: the activations to recompute in the backward pass."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = Field(
-        "selective",
-        description="Activations to keep. none: all (no checkpointing); full: only block inputs; "
-        "selective: see selective_ac_option; memory_budget: the compiler chooses.",
-    )
-    selective_ac_option: Annotated[int, Field(ge=1)] | Literal["op"] = Field(
-        2,
-        description='With mode = "selective": "op" keeps attention and every second matrix '
-        "product of each block; a number k recomputes every k-th block completely.",
-    )
-    memory_budget: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description='With mode = "memory_budget": fraction of the activations of a compiled '
-        "block to keep; 0 keeps only its inputs, 1 everything that the compiler "
-        "would keep.",
-    )
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """Activations to keep. none: all (no checkpointing); full: only block inputs; selective: see
+    selective_ac_option; memory_budget: the compiler chooses."""
+    selective_ac_option: Annotated[int, Field(ge=1)] | Literal["op"] = 2
+    """With mode = "selective": "op" keeps attention and every second matrix product of each block;
+    a number k recomputes every k-th block completely."""
+    memory_budget: float = Field(0.5, ge=0, le=1)
+    """With mode = "memory_budget": fraction of the activations of a compiled block to keep; 0 keeps
+    only its inputs, 1 everything that the compiler would keep."""
 
     @property
     def by_operator(self) -> bool:
@@ -111,6 +100,7 @@ def _save_expensive_operators() -> Any:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.torchtitan.context_attention.default,
+        torch.ops.torchtitan.document_attention.default,
         # A reduce-scatter's output is small and blocks every rank; an all-gather's is large.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }

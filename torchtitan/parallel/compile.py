@@ -3,14 +3,20 @@
 A block's forward is compiled, with recomputation and tensor parallelism; the hooks that gather and
 reduce its parameters stay outside. With a sharding that has no hooks (`ShardingConfig.in_graph`),
 the whole model can be one graph.
+
+CUDA graphs are compiled graphs that are recorded once and replayed, so that no kernel waits for
+Python. A recording replays the same kernels on the same addresses. Inductor copies each batch to
+the recorded addresses, but expects parameters to keep theirs; and the outputs of a graph, gradients
+included, are in memory that the next pass overwrites (torch's documentation, "CUDAGraph Trees").
+Features that move parameters, or accumulate gradients over several passes, are therefore refused.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from torchtitan.config import Config, Context, Problem, local_path
@@ -32,32 +38,26 @@ Granularity = Literal["block", "model"]
 class CompileConfig(Config):
     """Compilation of the model and the loss."""
 
-    enable: bool = Field(False, description="Compile the model's blocks and the loss.")
-    components: tuple[Component, ...] = Field(("model", "loss"), description="Parts to compile.")
-    backend: str = Field("inductor", description="Backend of torch.compile.")
-    fullgraph: bool = Field(
-        True,
-        description="Fail if a block or the loss cannot be compiled as one graph; false: compile "
-        "several graphs, and log where and why it breaks.",
-    )
-    granularity: Granularity = Field(
-        "block",
-        description="Unit that is compiled as one graph: each block (identical blocks share a "
-        "graph), or the whole model (with a pipeline: the stage), which takes longer "
-        "to compile.",
-    )
+    enable: bool = False
+    """Compile the model's blocks and the loss."""
+    components: tuple[Component, ...] = ("model", "loss")
+    """Parts to compile."""
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+    fullgraph: bool = True
+    """Fail if a block or the loss cannot be compiled as one graph; false: compile several graphs,
+    and log where and why it breaks."""
+    granularity: Granularity = "block"
+    """Unit that is compiled as one graph: each block (identical blocks share a graph), or the whole
+    model (with a pipeline: the stage), which takes longer to compile."""
 
-    cache_folder: str | None = Field(
-        None,
-        description="Folder in which compiled graphs are kept for the next run of the same recipe "
-        "(default: torch's, which is TORCHINDUCTOR_CACHE_DIR or else "
-        "torchinductor_USER in the system's temporary folder, which may be emptied).",
-    )
-    cuda_graphs: bool = Field(
-        False,
-        description="Record compiled graphs as CUDA graphs and replay them, so that no kernel "
-        "waits for Python; not with FSDP2, pipelines or accumulation.",
-    )
+    cache_folder: str | None = None
+    """Folder in which compiled graphs are kept for the next run of the same recipe (default:
+    torch's, which is TORCHINDUCTOR_CACHE_DIR or else torchinductor_USER in the system's temporary
+    folder, which may be emptied)."""
+    cuda_graphs: bool = False
+    """Record compiled graphs as CUDA graphs and replay them, so that no kernel waits for Python;
+    not with FSDP2, pipelines or accumulation."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         world = context.world
@@ -175,3 +175,24 @@ def _again(reason: str) -> str:
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Recorded(Technique):
+    """Passes that are recorded as CUDA graphs."""
+
+    def before_pass(self) -> None:
+        """Mark the outputs of the last pass as consumed: their memory may be overwritten.
+
+        Each block is a graph of its own, which torch would otherwise take for a whole pass.
+        """
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+    def confirm(self) -> None:
+        """Warn of graphs that were not recorded."""
+        if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
+            logger.warning(
+                "compile: %d graphs were not recorded as CUDA graphs; TORCH_LOGS=perf_hints "
+                "shows the reasons",
+                skipped,
+            )

@@ -4,31 +4,28 @@ A rank keeps its queries and receives the keys and values of the others. Attenti
 keys gives an output o and the log-sum-exp l of its scores; two such results merge exactly, in any
 order, to l = log(exp l1 + exp l2) and o = exp(l1 - l) o1 + exp(l2 - l) o2. In the backward, each
 part needs only the merged o and l to compute its share of the gradients (Ring Attention with
-Blockwise Transformers, Liu et al., 2023, arXiv:2310.01889).
-
-Under the causal mask, contiguous parts would give the last rank the most work and the first hardly
-any. With `headtail` a sequence is cut into two chunks per rank, and rank r of n takes chunk r and
-its mirror 2n - 1 - r (the aim of Striped Attention, Brandon et al., 2023, arXiv:2311.09431, in
-larger pieces). All queries then attend to the first half of the keys of an earlier rank, and the
-second half of the queries to all keys of a later one: one rectangle per rank, all of equal size.
+Blockwise Transformers, Liu et al., 2023, arXiv:2310.01889). With `ulysses`, ranks exchange heads
+instead: see the module of that name.
 
 Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value heads, E head dim.
 """
 
-import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.models.attention import SelfAttention
+from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
+from torchtitan.parallel.ulysses import exchanging_heads
 from torchtitan.tasks import Batch
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, process_group
+from torchtitan.torch_private.segment_kernels import segments_backward, segments_forward, wide
 
 
 def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: Balancing) -> int:
@@ -36,20 +33,36 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
     assert group.size() > 1, "one rank has the whole sequence"
     name = group.group_name
 
-    def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        out: Tensor = context_attention(q, k, v, documents, name, rotation, balancing)[0]
+    def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
+        out: Tensor = context_attention(q, k, v, documents, name, rotation, balancing, window)[0]
         return out
 
     modules = [module for module in model.modules() if isinstance(module, SelfAttention)]
     assert modules, "a model attends by SelfAttention, or its sequences cannot be split"
+    one_window = len({module.window for module in modules}) == 1
+    assert one_window or balancing != "documents", "the work of layers differs, and so would parts"
     for module in modules:
-        module.core = core
+        module.core = exchanging_heads(module.core, group) if rotation == "ulysses" else core
     return len(modules)
 
 
-def shard(batch: Batch, rank: int, size: int, balancing: Balancing) -> Batch:
-    """Return one rank's part of the sequences."""
-    return batch if size == 1 else batch.shard(partial(Cut(size, balancing).part, rank=rank))
+def shard(batch: Batch, rank: int, size: int, balancing: Balancing, window: int = 0) -> Batch:
+    """Return one rank's part of the sequences.
+
+    Args:
+        window: number of most recent tokens that a token attends to; 0: all.
+    """
+    cut = Cut(size, balancing)
+    if size == 1 or balancing != "documents":
+        return batch if size == 1 else batch.shard(partial(cut.part, rank=rank))
+    rows = cut.rows(batch.context()["documents"], window)
+    positions = torch.stack([row.positions(rank) for row in rows]).to(batch.inputs.device)
+    return batch.shard(partial(_at, positions))
+
+
+def _at(positions: Tensor, whole: Tensor) -> Tensor:
+    """Return the values at other positions (B, S) of each row of `whole` (B, whole sequence)."""
+    return whole[torch.arange(len(whole), device=whole.device)[:, None], positions]
 
 
 def following(x: Tensor, group: ProcessGroup, balancing: Balancing) -> Tensor:
@@ -73,73 +86,6 @@ def following(x: Tensor, group: ProcessGroup, balancing: Balancing) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-class Tile(NamedTuple):
-    """Queries of one rank and keys of another; if `causal`, each attends up to its own position."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Partitioning of a sequence among `size` ranks."""
-
-    size: int
-    balancing: str
-
-    @property
-    def chunks(self) -> int:
-        """Number of equal pieces, which divides the length of a sequence."""
-        return self.size if self.balancing == "none" or self.size == 1 else 2 * self.size
-
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of `whole` (B, whole sequence) that `rank` owns: (B, S)."""
-        assert whole.shape[1] % self.chunks == 0, f"{whole.shape[1]} not in {self.chunks} chunks"
-        pieces = whole.chunk(self.chunks, dim=1)
-        return torch.cat([pieces[index] for index in self.owned(rank)], dim=1)
-
-    def owned(self, rank: int) -> tuple[int, ...]:
-        """Return the indices of a rank's pieces, in order."""
-        return (rank,) if self.chunks == self.size else (rank, self.chunks - 1 - rank)
-
-    def tile(self, rank: int, owner: int, length: int) -> Tile | None:
-        """Return the queries of `rank` that attend to keys of `owner`, both `length` long, if any.
-
-        Parts keep the order of the sequence, so a rank's own tile is an ordinary causal one.
-        """
-        whole, half = slice(0, length), length // 2
-        if owner == rank:
-            return Tile(whole, whole, causal=True)
-        if self.balancing == "none":
-            return Tile(whole, whole, causal=False) if owner < rank else None
-        if owner < rank:
-            return Tile(whole, slice(0, half), causal=False)
-        return Tile(slice(half, length), whole, causal=False)
-
-    def bias(
-        self, documents: Tensor | None, tile: Tile, rank: int, owner: int, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Return the additive mask that separates documents in a tile: (B, 1, queries, keys).
-
-        It is finite: a query that attends to no key of a tile gets a log-sum-exp so low that its
-        output vanishes in the merge; kernels differ in their results for minus infinity.
-        """
-        if documents is None:
-            return None
-        queries = self.part(documents, rank)[:, tile.queries, None]
-        keys = self.part(documents, owner)[:, None, tile.keys]
-        seen = queries == keys
-        seen = seen.tril() if tile.causal else seen
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return bias.masked_fill_(~seen, torch.finfo(dtype).min / 2)[:, None]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which attention is accumulated: float32 or wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 @torch.library.custom_op("torchtitan::context_attention", mutates_args=())
 def context_attention(
     q: Tensor,
@@ -149,6 +95,7 @@ def context_attention(
     group_name: str,
     rotation: str,
     balancing: str,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of this rank's queries to the keys of all ranks of a group.
 
@@ -157,10 +104,12 @@ def context_attention(
     Args:
         q: (B, H, S, E).
         k, v: (B, K, S, E); each serves H/K query heads.
-        documents: (B, whole sequence) int64, the document of each token; None: a single document.
+        documents: (B, whole sequence) int64, the document of each token, on the CPU; None: a
+            single document.
         group_name: name of the process group.
         rotation: a key of `ROTATIONS`.
         balancing: the partitioning used by `shard`.
+        window: number of most recent tokens that a token attends to; 0: all.
 
     Returns:
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in fp32.
@@ -168,28 +117,32 @@ def context_attention(
     group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, _ = ROTATIONS[rotation]
-    out = torch.zeros_like(q, dtype=_wide(q))
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
+    out = torch.zeros_like(q, dtype=wide(q))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+    rows = cut.masked(q, documents, window)
     for owner, kv in fetch(torch.stack((k, v)), group):
-        tile = cut.tile(rank, owner, q.shape[2])
-        if tile is None:
-            continue
-        rows = tile.queries
-        bias = cut.bias(documents, tile, rank, owner, q.dtype)
-        keys, values = kv[..., tile.keys, :]
-        part, part_lse = attention_forward(
-            q[:, :, rows], keys, values, causal=tile.causal and bias is None, bias=bias
-        )
-        total = torch.logaddexp(lse[:, :, rows], part_lse)
-        out[:, :, rows] *= (lse[:, :, rows] - total).exp()[..., None]
-        out[:, :, rows] += (part_lse - total).exp()[..., None] * part
-        lse[:, :, rows] = total
+        keys, values = kv
+        for each in segments(rows, rank, owner, window) if rows else ():
+            _merge(out, lse, *segments_forward(q, keys, values, each))
+        tile = None if rows else cut.tile(rank, owner, q.shape[2])
+        if tile is not None:
+            own, (keys, values) = tile.queries, kv[..., tile.keys, :]
+            part = attention_forward(q[:, :, own], keys, values, causal=tile.causal, bias=None)
+            _merge(out[:, :, own], lse[:, :, own], *part)
     return out.to(q.dtype), lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add attention to further keys in place. Each query sees some of the first."""
+    total = torch.logaddexp(lse, part_lse)
+    out *= (lse - total).exp()[..., None]
+    out += (part_lse - total).exp()[..., None] * part
+    lse.copy_(total)
 
 
 @context_attention.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide(q))
 
 
 @torch.library.custom_op("torchtitan::context_attention_backward", mutates_args=())
@@ -204,6 +157,7 @@ def context_attention_backward(
     group_name: str,
     rotation: str,
     balancing: str,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of q, and of k and v as one tensor (2, B, K, S, E).
 
@@ -213,27 +167,32 @@ def context_attention_backward(
     group = process_group(group_name)
     rank, cut = group.rank(), Cut(group.size(), balancing)
     fetch, bring_back = ROTATIONS[rotation]
-    grad_q = torch.zeros_like(q, dtype=_wide(q))
+    grad_q = torch.zeros_like(q, dtype=wide(q))
+    rows = cut.masked(q, documents, window)
 
     def gradients() -> Owned:
         for owner, kv in fetch(torch.stack((k, v)), group):
-            grad_kv = torch.zeros_like(kv, dtype=_wide(kv))
-            tile = cut.tile(rank, owner, q.shape[2])
+            grad_kv, (keys, values) = torch.zeros_like(kv, dtype=wide(kv)), kv
+            for each in segments(rows, rank, owner, window) if rows else ():
+                of_q, of_k, of_v = segments_backward(grad_out, q, keys, values, out, lse, each)
+                grad_q.add_(of_q)
+                grad_kv[0] += of_k
+                grad_kv[1] += of_v
+            tile = None if rows else cut.tile(rank, owner, q.shape[2])
             if tile is not None:
-                rows, columns, causal = tile
-                bias = cut.bias(documents, tile, rank, owner, q.dtype)
+                own, columns, causal = tile
                 keys, values = kv[..., columns, :]
                 of_q, of_k, of_v = attention_backward(
-                    grad_out[:, :, rows],
-                    q[:, :, rows],
+                    grad_out[:, :, own],
+                    q[:, :, own],
                     keys,
                     values,
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    causal=causal and bias is None,
-                    bias=bias,
+                    out[:, :, own],
+                    lse[:, :, own],
+                    causal=causal,
+                    bias=None,
                 )
-                grad_q[:, :, rows] += of_q
+                grad_q[:, :, own] += of_q
                 grad_kv[0, :, :, columns] = of_k
                 grad_kv[1, :, :, columns] = of_v
             yield owner, grad_kv
@@ -248,16 +207,16 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.group_name, ctx.rotation, ctx.balancing = inputs
+    *tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_q, grad_kv = context_attention_backward(
-        grad_out, *ctx.saved_tensors, ctx.group_name, ctx.rotation, ctx.balancing
+        grad_out, *ctx.saved_tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window
     )
-    return grad_q, *grad_kv.unbind(), None, None, None, None
+    return grad_q, *grad_kv.unbind(), None, None, None, None, None
 
 
 context_attention.register_autograd(_differentiate, setup_context=_save)

@@ -96,7 +96,7 @@ class Layout:
             cpu_offload=self.cpu_offload,
             device_type=world.device.type,
             tensor_plan=spec.tensor_plan,
-            heads=math.gcd(*spec.tensor_splits(args).heads.values()) if has_heads else 1,
+            heads=math.gcd(*spec.tensor_splits(args).heads.values()) or 1 if has_heads else 1,
             vocabulary_chunk=self.loss.vocabulary_chunk,
         )
         return self.sharding.open(target)

@@ -9,12 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.losses import (
-    LossConfig,
-    linear_losses,
-    squared_normalizer,
-    summed_squares,
-)
+from torchtitan.losses import LossConfig, linear_losses, squared_normalizer, summed_squares
 from torchtitan.models.output import LinearLoss
 from torchtitan.parallel import compile
 from torchtitan.parallel.compile import CompileConfig

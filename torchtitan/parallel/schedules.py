@@ -18,7 +18,7 @@ The lists of actions are torch's. This module has the schedules' requirements an
 """
 
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
@@ -44,12 +44,12 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Action with its start and end times, in forwards of one stage."""
+    """Action with its start and end times, in forwards of one stage unless durations are given."""
 
     rank: int
     action: Action
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 Orders = dict[int, list[Action]]
@@ -139,9 +139,14 @@ def parse(cell: str) -> list[Action]:
     return found
 
 
-def timeline(orders: Orders) -> list[Slot]:
-    """Compute when each action runs if communication is free and all stages take equal time."""
-    slots, stuck = simulate(orders)
+def timeline(
+    orders: Orders,
+    durations: Mapping[Action, float] | None = None,
+    rests: Mapping[Action, float] | None = None,
+    sending: float = 0,
+) -> list[Slot]:
+    """Compute when each action runs, as `simulate` does; the orders must not deadlock."""
+    slots, stuck = simulate(orders, durations, rests, sending)
     assert not stuck, f"an order that deadlocks: {stuck}"
     return slots
 
@@ -154,27 +159,6 @@ def bubble(slots: Sequence[Slot]) -> float:
     ranks = {slot.rank for slot in slots}
     busy = sum(slot.end - slot.start for slot in slots)
     return 1 - busy / (len(ranks) * max(slot.end for slot in slots))
-
-
-class InFlight(NamedTuple):
-    """Microbatches in flight on a rank by stage, after one was added to either count."""
-
-    action: Action
-    """Latest action: a forward, or the first half of a backward."""
-    kept: Counter[int]
-    """Microbatches whose activations are kept, since their backward is not complete."""
-    half_done: Counter[int]
-    """Microbatches of `kept` that still lack the gradients of weights."""
-
-
-def in_flight(actions: Sequence[Action]) -> Iterator[InFlight]:
-    """Yield the moments at which a rank running `actions` may reach its peak memory."""
-    kept, half_done = Counter[int](), Counter[int]()
-    for action in actions:
-        kept[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        half_done[action.stage] += {"F": 0, "I": 1, "B": 0, "W": -1}[action.kind]
-        if action.kind in "FI":
-            yield InFlight(action, kept.copy(), half_done.copy())
 
 
 def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int, Action]]:
@@ -194,12 +178,24 @@ def forward_steps(ranks: Sequence[int], microbatches: int) -> Iterator[dict[int,
             done[stage] += 1
 
 
-def simulate(orders: Orders) -> tuple[list[Slot], dict[int, Action]]:
-    """Return the slots of all actions that can run, and the next action of each blocked rank."""
-    last = max(action.stage for actions in orders.values() for action in actions)
+def simulate(
+    orders: Orders,
+    durations: Mapping[Action, float] | None = None,
+    rests: Mapping[Action, float] | None = None,
+    sending: float = 0,
+) -> tuple[list[Slot], dict[int, Action]]:
+    """Return the slots of all actions that can run, and the next action of each blocked rank.
+
+    Args:
+        durations: duration of each action; None: all stages take equal time.
+        rests: time that a rank still takes after an action whose result it has sent.
+        sending: duration of a message from one rank to another.
+    """
+    owner = {action.stage: rank for rank, actions in orders.items() for action in actions}
+    last = max(owner)
     waiting = {rank: deque(actions) for rank, actions in orders.items()}
-    clock = dict.fromkeys(orders, 0)
-    ended: dict[Action, int] = {}
+    clock: dict[int, float] = dict.fromkeys(orders, 0)
+    ended: dict[Action, float] = {}
     slots = []
     moved = True
     while moved:
@@ -207,12 +203,15 @@ def simulate(orders: Orders) -> tuple[list[Slot], dict[int, Action]]:
         for rank, actions in waiting.items():
             while actions and all(need in ended for need in _needs(actions[0], last)):
                 action = actions.popleft()
-                start = max([clock[rank], *(ended[need] for need in _needs(action, last))])
-                clock[rank] = start + TIME[action.kind]
+                needs = _needs(action, last)
+                arrived = (ended[n] + sending * (owner[n.stage] != rank) for n in needs)
+                start = max([clock[rank], *arrived])
+                clock[rank] = start + (durations[action] if durations else TIME[action.kind])
                 slots.append(Slot(rank, action, start, clock[rank]))
                 ended[action] = clock[rank]
                 if action.kind == "B":  # includes its first half
                     ended[action._replace(kind="I")] = clock[rank]
+                clock[rank] += rests[action] if rests else 0
                 moved = True
     return slots, {rank: actions[0] for rank, actions in waiting.items() if actions}
 

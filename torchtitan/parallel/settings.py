@@ -11,8 +11,8 @@ from torchtitan.config import Config, Context, Problem
 from torchtitan.parallel.world import Degrees
 
 ReshardPolicy = Literal["default", "always", "never"]
-Rotation = Literal["allgather", "ring"]
-Balancing = Literal["headtail", "none"]
+Rotation = Literal["allgather", "ring", "ulysses"]
+Balancing = Literal["headtail", "documents", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,94 +32,65 @@ class Precision:
 class ParallelismConfig(Config):
     """Parallelism: the number of ranks of each technique, and its options."""
 
-    data_parallel_replicate_degree: int = Field(
-        1,
-        ge=1,
-        description=("Number of replicas of the model: DDP alone, HSDP together with sharding."),
-    )
-    data_parallel_shard_degree: int = Field(
-        -1, ge=-1, description="Number of shards of the parameters (FSDP); -1: all remaining ranks."
-    )
-    fsdp_reshard_after_forward: ReshardPolicy = Field(
-        "default",
-        description="Free a block's parameters after its forward: always, never, or default: "
-        "after all blocks but the last, and never in a pipeline.",
-    )
-    tensor_parallel_degree: int = Field(
-        1, ge=1, description=("Number of ranks that share each matrix.")
-    )
-    disable_sequence_parallel: bool = Field(
-        False,
-        description="Keep full activations between the matrices on every tensor-parallel rank, "
-        "instead of sharding them by sequence.",
-    )
-    disable_loss_parallel: bool = Field(
-        False,
-        description="Gather the logits, instead of computing the loss on sharded logits.",
-    )
-    enable_async_tensor_parallel: bool = Field(
-        False,
-        description="Overlap the communication of tensor parallelism with its matrix products, "
-        "by SymmetricMemory; needs CUDA and compile.enable.",
-    )
-    pipeline_parallel_degree: int = Field(1, ge=1, description="Number of ranks in the pipeline.")
-    pipeline_parallel_schedule: str = Field(
-        "1F1B",
-        description="Order of the microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
-        "InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.",
-    )
-    pipeline_parallel_schedule_csv: str = Field(
-        "",
-        description="CSV file with a custom schedule, one row per rank; replaces "
-        "pipeline_parallel_schedule.",
-    )
-    pipeline_parallel_microbatch_size: int = Field(
-        1, ge=1, description="Number of sequences in a pipeline microbatch."
-    )
-    pipeline_parallel_layers_per_stage: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum number of layers in a stage, which determines the number of stages "
-        "(default: one stage per rank, or two with interleaved schedules).",
-    )
-    pipeline_parallel_balance: Literal["flops", "parameters"] = Field(
-        "flops", description="Quantity that is balanced between the stages."
-    )
-    pipeline_parallel_embedding_weight: float | None = Field(
-        None,
-        ge=0,
-        description="Cost of the embedding, in layers (default: computed).",
-    )
-    pipeline_parallel_head_weight: float | None = Field(
-        None,
-        ge=0,
-        description="Cost of norm and output, in layers (default: computed).",
-    )
-    module_fqns_per_model_part: tuple[tuple[str, ...], ...] = Field(
-        (),
-        description=(
-            "Names of the modules of each stage, in order, instead of the automatic split."
-        ),
-    )
-    context_parallel_degree: int = Field(
-        1, ge=1, description=("Number of ranks that share a sequence.")
-    )
-    context_parallel_rotate_method: Rotation = Field(
-        "allgather",
-        description="Exchange of keys and values. allgather: all at once; ring: from rank to rank "
-        "(ring attention).",
-    )
-    context_parallel_load_balancer: Balancing = Field(
-        "headtail",
-        description="headtail: each rank has a chunk from the head of the sequence and the "
-        "mirrored chunk from its tail, so that all have the same work under the "
-        "causal mask; none: one contiguous chunk.",
-    )
+    data_parallel_replicate_degree: int = Field(1, ge=1)
+    """Number of replicas of the model: DDP alone, HSDP together with sharding."""
+    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    """Number of shards of the parameters (FSDP); -1: all remaining ranks."""
+    fsdp_reshard_after_forward: ReshardPolicy = "default"
+    """Free a block's parameters after its forward: always, never, or default: after all blocks but
+    the last, and never in a pipeline."""
+    tensor_parallel_degree: int = Field(1, ge=1)
+    """Number of ranks that share each matrix."""
+    disable_sequence_parallel: bool = False
+    """Keep full activations between the matrices on every tensor-parallel rank, instead of sharding
+    them by sequence."""
+    disable_loss_parallel: bool = False
+    """Gather the logits, instead of computing the loss on sharded logits."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the communication of tensor parallelism with its matrix products, by SymmetricMemory;
+    needs CUDA and compile.enable."""
+    pipeline_parallel_degree: int = Field(1, ge=1)
+    """Number of ranks in the pipeline."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Order of the microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
+    ZBVZeroBubble or DualPipeV."""
+    pipeline_parallel_schedule_csv: str = ""
+    """CSV file with a custom schedule, one row per rank; replaces pipeline_parallel_schedule."""
+    pipeline_parallel_microbatch_size: int = Field(1, ge=1)
+    """Number of sequences in a pipeline microbatch."""
+    pipeline_parallel_layers_per_stage: int | None = Field(None, ge=1)
+    """Maximum number of layers in a stage, which determines the number of stages (default: one
+    stage per rank, or two with interleaved schedules)."""
+    pipeline_parallel_balance: Literal["flops", "parameters"] = "flops"
+    """Quantity that is balanced between the stages."""
+    pipeline_parallel_embedding_weight: float | None = Field(None, ge=0)
+    """Cost of the embedding, in layers (default: computed)."""
+    pipeline_parallel_head_weight: float | None = Field(None, ge=0)
+    """Cost of norm and output, in layers (default: computed)."""
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] = ()
+    """Names of the modules of each stage, in order, instead of the automatic split."""
+    context_parallel_degree: int = Field(1, ge=1)
+    """Number of ranks that share a sequence."""
+    context_parallel_rotate_method: Rotation = "allgather"
+    """Exchange of keys and values. allgather: all at once; ring: from rank to rank (ring
+    attention); ulysses: queries too, so that each rank has some of the heads of whole sequences."""
+    context_parallel_load_balancer: Balancing = "headtail"
+    """headtail: each rank has a chunk from the head of the sequence and the mirrored chunk from its
+    tail, so that all have the same work under the causal mask; documents: each rank has pieces of
+    the sequence whose documents cause as much work (with attn_mask_type = block_causal); none: one
+    contiguous chunk. With ulysses it has no effect: all ranks have the same work."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:
             message = "wanted -1 (all remaining ranks) or an integer >= 1"
             yield Problem("data_parallel_shard_degree", message)
+        key = "context_parallel_load_balancer"
+        if key in self.model_fields_set and self.balancing != getattr(self, key):
+            message = (
+                'it has no effect with self.context_parallel_rotate_method = "ulysses", where all '
+                "ranks have the same work"
+            )
+            yield Problem(key, message, ("context_parallel_rotate_method",), "note")
         key = "enable_async_tensor_parallel"
         if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
             message = "self.tensor_parallel_degree is 1, so there is nothing to overlap"
@@ -134,6 +105,12 @@ class ParallelismConfig(Config):
         if self.enable_async_tensor_parallel and on_cpu:
             message = "SymmetricMemory does not support a CPU; use it on CUDA, or set it to false"
             yield Problem(key, message)
+
+    @property
+    def balancing(self) -> Balancing:
+        """Partitioning of sequences in effect: with Ulysses, contiguous parts."""
+        is_ulysses = self.context_parallel_rotate_method == "ulysses"
+        return "none" if is_ulysses else self.context_parallel_load_balancer
 
     @property
     def least_ranks(self) -> int:

@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
@@ -81,13 +82,19 @@ def balance(costs: Sequence[float], stages: int) -> list[slice]:
     Ties are broken by the most even cut, then by smaller earlier stages, which keep the activations
     of more microbatches.
     """
+    return [
+        slice(start, end) for start, end in itertools.pairwise((0, *_ends(tuple(costs), stages)))
+    ]
+
+
+@cache  # a plan cuts the same model for each of its ranks
+def _ends(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     worst, _ = _cheapest(costs, stages, max, lambda cost: cost)
 
     def square(cost: float) -> float:
         return cost**2 if cost <= worst else float("inf")
 
-    _, ends = _cheapest(costs, stages, lambda one, other: one + other, square)
-    return [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
+    return _cheapest(costs, stages, lambda one, other: one + other, square)[1]
 
 
 def _cheapest(

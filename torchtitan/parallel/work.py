@@ -273,16 +273,6 @@ class Part:
         )
 
 
-def largest_block(parts: Sequence[Part]) -> int:
-    """Return the number of parameters of the largest block."""
-    return max((size for part in parts for name, size in part.sizes.items() if name), default=0)
-
-
-def outside_blocks(parts: Sequence[Part]) -> int:
-    """Return the number of parameters outside the blocks."""
-    return sum(part.sizes[""] for part in parts)
-
-
 def of_parameters(
     *,
     parts: int,

@@ -67,34 +67,23 @@ class Degrees(NamedTuple):
 class CommConfig(Config):
     """Settings of the process groups."""
 
-    init_timeout_seconds: int = Field(
-        300, ge=1, description="Timeout of collectives until the end of the first step."
-    )
-    train_timeout_seconds: int = Field(
-        100, ge=1, description="Timeout of collectives after the first step."
-    )
-    trace_buf_size: int = Field(
-        2000,
-        ge=0,
-        description="Number of collectives that torch's Flight Recorder keeps on each of several "
-        "ranks; 0: off. A run on one rank records none.",
-    )
-    save_traces_folder: str = Field(
-        "comm_traces",
-        description="Folder of the step records, and of the traces of a run that failed, inside "
-        "job.dump_folder.",
-    )
-    save_traces_file_prefix: str = Field(
-        "rank_", description="Prefix of the file names of traces; the rank follows."
-    )
-    debug_level: Literal["off", "info", "detail"] | None = Field(
-        None,
-        description="Level of torch's checks and logs of collectives (default: the environment "
-        "variable TORCH_DISTRIBUTED_DEBUG). info: log more; detail: before each "
-        "collective all ranks compare operation, shapes and dtypes, and fail if they "
-        "differ; each collective is then several times slower, and "
-        "init_timeout_seconds applies to the whole run.",
-    )
+    init_timeout_seconds: int = Field(300, ge=1)
+    """Timeout of collectives until the end of the first step."""
+    train_timeout_seconds: int = Field(100, ge=1)
+    """Timeout of collectives after the first step."""
+    trace_buf_size: int = Field(2000, ge=0)
+    """Number of collectives that torch's Flight Recorder keeps on each of several ranks; 0: off. A
+    run on one rank records none."""
+    save_traces_folder: str = "comm_traces"
+    """Folder of the step records, and of the traces of a run that failed, inside
+    job.dump_folder."""
+    save_traces_file_prefix: str = "rank_"
+    """Prefix of the file names of traces; the rank follows."""
+    debug_level: Literal["off", "info", "detail"] | None = None
+    """Level of torch's checks and logs of collectives (default: the environment variable
+    TORCH_DISTRIBUTED_DEBUG). info: log more; detail: before each collective all ranks compare
+    operation, shapes and dtypes, and fail if they differ; each collective is then several times
+    slower, and init_timeout_seconds applies to the whole run."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         prefix = self.save_traces_file_prefix
@@ -170,6 +159,11 @@ class World:
     def data_rank(self) -> int:
         """Index of the share of every batch of samples that this rank reads."""
         return dist.get_rank(self.groups["data"])
+
+    @property
+    def is_first_of_data(self) -> bool:
+        """Whether this is the first of the ranks that read the same samples."""
+        return not any(dist.get_rank(self.groups[axis]) for axis in ("pp", "cp", "tp"))
 
     @property
     def stage_rank(self) -> int:

@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.models import MODELS
+from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import count_parameters
 
 SPEC = MODELS["llama3"]
-ARGS = Llama3Args(
+ARGS = DecoderArgs(
     dim=32,
     n_layers=3,
     n_heads=4,

@@ -8,7 +8,7 @@ from llama_models.sku_list import all_registered_models
 
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import RopeScaling
+from torchtitan.models.layers import RopeScaling
 
 SPEC = MODELS["llama3"]
 HUGGING_FACE, META = SPEC.formats["hf"], SPEC.formats["meta"]
@@ -134,13 +134,16 @@ def test_rows_are_a_permutation_within_each_head(heads):
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            ['rope_scaling: got "yarn"; llama3 has "llama3", or none'],
+            ['rope_scaling: got "yarn"; supported: "llama3", or none'],
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
             ["rope_scaling: it has no high_freq_factor, original_max_position_embeddings"],
         ),
-        ({"head_dim": 64}, ["head_dim: got 64; llama3 has 128 = dim / heads"]),
+        (
+            {"head_dim": 63},
+            ["head_dim: a head of 63 elements is odd, and rotary positions need pairs"],
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             ["quantization_config: quantized weights cannot be read"],

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from tests.oracles import code_of_meta
 from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder, DecoderArgs
 from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.model import Llama3, Llama3Args, RopeScaling, rope_frequencies
+from torchtitan.models.layers import RopeScaling, rope_frequencies
 
 SPEC = MODELS["llama3"]
 BATCH, SEQ_LEN = 2, 96
@@ -22,7 +23,7 @@ def build(**changes):
     def rule(name):
         return 1.0 if name.endswith("norm.weight") else 0.1
 
-    args = Llama3Args(**{**SHAPE, **changes})
+    args = DecoderArgs(**{**SHAPE, **changes})
     model = SPEC.build(args, SEQ_LEN)
     initialize(model.named_parameters(), rule, seed=0)
     return args, model
@@ -111,14 +112,14 @@ def test_logits_equal_those_of_meta(meta, scaling):
 @pytest.mark.parametrize("flavor", ["8B", "70B", "405B"])
 def test_frequencies_equal_those_of_meta(meta, flavor):
     args = SPEC.flavors[flavor]
-    plain = rope_frequencies(args.head_dim, args.rope_theta, None)
-    scaled = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
+    plain = rope_frequencies(args.head_size, args.rope_theta, None)
+    scaled = rope_frequencies(args.head_size, args.rope_theta, args.rope_scaling)
     torch.testing.assert_close(scaled, meta.apply_scaling(plain), atol=0, rtol=3e-7)
     assert not torch.allclose(scaled, plain, atol=0, rtol=0.5)
 
 
 def test_table_equals_that_of_meta_over_the_whole_context(meta):
-    args = Llama3Args(**SHAPE)
-    table = Llama3(args, seq_len=8192).rope.table
-    expected = meta.precompute_freqs_cis(args.head_dim, 8192, args.rope_theta, use_scaled=False)
+    args = DecoderArgs(**SHAPE)
+    table = Decoder(args, seq_len=8192).rope.table
+    expected = meta.precompute_freqs_cis(args.head_size, 8192, args.rope_theta, use_scaled=False)
     torch.testing.assert_close(table, torch.view_as_real(expected), atol=1e-6, rtol=0)

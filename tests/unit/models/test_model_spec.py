@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests import tiny
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
@@ -84,6 +87,21 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
     assert all(after < before for before, after in pairwise(losses))
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_operations_are_those_that_torch_counts(name):
+    """But for norms, which it does not count; a window has as many keys as it is long."""
+    spec, seq_len = MODELS[name], 16
+    args = dataclasses.replace(spec.flavors["debugmodel"], n_layers=2)
+    model = spec.build(args, seq_len)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, seq_len, dtype=torch.int64)).sum().backward()
+    of_norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    found = spec.flops_per_unit(args, seq_len)
+    assert found - of_norms == counter.get_total_flops() / (2 * seq_len)
+    windowed = spec.flops_per_unit(dataclasses.replace(args, sliding_window=4), seq_len)
+    assert found - windowed == 12 * args.n_layers * args.n_heads * args.head_size * (seq_len - 4)
+
+
 @pytest.mark.parametrize(
     ("name", "ndim", "role"),
     [
@@ -91,6 +109,7 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
         ("layers.3.attention.wq.weight", 2, "matrix"),
         ("layers.3.attention.wq.bias", 1, "bias"),
         ("layers.3.ffn_norm.weight", 1, "norm"),
+        ("layers.3.attention.q_norm.weight", 1, "norm"),
         ("layers.3.ffn_norm.bias", 1, "norm"),
         ("layers.3.gate", 1, "norm"),
         ("output.weight", 2, "head"),
@@ -110,15 +129,46 @@ def test_every_model_is_registered_under_its_own_name():
     assert [spec.name for spec in MODELS.values()] == list(MODELS)
 
 
+@pytest.mark.parametrize("name", [name for name, spec in MODELS.items() if spec.tensor_plan])
+def test_every_pattern_of_a_tensor_plan_matches_a_module(name):
+    spec = MODELS[name]
+    for args in spec.flavors.values():
+        few = dataclasses.replace(args, n_layers=1)
+        assert spec.unmatched(build_empty(spec.build, few, 1)) == []
+
+
+def test_a_pattern_of_a_tensor_plan_without_a_module_is_refused(monkeypatch):
+    plan = MODELS["llama3"].tensor_plan | {"layers.*.attention.wz": "colwise"}
+    misspelt = dataclasses.replace(MODELS["llama3"], name="misspelt", tensor_plan=plan)
+    monkeypatch.setitem(MODELS, "misspelt", misspelt)
+    model = {"name": "misspelt", "flavor": "debugmodel"}
+    assert not tiny.problems(tiny.job(model=model))
+    (found,) = tiny.problems(tiny.job(model=model, parallelism={"tensor_parallel_degree": 2}))
+    assert found.path == "model.name"
+    assert found.message == (
+        'in its tensor_plan, "layers.*.attention.wz" matches no module; '
+        "did you mean layers.*.attention.wv?; correct the plan of misspelt"
+    )
+
+
 @pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("flavor", MODELS["llama3"].flavors)
-def test_a_shrunk_llama_has_the_structure_of_the_large_one(flavor, tp):
-    spec = MODELS["llama3"]
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [(name, flavor) for name in ("llama3", "qwen3") for flavor in MODELS[name].flavors],
+)
+def test_a_shrunk_decoder_has_the_structure_of_the_large_one(name, flavor, tp):
+    spec = MODELS[name]
     large = spec.flavors[flavor]
+    tp = min(tp, large.n_kv_heads)
     small = spec.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
     assert (small.n_layers, small.vocab_size) == (3, 320)
     assert small.n_heads % small.n_kv_heads == small.n_kv_heads % tp == small.ffn_dim % tp == 0
     assert small.n_heads // small.n_kv_heads == min(large.n_heads // large.n_kv_heads, 4)
     assert small.ffn_dim / small.dim == pytest.approx(large.ffn_dim / large.dim, rel=0.25)
-    assert (small.tied, small.rope_scaling) == (large.tied, large.rope_scaling)
+    for fact in ("tied", "rope_scaling", "head_norms", "sliding_window"):
+        assert getattr(small, fact) == getattr(large, fact)
+    assert (small.head_dim is None) == (large.head_dim is None)
+    wider = [each.n_heads * each.head_size / each.dim for each in (small, large)]
+    assert wider[0] == pytest.approx(wider[1], rel=0.2)
+    assert (wider[0] == 1) == (wider[1] == 1)
     assert count_parameters(build_empty(spec.build, small, 16)).total < 3e6

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from torchtitan.models import MODELS, spec_in_recipe, with_sizes
-from torchtitan.models.llama3.model import RopeScaling
+from torchtitan.models.layers import RopeScaling
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.llama3.spec import FLAVORS
 from torchtitan.provenance import to_toml
@@ -29,8 +29,8 @@ def test_every_size_can_be_said() -> None:
     assert args == expected
     assert MODELS["llama3"].args(Llama3Config(flavor="8B", rope_scaling=1.0)).rope_scaling is None
     fields = {field.name for field in dataclasses.fields(args)}
-    said_by_auxiliary_losses = {"multi_token", "auxiliary_heads"}
-    assert fields - said_by_auxiliary_losses <= set(Llama3Config.sizes())
+    facts = {"multi_token", "auxiliary_heads", "head_norms"}  # of auxiliary losses, and of a family
+    assert fields - facts <= set(Llama3Config.sizes())
 
 
 def test_a_recorded_recipe_tells_the_sizes_in_effect() -> None:

@@ -42,10 +42,10 @@ def write_torchtitan(
     """
     if state is None:
         write_dcp(folder, _weights(source, network, dtype), max_file_bytes)
-        for line in _tied(network):
+        for line in _unknown_sizes(network):
             logger.warning("PyTorch can read this checkpoint, but TorchTitan cannot: %s", line)
         return
-    if found := [*_obstacles(state["recipe"]), *_tied(network)]:
+    if found := [*_obstacles(state["recipe"]), *_unknown_sizes(network)]:
         lines = (f"  {line}" for line in found)
         raise RecipeError(["--with-optimizer: TorchTitan cannot continue this run:", *lines])
     write_dcp(folder, _run(source, network, state), max_file_bytes)
@@ -66,9 +66,18 @@ def _weights(
         yield (theirs,), cast(name, source.read(ours), dtype)
 
 
-def _tied(network: Network) -> Iterator[str]:
-    if network.spec.tied(network.args):
+def _unknown_sizes(network: Network) -> Iterator[str]:
+    """Yield the sizes of a network that TorchTitan's Llama does not have."""
+    spec, args = network.spec, network.args
+    sizes = spec.settings.sizes_of(args)
+    if spec.tied(args):
         yield "model.tied: TorchTitan's Llama has a separate output matrix"
+    if sizes.get("head_dim") and sizes["head_dim"] * args.n_heads != args.dim:
+        yield "model.head_dim: TorchTitan's Llama has heads of dim / n_heads"
+    if "head_norm" in spec.tensor_plan.values():
+        yield f"model.name: TorchTitan's Llama has no norms in heads, and {spec.name} has"
+    if sizes.get("sliding_window"):
+        yield "model.sliding_window: TorchTitan's Llama attends to all tokens"
 
 
 def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:

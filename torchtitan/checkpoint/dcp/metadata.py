@@ -14,8 +14,7 @@ import torch
 
 from torchtitan.checkpoint.dcp.items import Item, TensorLayout
 from torchtitan.checkpoint.dcp.pickles import Inert, InertUnpickler
-from torchtitan.checkpoint.manifest import Damaged
-from torchtitan.checkpoint.remote import StoreError
+from torchtitan.checkpoint.manifest import Damaged, reading
 from torchtitan.checkpoint.storage import Sizes, StoredBlock
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config import ConfigError
@@ -66,12 +65,8 @@ def read_metadata(checkpoint: Path) -> Contents:
         Damaged: if the file is malformed, or the files it refers to are missing or truncated.
     """
     path = checkpoint / METADATA
-    try:
+    with reading(path):
         data = path.read_bytes()
-    except StoreError:
-        raise
-    except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
     try:
         contents = _Parser(path, data).contents()
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -212,11 +207,7 @@ def _check_files(checkpoint: Path, contents: Contents) -> None:
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
     size_of = store_of(checkpoint).sizes(checkpoint)
     for file, end in ends.items():
-        try:
+        with reading(checkpoint / file):
             size = size_of(file)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise Damaged(f"{checkpoint / file}: {error.strerror}") from None
         if size < end:
             raise Damaged(f"{checkpoint / file}: cut: it has {size:,} bytes; {end:,} were saved")

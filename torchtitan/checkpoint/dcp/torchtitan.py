@@ -94,6 +94,11 @@ class TorchTitanCheckpoint(Renamed):
             if name.startswith("model.")
         }
         fitting(path, network, of_weights, network.parameters())
+        if (shape := network.spec.attention(network.args)) and shape.has_norms:
+            raise ConfigError(
+                f"{path}: the order of the rows of queries and keys of {network} in TorchTitan is "
+                "unknown; use its weights in the format hf"
+            )
 
     def number(self, name: str) -> Any:
         """Read a number; see `number_in`."""

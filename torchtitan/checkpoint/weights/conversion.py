@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint.dcp.export import write_torchtitan
-from torchtitan.checkpoint.remote import PART, RemotePath
 from torchtitan.checkpoint.storage import TensorSource, write_tensors
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.checkpoint.weights.extras import Extras
@@ -25,13 +24,16 @@ from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
 from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
 from torchtitan.checkpoint.weights.network import Network, not_expressed
-from torchtitan.checkpoint.weights.opening import OPEN, Opened, find_format, open_dcp_of
+from torchtitan.checkpoint.weights.opening import FOREIGN, OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
+from torchtitan.remote import PART, RemotePath
 
 FORMATS = ("ours", "hf", "meta", "dcp")
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SHARD_SIZE = "5GB"
+SECTION = "model_section.toml"
+"""File with the section `[model]` for weights that come from other software."""
 LAST = (MANIFEST, ".metadata", CONFIG, PARAMS)
 """Files that are uploaded after all others."""
 
@@ -53,11 +55,15 @@ class ConvertOptions:
 
 def convert(
     source: Path, destination: Path, options: ConvertOptions, about: Mapping[str, Any]
-) -> None:
+) -> str | None:
     """Write the weights in `source` to `destination`, which must not exist yet.
 
     Args:
         about: origin to record in a checkpoint of ours.
+
+    Returns:
+        The section `[model]` of recipes that start from the result, as TOML, if it is our format of
+        weights that no run of ours trained; it is also written, as `model_section.toml`.
 
     Raises:
         ConfigError: with all problems, before anything is written.
@@ -74,6 +80,8 @@ def convert(
     else:
         opened = open_dcp_of(source, options.recipe)
     tensors, network, extras, _ = opened
+    lost = not_expressed(network, target) if target in ("hf", "meta") else []
+    section = model_section(network, extras) if kind in FOREIGN and target == "ours" else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     state = _state_of_run(source, destination, opened) if options.with_optimizer else None
     logger.info("%s: %s in the format %s", source, network, kind)
@@ -87,10 +95,28 @@ def convert(
         else:
             origin = {**about, "converted_from": str(source.resolve())}
             write_ours(folder, tensors, network, extras, state, dtype, most, origin)
-    for line in not_expressed(network, target) if target in ("hf", "meta") else ():
+        if section is not None:
+            (folder / SECTION).write_text(section, encoding="utf-8")
+    for line in lost:
         logger.warning("the format %s cannot express this: %s", target, line)
     total = sum(torch.Size(shape).numel() for shape in network.parameters().values())
     logger.info("%s: %s parameters in the format %s", destination, f"{total:,}", target)
+    return section
+
+
+def model_section(network: Network, extras: Extras) -> str:
+    """Return the section `[model]` that selects a network and its tokenizer, as TOML."""
+    import tomlkit
+
+    section = network.section()
+    if extras.tokenizer is not None:
+        section["tokenizer_path"] = str(extras.tokenizer)
+    text: str = tomlkit.dumps({"model": section})
+    if extras.tokenizer is None and not extras.is_bytes:
+        text += (
+            "# tokenizer_path: there was none next to the weights; without it, tokens are bytes\n"
+        )
+    return text
 
 
 def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.checkpoint.remote import RemotePath
 from torchtitan.config import ConfigError, local_path
 from torchtitan.data import load_tokenizer
 from torchtitan.logging import logger
+from torchtitan.remote import RemotePath
 
 BYTES = "bytes"
 """Name of the byte tokenizer, which needs no file."""

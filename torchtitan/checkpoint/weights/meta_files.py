@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.remote import RemotePath
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify
 from torchtitan.config import ConfigError
 from torchtitan.models.spec import ModelSpec
+from torchtitan.remote import RemotePath
 
 PARAMS = "params.json"
 

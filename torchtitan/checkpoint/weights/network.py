@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.checkpoint.remote import StoreError
-from torchtitan.config import ConfigError, RecipeError, allowed_names, show
+from torchtitan.config import ConfigError, RecipeError, allowed_names, near_names, show
 from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
+from torchtitan.remote import StoreError
 
 Sizes = tuple[int, ...]
 
@@ -30,12 +30,25 @@ class Network(NamedTuple):
         Raises:
             ConfigError: if sizes alone do not turn that flavor into this network.
         """
-        flavor = self.flavor or most_alike(self)
-        sizes = self.spec.settings.sizes_of(self.args)
-        named = {"name": self.spec.name, "flavor": flavor} | sizes
-        if unlike(self.args, self.spec.args(self.spec.settings.model_validate(named))):
-            raise without_flavor(self)
+        spec, flavors = self.spec, self.spec.flavors
+        differences = {name: unlike(self.args, args) for name, args in flavors.items()}
+        flavor = self.flavor or min(flavors, key=lambda name: len(differences[name]))
+        named = {"name": spec.name, "flavor": flavor} | spec.settings.sizes_of(self.args)
+        if unlike(self.args, spec.args(spec.settings.model_validate(named))):
+            raise ConfigError(
+                f"no flavor of {spec.name} matches these weights, so no recipe can select them. "
+                f"The closest is {flavor}, but {'; '.join(differences[flavor])}. Add a flavor to "
+                f"MODELS[{spec.name!r}].flavors in a module of yours, and pass it with --imports"
+            )
         return {f"model.{key}": value for key, value in named.items()}
+
+    def section(self) -> dict[str, Any]:
+        """Return the keys of `[model]` that select the network: a flavor, and what differs."""
+        recipe = {key.removeprefix("model."): value for key, value in self.recipe().items()}
+        usual = self.spec.settings.sizes_of(self.spec.flavors[recipe["flavor"]])
+        if recipe["flavor"] in self.spec.open_vocabulary:
+            usual.pop("vocab_size", None)  # it would follow the tokenizer
+        return {key: value for key, value in recipe.items() if usual.get(key) != value}
 
     def parameters(self) -> dict[str, Sizes]:
         """Return the shape of every parameter by our name, in the order of the network."""
@@ -45,10 +58,14 @@ class Network(NamedTuple):
     def format(self, kind: str) -> WeightFormat[Any]:
         """Return the network's `WeightFormat` for a key of `ModelSpec.formats`."""
         if kind not in self.spec.formats:
-            raise ConfigError(
-                f"{self.spec.name}: its spec does not support the weight format {kind!r}"
-            )
+            able = ", ".join(("ours", "dcp", *self.spec.formats))
+            raise ConfigError(f"{self.spec.name} has no weight format {kind}; its formats: {able}")
         return self.spec.formats[kind]
+
+    def as_written(self, kind: str) -> Any:
+        """Return arguments as read back from a config file, which may hold fewer facts."""
+        written = self.format(kind)
+        return written.args(written.config(self.args, None))
 
     def tensors(self, kind: str) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
         """Return shapes by a format's names: of required tensors, and of optional copies."""
@@ -141,7 +158,7 @@ def identify(
         Network(network.spec, own, name)
         for network in described
         for name, own in network.spec.flavors.items()
-        if flavor in (None, name) and network.args == as_written(network.spec, kind, own)
+        if flavor in (None, name) and _is_written_as(network, kind, own)
     ]
     if len(same) > 1:
         names = " or ".join(str(network) for network in same)
@@ -152,7 +169,7 @@ def identify(
     if flavor is not None:
         network = next((one for one in described if flavor in one.spec.flavors), network)
         expected = named(path, {network.spec.name: network.spec}, network.spec.name, flavor)
-        differences = unlike(network.args, as_written(network.spec, kind, expected.args))
+        differences = unlike(network.args, expected.as_written(kind))
         raise RecipeError([f"{path}: not {expected}:", *(f"  {line}" for line in differences)])
     return network, config
 
@@ -173,25 +190,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def not_expressed(network: Network, kind: str) -> list[str]:
-    """Return the facts about a network that a format's config file omits or changes."""
-    return unlike(network.args, as_written(network.spec, kind, network.args))
+    """Return the facts about a network that a format's config file omits or changes.
 
-
-def without_flavor(network: Network) -> ConfigError:
-    """Return the error for a network that is not a flavor, with the closest one."""
-    nearest = most_alike(network)
-    difference = "; ".join(unlike(network.args, network.spec.flavors[nearest]))
-    return ConfigError(
-        f"no flavor of {network.spec.name} matches these weights, so no recipe can select them. "
-        f"The closest is {nearest}, but {difference}. Add a flavor to "
-        f"MODELS[{network.spec.name!r}].flavors in a module of yours, and pass it with --imports"
-    )
-
-
-def most_alike(network: Network) -> str:
-    """Return the flavor that differs from a network in the fewest arguments."""
-    flavors = network.spec.flavors
-    return min(flavors, key=lambda name: len(unlike(network.args, flavors[name])))
+    Raises:
+        RecipeError: if the file cannot express the network at all.
+    """
+    return unlike(network.args, network.as_written(kind))
 
 
 def unlike(found: object, wanted: object) -> list[str]:
@@ -213,17 +217,18 @@ def _families(
         raise ConfigError(
             f"{path}: the spec of {names} does not support the weight format {kind!r}"
         )
-    known = {spec.formats[kind].architecture: None for spec in able}
-    if None in known:
+    known = list(dict.fromkeys(name for spec in able for name in spec.formats[kind].architectures))
+    if not all(spec.formats[kind].architectures for spec in able):
         return able
     listed = config.get("architectures")
     said = listed[0] if isinstance(listed, list) and listed else listed
     if not isinstance(said, str) or said not in known:
+        near = "".join(f"; the nearest is {name}" for name in near_names(said, known))
         raise ConfigError(
-            f"{path}: architectures: got {show(said)}; allowed: {', '.join(map(str, known))}; "
+            f"{path}: architectures: got {show(said)}{near}; allowed: {', '.join(known)}; "
             "add a model for the weights of another network, see docs/extending.md"
         )
-    return [spec for spec in able if spec.formats[kind].architecture == said]
+    return [spec for spec in able if said in spec.formats[kind].architectures]
 
 
 def _described(
@@ -242,6 +247,9 @@ def _described(
     return found
 
 
-def as_written(spec: ModelSpec[Any], kind: str, args: Any) -> Any:
-    """Return arguments as read back from a config file, which may hold fewer facts."""
-    return spec.formats[kind].args(spec.formats[kind].config(args, None))
+def _is_written_as(network: Network, kind: str, args: Any) -> bool:
+    """Whether arguments have the config file of a network."""
+    try:
+        return bool(network.args == network._replace(args=args).as_written(kind))
+    except RecipeError:  # the format cannot express these
+        return False

@@ -1,10 +1,10 @@
 """Opens weights of any format, under our names; the format is detected from the files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.optimizer import state_of
@@ -102,18 +102,14 @@ def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     path = find(folder)[-1]
     manifest = look_at(path)
     state = read_state(path, manifest)
-    recipe, source = state["recipe"], Verified(path, SavedTensors(path))
+    recipe, source = state["recipe"], Verified(path)
     network, extras = of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe)
     return Opened(source, network, extras, None if manifest.model_only else lambda: state)
 
 
-def open_hugging_face(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    weights = HuggingFaceWeights(folder, families(model), flavor)
-    return Opened(weights, weights.network, weights.extras())
-
-
-def open_meta(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    weights = MetaWeights(folder, families(model), flavor)
+def open_foreign(kind: str, folder: Path, model: str | None, flavor: str | None) -> Opened:
+    """Open weights in a format of other software, a key of `FOREIGN`."""
+    weights = FOREIGN[kind](folder, families(model), flavor)
     return Opened(weights, weights.network, weights.extras())
 
 
@@ -157,15 +153,14 @@ def _opened_as(network: Network, path: Path, extras: Extras) -> Opened:
     return Opened(weights, network, extras, state)
 
 
-OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
-    "ours": open_ours,
-    "hf": open_hugging_face,
-    "meta": open_meta,
-    "dcp": open_dcp,
-}
 FOREIGN: dict[str, type[HuggingFaceWeights] | type[MetaWeights]] = {
     "hf": HuggingFaceWeights,
     "meta": MetaWeights,
+}
+OPEN: dict[str, Callable[[Path, str | None, str | None], Opened]] = {
+    "ours": open_ours,
+    **{kind: partial(open_foreign, kind) for kind in FOREIGN},
+    "dcp": open_dcp,
 }
 
 
@@ -178,21 +173,14 @@ def families(model: str | None) -> list[ModelSpec[Any]]:
     return [MODELS[model]]
 
 
-class Verified:
+class Verified(SavedTensors):
     """Tensors of a checkpoint of ours, each verified to be what was saved."""
-
-    def __init__(self, checkpoint: Path, saved: SavedTensors) -> None:
-        self.checkpoint, self.saved = checkpoint, saved
-
-    def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape by name."""
-        return self.saved.shapes()
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Read and verify a tensor, or read a block of it, for which there is no digest."""
-        tensor = self.saved.read(name, offsets, sizes)
-        if offsets is None and not self.saved.is_intact(name, tensor):
+        tensor = super().read(name, offsets, sizes)
+        if offsets is None and not self.is_intact(name, tensor):
             raise Damaged(f"{self.checkpoint}: damaged: {name} differs from what was saved")
         return tensor

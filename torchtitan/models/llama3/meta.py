@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config import RecipeError, show
-from torchtitan.models.llama3.model import Llama3Args, RopeScaling
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.layers import RopeScaling
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import WeightFormat
 
@@ -23,12 +24,25 @@ def ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
     return -(-width // multiple_of) * multiple_of
 
 
-def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
+def to_params(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
     """Return the content of params.json for a network.
 
     Meta rounds a width up to a multiple of `multiple_of`, which is the width itself here, so that
     any width is possible.
+
+    Raises:
+        RecipeError: if it is a network that Meta's code cannot build.
     """
+    unknown = {
+        "sliding_window": args.sliding_window,
+        "head_dim": args.head_size * args.n_heads != args.dim and args.head_size,
+        "head_norms": args.head_norms,
+    }
+    if found := {key: value for key, value in unknown.items() if value}:
+        raise RecipeError(
+            f"{key}: got {show(value)}; Meta's params.json has no such size; use the format hf"
+            for key, value in found.items()
+        )
     return {
         "dim": args.dim,
         "n_layers": args.n_layers,
@@ -43,7 +57,7 @@ def to_params(args: Llama3Args, seq_len: int | None) -> dict[str, Any]:
     }
 
 
-def from_params(params: Mapping[str, Any]) -> Llama3Args:
+def from_params(params: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from params.json."""
     problems = [
         f"{key}: got {show(params.get(key))}; wanted a number above 0"
@@ -61,7 +75,7 @@ def from_params(params: Mapping[str, Any]) -> Llama3Args:
             problems.append(f"{key}: not supported by llama3")
     if problems:
         raise RecipeError(problems)
-    args = Llama3Args(
+    args = DecoderArgs(
         dim=params["dim"],
         n_layers=params["n_layers"],
         n_heads=params["n_heads"],

@@ -8,18 +8,6 @@ from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding.fsdp2 import FSDP2
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 
-SHARDING = Registry[type[ShardingConfig]](
-    "sharding",
-    {
-        "fsdp2": FSDP2,
-    },
-)
+SHARDING = Registry[type[ShardingConfig]]("sharding", {"fsdp2": FSDP2})
 
-__all__ = [
-    "FSDP2",
-    "SHARDING",
-    "Precision",
-    "Sharding",
-    "ShardingConfig",
-    "ShardingTarget",
-]
+__all__ = ["FSDP2", "SHARDING", "Precision", "Sharding", "ShardingConfig", "ShardingTarget"]

@@ -43,36 +43,21 @@ class FSDP2(ShardingConfig):
     packs_weights: ClassVar[bool] = True
     follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
-    name: Literal["fsdp2"] = Field("fsdp2", description="Method of sharding.")
-    regather_size: int = Field(
-        0,
-        ge=0,
-        description="Number of neighboring ranks over which parameters stay sharded after the "
-        "forward, instead of over all; the backward gathers them from these ranks; 0: "
-        "all.",
-    )
-    accumulate_whole: bool = Field(
-        False,
-        description="Accumulate unsharded gradients on each rank and reduce them after the last "
-        "microbatch, instead of after each: this sends less, but each rank keeps all "
-        "gradients in memory.",
-    )
-    forward_prefetch: int = Field(
-        0,
-        ge=0,
-        description=(
-            "On CUDA: number of blocks that the forward gathers ahead; 0: each when it is reached."
-        ),
-    )
-    backward_prefetch: int = Field(
-        1, ge=1, description="On CUDA: number of blocks that the backward gathers ahead."
-    )
-    reduce_scatters_in_flight: int = Field(
-        1,
-        ge=1,
-        description="On CUDA: number of units whose gradients may be in reduction before the "
-        "backward waits for them.",
-    )
+    name: Literal["fsdp2"] = "fsdp2"
+    """Method of sharding."""
+    regather_size: int = Field(0, ge=0)
+    """Number of neighboring ranks over which parameters stay sharded after the forward, instead of
+    over all; the backward gathers them from these ranks; 0: all."""
+    accumulate_whole: bool = False
+    """Accumulate unsharded gradients on each rank and reduce them after the last microbatch,
+    instead of after each: this sends less, but each rank keeps all gradients in memory."""
+    forward_prefetch: int = Field(0, ge=0)
+    """On CUDA: number of blocks that the forward gathers ahead; 0: each when it is reached."""
+    backward_prefetch: int = Field(1, ge=1)
+    """On CUDA: number of blocks that the backward gathers ahead."""
+    reduce_scatters_in_flight: int = Field(1, ge=1)
+    """On CUDA: number of units whose gradients may be in reduction before the backward waits for
+    them."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if context.world.is_here and context.world.device_type == "cpu":
@@ -94,15 +79,6 @@ class FSDP2(ShardingConfig):
     @property
     def accumulates_whole(self) -> bool:
         return self.accumulate_whole
-
-    def memory(self, parts: Sequence[Part]) -> float:
-        work, held = parts[0].work, super().memory(parts)
-        stage = sum(part.sizes.total() for part in parts)
-        if self.regather_size:
-            held += stage / self.regather_size * work.precision.compute.itemsize
-        if self.accumulate_whole and work.passes > 1:
-            held += stage / work.degrees.tp * work.precision.reduce.itemsize
-        return held
 
     def messages(self, part: Part) -> Iterator[Traffic]:
         """Yield the traffic of each block, and of all parameters outside the blocks as a unit."""
@@ -167,6 +143,11 @@ class FullyShard(Sharding):
         self.taken: set[str] = set()
         """Names of the parameters that are already sharded."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication overlaps with computation."""
+        return self.target.device_type == "cuda"
+
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Shard `part`; each block is gathered on its own, just before it is used."""
         # Under tensor parallelism the logits are a view of a DTensor, which is never modified.
@@ -176,7 +157,8 @@ class FullyShard(Sharding):
             is_last = number == len(blocks)
             self._shard(name, block, frees == "always" or (frees == "default" and not is_last))
         self._shard("", part, frees == "always")
-        if self.target.device_type == "cuda":
+        keep_on_host(part)
+        if self.overlaps:
             self._overlap(self.modules[-1 - len(blocks) : -1])
 
     def _overlap(self, blocks: "Sequence[FSDPModule]") -> None:
@@ -268,6 +250,25 @@ class FullyShard(Sharding):
         """Free gathered parameters, which the next forward would use even after an update."""
         for module in self.modules:
             module.reshard()
+
+
+def keep_on_host(part: nn.Module) -> None:
+    """Hide integers on the host from FSDP2, which would move all inputs to its device."""
+    hidden: dict[str, Any] = {}
+
+    def hide(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.is_cpu}
+        names = [name for name, x in tensors.items() if not x.is_floating_point()]
+        hidden.update({name: inputs.pop(name) for name in names})
+        return args, inputs
+
+    def show(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        inputs |= hidden
+        hidden.clear()
+        return args, inputs
+
+    part.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
+    part.register_forward_pre_hook(show, with_kwargs=True)
 
 
 class _Sending:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +16,7 @@ from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.stages import Unit
 from torchtitan.parallel.technique import Technique
-from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
+from torchtitan.parallel.work import Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,8 @@ class ShardingConfig(Config):
     follows: ClassVar[frozenset[str]] = frozenset()
     """Choices of `[communication]` that the sharding follows: weights, gradients."""
 
-    name: str = Field(
-        description=("Method of sharding: a key of torchtitan.parallel.sharding.SHARDING.")
-    )
+    name: str
+    """Method of sharding: a key of torchtitan.parallel.sharding.SHARDING."""
 
     def verified_as(self) -> Mapping[str, tuple[Any, str]]:
         """Return the settings to change when a layout is compared with one rank, without
@@ -102,20 +100,6 @@ class ShardingConfig(Config):
     def accumulates_whole(self) -> bool:
         """Whether each rank accumulates whole gradients over microbatches."""
         return False
-
-    def memory(self, parts: Sequence[Part]) -> float:
-        """Return the bytes of parameters and gradients that a rank holds whole during their use.
-
-        Args:
-            parts: the stages of the rank.
-        """
-        work = parts[0].work
-        # Whole at a time: a block and the next, or the embedding, which is in no block.
-        whole = max(2 * largest_block(parts), outside_blocks(parts))
-        if work.reshard == "never":
-            whole = sum(part.sizes.total() for part in parts)
-        each = work.precision.compute.itemsize + work.precision.reduce.itemsize
-        return whole / work.degrees.tp * each
 
     def messages(self, part: Part) -> Iterator[Traffic]:
         """Yield the traffic of the parameters of a part of the model in a step."""

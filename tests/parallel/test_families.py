@@ -1,0 +1,115 @@
+"""The comparisons of the main road for other decoders than Llama's.
+
+Each is what a test of the same name in another file does with Llama. Queries and keys of Qwen3 are
+normalized in each head, heads are wider than dim / heads, and the output may be tied. A window is
+shorter than the sequence.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import test_resume
+from tests.layouts import FAMILIES, FULL, LAYOUTS, NO_SEQUENCE, QWEN3, ULYSSES, WINDOW, case
+from tests.parallel import (
+    test_collectives,
+    test_compile,
+    test_muon,
+    test_optimizers,
+    test_parity,
+)
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.tiers import tiers
+
+pytestmark = test_compile.pytestmark  # warnings of the compiler
+TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
+ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
+DAILY = [
+    ("Qwen3", "TP 2"),
+    ("Qwen3", "TP 2, no sequence parallelism"),
+    ("Qwen3", "PP 2, ZBVZeroBubble"),
+    (TIED, "FSDP 2, accumulating 4"),
+    (WINDOWED, "TP 2"),
+]
+IN_GATE = {
+    "Qwen3": (
+        *("DDP 2", "FSDP 2, operators recomputed", "HSDP 2 x 2", "TP 4", "TP 2, neither"),
+        *("FSDP 2 x TP 2", "CP 2, ring", "CP 2, documents", "PP 2, Interleaved1F1B"),
+        *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
+    ),
+    TIED: ("TP 2", "TP 2, loss in chunks"),
+    WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
+}
+GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
+"""The rest is compared before a release, since all have the parts of these."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), tiers(ALL, DAILY, [each for each in ALL if each not in DAILY + GATE])
+)
+def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
+    test_parity.is_the_run_of_one_rank(FAMILIES[family][name], "cpu")
+
+
+@pytest.mark.gate
+def test_the_run_of_each_family_is_another() -> None:
+    norms = [
+        test_parity.reference("cpu", family["DDP 2"], "flat")[0].grad_norms
+        for family in FAMILIES.values()
+    ]
+    for one, other in itertools.combinations(norms, 2):
+        assert one != pytest.approx(other, rel=1e-3)
+
+
+SENDING = {
+    **{name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "CP 2, ring", "FSDP 2 x TP 2")},
+    "CP 2, Ulysses": case(cp=2, **ULYSSES),
+    "TP 2, no sequence parallelism, full recomputation": case(tp=2, recompute=FULL, **NO_SEQUENCE),
+    "FSDP 2, tied": case(shard=2).of(tied=True),
+    "TP 2, tied, loss in chunks": case(tp=2, chunk=64).of(tied=True),
+}
+
+
+@pytest.mark.parametrize("name", tiers(SENDING, ["TP 2, neither"]))
+def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.sends_what_the_formulas_say(SENDING[name].of(**QWEN3), monkeypatch)
+
+
+@pytest.mark.gate
+def test_a_window_sends_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
+
+
+@pytest.mark.gate
+def test_muon_trains_the_same_run_as_one_rank() -> None:
+    test_muon.is_the_run_of_one_rank(case(shard=2, tp=2).of(**QWEN3))
+
+
+@pytest.mark.gate
+def test_steps_in_the_backward() -> None:
+    test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3))
+
+
+@pytest.mark.gate
+def test_states_in_host_memory() -> None:
+    test_optimizers.are_kept_in_host_memory(case(shard=2).of(**QWEN3))
+
+
+@pytest.mark.gate
+def test_it_is_the_same_run_compiled() -> None:
+    layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
+    test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
+
+
+@pytest.mark.gate
+def test_another_layout_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    for folder, name, steps in (
+        ("whole", test_resume.ALONE, 6),
+        ("halves", "FSDP 2 x TP 2", 3),
+        ("halves", "PP 2, 1F1B", 6),
+    ):
+        layout = FAMILIES["Qwen3"][name]
+        run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
+    test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")

@@ -1,0 +1,56 @@
+"""Every layout trains the same run as one rank on a mixture of tokenized sources."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import layouts
+from tests.layouts import OPTIMIZERS, Case, case
+from tests.ranks import run_ranks
+from tests.runs import assert_complete, compare, trace
+from tests.tiers import tiers
+from tests.token_shards import drawn_documents, write_shards
+from torchtitan.job import JobConfig
+
+LAYOUTS = {
+    "FSDP 2 x PP 2": case(2, shard=2, documents=True),
+    "FSDP 4": case(shard=4, documents=True),
+    "HSDP 2 x 2": case(replicate=2, shard=2, documents=True),
+    "TP 2 x CP 2": case(tp=2, cp=2, documents=True),
+    "FSDP 2, accumulating 4": case(shard=2, batch=1, documents=True),
+}
+
+
+def mixture(folder: Path, packing: str) -> dict[str, Any]:
+    sources = []
+    for number, weight in enumerate((3, 2, 1)):
+        path = folder / f"source-{number}"
+        if not path.exists():
+            write_shards(path, drawn_documents(80, seed=number))
+        sources.append({"path": str(path), "weight": weight})
+    stages = [{"from_step": 2, "weights": [1, 2, 3]}]
+    return {"sources": sources, "stages": stages, "packing": packing}
+
+
+def traces(jobs: list[JobConfig]) -> list[Any]:
+    return [trace(job, True, "cpu") for job in jobs]
+
+
+@pytest.mark.parametrize("packing", ["join", "best_fit"])
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ("FSDP 2 x PP 2",)))
+def test_a_mixture_is_the_same_run_on_every_layout(tmp_path: Path, name: str, packing: str) -> None:
+    layout = LAYOUTS[name]
+    data = mixture(tmp_path, packing)
+
+    def jobs(of: Case) -> list[JobConfig]:
+        flavor = {"flavor": layout.recipe()["model"]["flavor"]}
+        return [layouts.job(of, each, data=data, model=flavor) for each in OPTIMIZERS]
+
+    [alone] = run_ranks(traces, 1, jobs(layouts.alone(layout)))
+    results = run_ranks(traces, layout.ranks, jobs(layout))
+    for number, expected in enumerate(alone):
+        found = [ranks[number] for ranks in results]
+        assert_complete(found, expected)
+        for rank, each in enumerate(found):
+            compare(each, expected, f"rank {rank}", 1e-5)

@@ -1,0 +1,288 @@
+"""Published models that are Llama's network in other sizes, by their config.json."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from torchtitan.checkpoint.weights.network import Network
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty, count_parameters
+
+SPEC = MODELS["llama3"]
+HUGGING_FACE = SPEC.formats["hf"]
+Config = dict[str, Any]
+
+
+def llama(dim: int, ffn_dim: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Config:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "intermediate_size": ffn_dim,
+        "max_position_embeddings": 2048,
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+        **more,
+    }
+
+
+def mistral(dim: int, layers: int, **more: Any) -> Config:
+    about = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return llama(dim, 14336, layers, 32, 8) | about | {"rope_theta": 1e6, **more}
+
+
+def smollm(*sizes: int, **more: Any) -> Config:
+    about = {"attention_bias": False, "rope_interleaved": False, "is_llama_config": True}
+    return llama(*sizes) | about | {"tie_word_embeddings": True, "vocab_size": 49152, **more}
+
+
+PUBLISHED: dict[str, tuple[Config, int]] = {
+    "Llama-2-7b": (llama(4096, 11008, 32, 32, 32, pretraining_tp=1), 6_738_415_616),
+    "Llama-2-13b": (llama(5120, 13824, 40, 40, 40, pretraining_tp=1), 13_015_864_320),
+    "Llama-2-70b": (llama(8192, 28672, 80, 64, 8, pretraining_tp=1), 68_976_648_192),
+    "TinyLlama-1.1B": (llama(2048, 5632, 22, 32, 4, rope_theta=10000.0), 1_100_048_384),
+    "Mistral-7B-v0.1": (mistral(4096, 32, sliding_window=4096, rope_theta=1e4), 7_241_732_096),
+    "Mistral-7B-v0.2": (mistral(4096, 32, sliding_window=None), 7_241_732_096),
+    "Mistral-7B-v0.3": (mistral(4096, 32, sliding_window=None, vocab_size=32768), 7_248_023_552),
+    "Mistral-Nemo": (
+        mistral(5120, 40, sliding_window=None, head_dim=128, vocab_size=131072),
+        12_247_782_400,
+    ),
+    "SmolLM-135M": (smollm(576, 1536, 30, 9, 3), 134_515_008),
+    "SmolLM-360M": (smollm(960, 2560, 32, 15, 5), 361_821_120),
+    "SmolLM-1.7B": (smollm(2048, 8192, 24, 32, 32), 1_711_376_384),
+    "SmolLM2-135M": (smollm(576, 1536, 30, 9, 3, rope_theta=100000), 134_515_008),
+    "SmolLM2-1.7B": (smollm(2048, 8192, 24, 32, 32, rope_theta=130000), 1_711_376_384),
+}
+"""What matters of the configs, and the published numbers of parameters."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_read_and_written_back(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    args = HUGGING_FACE.args(config)
+    assert count_parameters(build_empty(SPEC.build, args, 1)).total == parameters
+    written = HUGGING_FACE.config(args, 2048)
+    assert HUGGING_FACE.args(written) == args
+    has_window = bool(config.get("sliding_window"))
+    assert written["architectures"] == [("Llama", "Mistral")[has_window] + "ForCausalLM"]
+    assert written.get("sliding_window") == config.get("sliding_window")
+    usual = config["hidden_size"] // config["num_attention_heads"]
+    assert written["head_dim"] == config.get("head_dim", usual)
+    assert (args.head_dim is None) == (written["head_dim"] == usual)
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        (
+            "Llama-2-7b",
+            {
+                "flavor": "8B",
+                "n_kv_heads": 32,
+                "ffn_dim": 11008,
+                "vocab_size": 32000,
+                "rope_theta": 10000,
+                "rope_scaling": 1.0,
+            },
+        ),
+        (
+            "Mistral-7B-v0.1",
+            {
+                "flavor": "8B",
+                "vocab_size": 32000,
+                "rope_theta": 10000,
+                "rope_scaling": 1.0,
+                "sliding_window": 4096,
+            },
+        ),
+    ],
+)
+def test_section_of_a_recipe_has_the_nearest_flavor_and_what_differs(
+    name: str, section: Config
+) -> None:
+    found = Network(SPEC, HUGGING_FACE.args(PUBLISHED[name][0])).section()
+    assert found == {"name": "llama3", **section}
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *SPEC.flavors])
+def test_section_of_a_recipe_selects_the_network(name: str) -> None:
+    args = SPEC.flavors.get(name) or HUGGING_FACE.args(PUBLISHED[name][0])
+    section = Network(SPEC, args).section()
+    assert SPEC.args(SPEC.settings.model_validate(section)) == args
+    if name in SPEC.flavors and name not in SPEC.open_vocabulary:
+        assert section == {"name": "llama3", "flavor": name}
+
+
+def test_vocabulary_that_follows_the_tokenizer_is_written() -> None:
+    """So that another tokenizer does not change the shape of the weights."""
+    assert Network(SPEC, SPEC.flavors["debugmodel"]).section()["vocab_size"] == 2048
+
+
+def test_defaults_of_mistral_are_those_of_transformers() -> None:
+    from transformers import MistralConfig
+
+    config = PUBLISHED["Mistral-7B-v0.1"][0]
+    absent = {k: v for k, v in config.items() if k not in ("sliding_window", "num_key_value_heads")}
+    args, theirs = HUGGING_FACE.args(absent), MistralConfig()
+    assert (args.sliding_window, args.n_kv_heads) == (4096, 8)
+    assert (args.sliding_window, args.n_kv_heads) == (
+        theirs.sliding_window,
+        theirs.num_key_value_heads,
+    )
+
+
+LLAMA_2, MISTRAL = PUBLISHED["Llama-2-7b"][0], PUBLISHED["Mistral-7B-v0.1"][0]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "told"),
+    [
+        (
+            LLAMA_2,
+            {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "hidden_act": "gelu",
+                "partial_rotary_factor": 0.5,
+                "num_experts": 8,
+                "quantization_config": {"quant_method": "gptq"},
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
+                "num_key_value_heads": 5,
+                "head_dim": 63,
+            },
+            [
+                'hidden_act: got "gelu"; llama3 has "silu"',
+                "attention_bias: got true; llama3 has false",
+                "partial_rotary_factor: got 0.5; llama3 has 1.0",
+                "mlp_bias: got true; llama3 has false",
+                "num_experts: got 8; not supported by llama3",
+                "quantization_config: quantized weights cannot be read",
+                'layer_types: got "full_attention" and "sliding_attention" blocks; wanted '
+                "full_attention in all",
+                'rope_scaling: got "dynamic"; supported: "llama3", or none',
+                "head_dim: a head of 63 elements is odd, and rotary positions need pairs",
+                "num_key_value_heads: the 5 key/value heads do not divide the 32 query heads",
+            ],
+        ),
+        (
+            LLAMA_2,
+            {"sliding_window": 4096, "num_attention_heads": 30},
+            [
+                "sliding_window: got 4096; the architecture has none",
+                "num_attention_heads: the 30 heads do not divide the dim 4096",
+                "num_key_value_heads: the 32 key/value heads do not divide the 30 query heads",
+            ],
+        ),
+        (
+            LLAMA_2,
+            {"num_hidden_layers": None, "rope_theta": "10000", "vocab_size": "many"},
+            [
+                "num_hidden_layers: got nothing; wanted a number",
+                'vocab_size: got "many"; wanted a number',
+                'rope_theta: got "10000"; wanted a number',
+            ],
+        ),
+        (
+            LLAMA_2,
+            {"rms_norm_eps": 0, "tie_word_embeddings": "yes", "num_key_value_heads": "all"},
+            [
+                'num_key_value_heads: got "all"; input should be a valid integer',
+                "rms_norm_eps: got 0; input should be greater than 0",
+                'tie_word_embeddings: got "yes"; input should be a valid boolean',
+            ],
+        ),
+        (
+            LLAMA_2,
+            {"rope_scaling": {"factor": 2.0}},
+            ["rope_scaling: got factor without a rope_type"],
+        ),
+        (
+            LLAMA_2,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            ["partial_rotary_factor: got 0.25; llama3 has 1.0"],
+        ),
+        (LLAMA_2, {"rope_scaling": [2.0]}, ["rope_scaling: got [2.0]; wanted an object"]),
+        (
+            LLAMA_2,
+            {"rope_theta": 10**400},
+            ["rope_theta: got an integer of 1329 bits; input should be a valid number"],
+        ),
+        (
+            MISTRAL,
+            {"sliding_window": -1},
+            ["sliding_window: got -1; input should be greater than or equal to 0"],
+        ),
+        (
+            MISTRAL,
+            {"sliding_window": 0},
+            ["sliding_window: got 0; wanted at least 1, or null for no window"],
+        ),
+        (
+            MISTRAL,
+            {"layer_types": ["sliding_attention", "full_attention"] * 16},
+            [
+                'layer_types: got "sliding_attention" and "full_attention" blocks; wanted '
+                "sliding_attention in all"
+            ],
+        ),
+    ],
+)
+def test_everything_that_a_config_has_and_the_network_has_not_is_told(
+    config: Config, change: Config, told: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(config | change)
+    assert error.value.lines == told
+
+
+@pytest.mark.parametrize(
+    "change", [{"layer_types": ["sliding_attention"] * 32}, {"num_experts": 0}, {"head_dim": None}]
+)
+def test_keys_that_change_nothing_are_allowed(change: Config) -> None:
+    assert HUGGING_FACE.args(MISTRAL | change) == HUGGING_FACE.args(MISTRAL)
+
+
+def test_meta_has_no_such_sizes() -> None:
+    args = dataclasses.replace(SPEC.flavors["debugmodel"], sliding_window=8, head_norms=True)
+    with pytest.raises(RecipeError) as error:
+        SPEC.formats["meta"].config(dataclasses.replace(args, head_dim=32), None)
+    assert error.value.lines == [
+        f"{key}; Meta's params.json has no such size; use the format hf"
+        for key in ("sliding_window: got 8", "head_dim: got 32", "head_norms: got true")
+    ]
+
+
+VALUES: list[Any] = [
+    *(None, True, -1, 0, 2.5, "", "x", 10**400, float("nan"), [], [1], {}, {"a": 1}),
+    {"rope_type": ["llama3"]},
+    {"rope_type": "llama3", "factor": "x", "low_freq_factor": None}
+    | {"high_freq_factor": [], "original_max_position_embeddings": {}},
+]
+KEYS = [*LLAMA_2, "head_dim", "sliding_window", "use_sliding_window", "max_window_layers"]
+KEYS += ["layer_types", "rope_parameters", "quantization_config", "partial_rotary_factor"]
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_any_value_of_any_key_is_read_or_refused(family: str) -> None:
+    """And nothing else is raised."""
+    read = MODELS[family].formats["hf"].args
+    refusals = 0
+    for base in (LLAMA_2, MISTRAL, LLAMA_2 | {"use_sliding_window": True}):
+        for key in KEYS:
+            for value in VALUES:
+                try:
+                    read(base | {key: value})
+                except RecipeError:
+                    refusals += 1
+    assert refusals > 300

@@ -1,0 +1,232 @@
+"""Qwen3 against transformers' on the same weights, and the facts of its spec."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import build_empty, count_parameters
+
+SPEC = MODELS["qwen3"]
+HUGGING_FACE = SPEC.formats["hf"]
+SEQ_LEN = 96
+ARGS = DecoderArgs(
+    dim=48,  # 8 heads of 16, so heads are together wider than the residual stream
+    n_layers=3,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=16,
+    head_norms=True,
+    ffn_dim=160,
+    vocab_size=128,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+)
+
+# Flavor: hidden, layers, heads, intermediate, tied; and the same for all (Qwen's config.json).
+PUBLISHED = {
+    "0.6B": (1024, 28, 16, 3072, True),
+    "1.7B": (2048, 28, 16, 6144, True),
+    "4B": (2560, 36, 32, 9728, True),
+    "8B": (4096, 36, 32, 12288, False),
+    "14B": (5120, 40, 40, 17408, False),
+    "32B": (5120, 64, 64, 25600, False),
+}
+
+
+def published(flavor):
+    """What matters of the config.json of `Qwen/Qwen3-{flavor}-Base`."""
+    hidden, layers, heads, intermediate, tied = PUBLISHED[flavor]
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 32768,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+
+
+def build(args):
+    """A network whose weights are large enough for attention to be far from uniform."""
+    model = SPEC.build(args, SEQ_LEN)
+
+    def rule(name):
+        return 1.0 if "norm" in name else 0.1  # norms of heads differ in every element
+
+    initialize(model.named_parameters(), rule, seed=0)
+    return model
+
+
+def transformers_network(config):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**config, attn_implementation="eager"))
+
+
+def to_transformers(args, named):
+    return {
+        HUGGING_FACE.name(name): value
+        if (rows := HUGGING_FACE.rows(args, name)) is None
+        else value[rows.argsort()]
+        for name, value in named
+    }
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logits_and_gradients_equal_those_of_transformers(tied, window):
+    args = dataclasses.replace(ARGS, tied=tied, sliding_window=window)
+    ours, theirs = build(args), transformers_network(HUGGING_FACE.config(args, SEQ_LEN)).float()
+    weights = to_transformers(args, ours.state_dict().items())
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
+
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
+    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
+    gradients = to_transformers(args, [(n, p.grad) for n, p in ours.named_parameters()])
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_flavors_have_the_published_sizes(flavor):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    args, config = SPEC.flavors[flavor], published(flavor)
+    assert HUGGING_FACE.args(config) == args
+    written = HUGGING_FACE.config(args, None)
+    assert {key: config[key] for key in written} == written
+
+    dim, layers, heads, ffn, tied = PUBLISHED[flavor]
+    of_attention = 2 * dim * heads * 128 + 2 * dim * 8 * 128 + 2 * 128
+    of_block = of_attention + 3 * dim * ffn + 2 * dim
+    total = (1 if tied else 2) * 151_936 * dim + layers * of_block + dim
+    ours = build_empty(SPEC.build, args, 16)
+    assert count_parameters(ours) == (total, 151_936 * dim)
+    with torch.device("meta"):
+        theirs = Qwen3ForCausalLM(Qwen3Config(**config))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+    shapes = {HUGGING_FACE.name(name): w.shape for name, w in ours.state_dict().items()}
+    aliases = {"lm_head.weight"} if tied else set()
+    assert {n: w.shape for n, w in theirs.state_dict().items() if n not in aliases} == shapes
+
+
+def test_the_debug_model_has_every_part():
+    args = SPEC.flavors["debugmodel"]
+    assert HUGGING_FACE.args(HUGGING_FACE.config(args, 64)) == args
+    assert args.tied
+    assert args.head_norms
+    assert args.n_heads * args.head_size == 2 * args.dim
+    assert count_parameters(build_empty(SPEC.build, args, 16)).total == 6_426_624
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("layer_types", [False, True], ids=["older", "newer"])
+def test_windows_are_read_back(window, layer_types):
+    from transformers import Qwen3Config
+
+    args = dataclasses.replace(ARGS, sliding_window=window)
+    config = HUGGING_FACE.config(args, 64)
+    if layer_types:  # as transformers writes it
+        config = Qwen3Config(**config).to_dict()
+        assert len(config["layer_types"]) == args.n_layers
+    assert HUGGING_FACE.args(config) == args
+
+
+def test_absent_keys_have_the_defaults_of_transformers():
+    from transformers import Qwen3Config
+
+    absent = ("head_dim", "sliding_window", "use_sliding_window", "max_window_layers")
+    config = {key: value for key, value in published("0.6B").items() if key not in absent}
+    assert Qwen3Config().head_dim == 128
+    assert HUGGING_FACE.args(config) == SPEC.flavors["0.6B"]
+    config |= {"use_sliding_window": True, "max_window_layers": 0}
+    assert HUGGING_FACE.args(config).sliding_window == Qwen3Config(**config).sliding_window == 4096
+
+
+def test_no_block_has_a_window_without_use_sliding_window():
+    config = published("8B") | {"sliding_window": 4096, "max_window_layers": 0}
+    assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
+    config |= {"use_sliding_window": True, "max_window_layers": 36}
+    assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            ['rope_scaling: got "yarn"; supported: "llama3", or none'],
+        ),
+        (
+            {"attention_bias": True, "hidden_act": "gelu"},
+            [
+                'hidden_act: got "gelu"; qwen3 has "silu"',
+                "attention_bias: got true; qwen3 has false",
+            ],
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
+            [
+                'max_window_layers: got "full_attention" and "sliding_attention" blocks; '
+                "wanted sliding_attention in all"
+            ],
+        ),
+        (
+            {"use_sliding_window": True, "max_window_layers": "all"},
+            ['max_window_layers: got "all" blocks; wanted full_attention in all'],
+        ),
+        (
+            {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]},
+            [
+                'layer_types: got "full_attention" and "sliding_attention" blocks; '
+                "wanted full_attention in all"
+            ],
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 36, "sliding_window": 4096},
+            ['layer_types: got "sliding_attention" blocks; wanted full_attention in all'],
+        ),
+        ({"head_dim": 0}, ["head_dim: got 0; input should be greater than 0"]),
+        (
+            {"head_dim": 63},
+            ["head_dim: a head of 63 elements is odd, and rotary positions need pairs"],
+        ),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_network_of_another_kind_is_refused_in_words(change, lines):
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(published("8B") | change)
+    assert error.value.lines == lines

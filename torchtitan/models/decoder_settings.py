@@ -1,0 +1,130 @@
+"""Sizes of a decoder that a recipe can set, and the checks that they fit each other."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from torchtitan.config import Problem, RecipeError, show
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.layers import RopeScaling
+from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE, TextConfig
+
+ROPE = {
+    "rope_scaling": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_context",
+}
+"""Fields of `RopeScaling` by key."""
+
+
+class DecoderConfig(TextConfig):
+    """A decoder with rotary positions, grouped queries and SwiGLU."""
+
+    dim: int | None = Field(None, gt=0)
+    """Width of the residual stream (default: the flavor's)."""
+    n_layers: int | None = Field(None, gt=0)
+    """Number of blocks (default: the flavor's)."""
+    n_heads: int | None = Field(None, gt=0)
+    """Number of query heads (default: the flavor's)."""
+    n_kv_heads: int | None = Field(None, gt=0)
+    """Number of key/value heads, a divisor of n_heads (default: the flavor's)."""
+    head_dim: int | None = Field(None, gt=0)
+    """Width of a head; if no flavor sets it, dim / n_heads (default: the flavor's)."""
+    ffn_dim: int | None = Field(None, gt=0)
+    """Hidden width of the feed-forward layers (default: the flavor's)."""
+    vocab_size: int | None = Field(None, gt=0)
+    """Size of the vocabulary: tokens with an embedding and a logit (default: the flavor's)."""
+    norm_eps: float | None = Field(None, gt=0)
+    """Term added to the mean square in a norm (default: the flavor's)."""
+    rope_theta: float | None = Field(None, gt=0)
+    """Base of the rotary frequencies (default: the flavor's)."""
+    rope_scaling: float | None = Field(None, ge=1)
+    """Divisor of low rotary frequencies, as in Llama 3.1; 1: none (default: the flavor's)."""
+    rope_low_freq_factor: float | None = Field(None, gt=0)
+    """Limit of turns in the original context below which a frequency is divided by rope_scaling
+    (default: the flavor's)."""
+    rope_high_freq_factor: float | None = Field(None, gt=0)
+    """Limit of turns in the original context above which a frequency is unchanged (default: the
+    flavor's)."""
+    rope_original_context: int | None = Field(None, gt=0)
+    """Length of the original context, before scaling (default: the flavor's)."""
+    sliding_window: int | None = Field(None, ge=0)
+    """Number of most recent tokens that a token attends to, itself included; 0: all (default: the
+    flavor's)."""
+    tied: bool | None = None
+    """Use the embedding matrix as the output projection (default: the flavor's)."""
+
+    @classmethod
+    def sizes_of(cls, args: DecoderArgs) -> dict[str, Any]:
+        scaling = args.rope_scaling or RopeScaling(factor=1.0)
+        plain = {key: getattr(args, key) for key in cls.sizes() if key not in ROPE}
+        return plain | {key: getattr(scaling, name) for key, name in ROPE.items()}
+
+    @classmethod
+    def checked(
+        cls, args: DecoderArgs, keys: Mapping[str, str] | None = None, known: Iterable[str] = ()
+    ) -> DecoderArgs:
+        """Return arguments written by other software, if they are valid.
+
+        Args:
+            keys: their names in the other software, for messages.
+            known: problems found before.
+
+        Raises:
+            RecipeError: with all problems.
+        """
+        sizes, keys, problems = cls.sizes_of(args), keys or {}, [*known]
+
+        def add(key: str, message: str) -> None:
+            problems.append(f"{keys.get(key, key)}: {message}")
+
+        try:
+            config = cls.model_validate(sizes, strict=True)
+        except ValidationError as error:
+            for details in error.errors():
+                add(
+                    str(details["loc"][0]),
+                    f"got {show(details['input'])}; {details['msg'].lower()}",
+                )
+            raise RecipeError(problems) from None
+        for problem in config.size_problems(args):
+            add(problem.path, problem.message)
+        for key, value in sizes.items():
+            most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
+            if isinstance(value, int) and value > most:
+                add(key, f"got {show(value)}; wanted at most {most:,}")
+        if problems:
+            raise RecipeError(problems)
+        return args
+
+    def over(self, args: DecoderArgs) -> DecoderArgs:  # type: ignore[override]
+        overrides = self.overrides()
+        scaling = {name: overrides.pop(key) for key, name in ROPE.items() if key in overrides}
+        changed = dataclasses.replace(args.rope_scaling or RopeScaling(factor=1.0), **scaling)
+        kept = changed if changed.factor > 1 else None
+        return dataclasses.replace(args, **overrides, rope_scaling=kept)
+
+    def size_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
+        if args.head_dim is None and dim % heads:
+            key = self.origin("n_heads", "dim")
+            yield Problem(key, f"the {heads} heads do not divide the dim {dim}")
+        elif args.head_size % 2:
+            why = f"dim {dim} / n_heads {heads} = " if args.head_dim is None else ""
+            message = f"a head of {why}{args.head_size} elements is odd"
+            message += ", and rotary positions need pairs"
+            yield Problem(self.origin("head_dim", "n_heads", "dim"), message)
+        if heads % kv_heads:
+            message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
+            yield Problem(self.origin("n_kv_heads", "n_heads"), message)
+        scaling = args.rope_scaling
+        if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
+            message = (
+                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
+                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
+            )
+            yield Problem(key, message)

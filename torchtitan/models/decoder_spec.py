@@ -1,0 +1,237 @@
+"""Facts about decoders, from their arguments: initial weights, cost of a token, roles in tensor
+parallelism. `decoder_spec` makes the spec of a family of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from torch import nn
+
+from torchtitan.models.decoder import BlockBuilder, Decoder, DecoderArgs, TransformerBlock
+from torchtitan.models.decoder_settings import DecoderConfig
+from torchtitan.models.prediction import AheadModule
+from torchtitan.models.spec import (
+    AttentionShape,
+    InitialWeight,
+    MinShape,
+    ModelSpec,
+    SampleShapes,
+    TensorRole,
+    TensorSplits,
+    WeightFormat,
+    shapes_of_tokens,
+)
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    layers = model.get_submodule("layers")
+    return {f"layers.{name}": block for name, block in layers.named_children()}
+
+
+def auxiliary_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    modules = getattr(model, "auxiliary", None) or nn.ModuleDict()
+    found = {name: m for name, m in modules.named_children() if isinstance(m, AheadModule)}
+    return {f"auxiliary.{name}.block": module.block for name, module in found.items()}
+
+
+def init_std(args: DecoderArgs, name: str) -> InitialWeight:
+    """Return 0.02, or less for weights that add to the residual stream.
+
+    The scaling by 1/sqrt(2 * layers), as in GPT-2, keeps depth from inflating the stream, to which
+    each layer adds twice.
+    """
+    if name.endswith("norm.weight"):
+        return "ones"
+    if name.endswith((".wo.weight", ".w2.weight")):
+        return 0.02 / math.sqrt(2 * args.n_layers)
+    return 0.02
+
+
+def shapes(args: DecoderArgs, seq_len: int) -> SampleShapes:
+    """Return the shapes of a sample; embeddings of later tokens accompany its hidden states."""
+    return shapes_of_tokens(args, seq_len)._replace(extra_hidden=args.multi_token)
+
+
+def attended(args: DecoderArgs, seq_len: int) -> int:
+    """Return the number of keys per token in `flops_of`."""
+    return min(args.sliding_window or seq_len, seq_len)
+
+
+def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
+    """Return the floating-point operations of one token's forward and backward in a module.
+
+    A weight costs 2 in the forward and 4 in the backward (https://arxiv.org/abs/2001.08361,
+    appendix B of https://arxiv.org/abs/2204.02311); the input embedding is a look-up and costs
+    nothing. The output is a matrix product, tied or not, once more for each depth of multi-token
+    prediction. Attention multiplies S keys and S values per token and head dimension, with no
+    discount for the masked half, or as many as a window has.
+    """
+    dim, heads, keys = args.dim, args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    norms = 2 * dim + 2 * args.head_size * args.head_norms
+    matrices = dim * (2 * heads + 2 * keys + 3 * args.ffn_dim)
+    block = 6 * (matrices + norms) + 12 * heads * attended(args, seq_len)
+    output = 6 * args.vocab_size * dim
+    if name.startswith("layers."):
+        return block
+    if name == "auxiliary":
+        of_depth = block + 6 * (2 * dim + 3) * dim + output
+        of_heads = sum(head.flops(dim) for head in args.auxiliary_heads)
+        return args.multi_token * of_depth + of_heads
+    return {"norm": 6 * dim, "output": output}.get(name, 0)
+
+
+def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
+    """Return the floating-point operations of a token in the whole model."""
+    once = (flops_of(args, seq_len, name) for name in ("norm", "output", "auxiliary"))
+    return args.n_layers * flops_of(args, seq_len, "layers.0") + sum(once)
+
+
+def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
+    """Return the bytes per token kept by a block for its backward; exact for torch's operators.
+
+    A norm keeps its input, the normalized values and their scale in float32; sines and cosines are
+    float32, too. Kept in the computed dtype are the outputs of the norms, queries, keys and values,
+    the mixed values and their log-sum-exp, the two halves of the feed-forward, the activated one,
+    and their product. A depth of multi-token prediction adds three norms around its block, and the
+    concatenated outputs of two of them.
+    """
+    heads, keys = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    in_float32 = 4 * args.dim + 2 * args.head_size + args.n_heads + 2
+    if args.head_norms:
+        in_float32 += 2 * (heads + keys) + args.n_heads + args.n_kv_heads
+    if name == "auxiliary":
+        return 4 * (6 * args.dim + 3) + itemsize * 2 * args.dim
+    in_compute = 2 * args.dim + 2 * heads + 2 * keys + 4 * args.ffn_dim
+    return 4 * in_float32 + itemsize * in_compute
+
+
+def attention(args: DecoderArgs) -> AttentionShape:
+    """Return the sizes of attention, equal in all blocks."""
+    return AttentionShape(
+        heads=args.n_heads,
+        kv_heads=args.n_kv_heads,
+        head_dim=args.head_size,
+        window=args.sliding_window,
+        has_norms=args.head_norms,
+    )
+
+
+def tensor_splits(args: DecoderArgs) -> TensorSplits:
+    """Return the sizes that tensor-parallel ranks and FSDP must divide."""
+    heads = {"heads": args.n_heads, "key/value heads": args.n_kv_heads}
+    return TensorSplits(heads, {"dim": args.dim})
+
+
+def heads(args: DecoderArgs, name: str) -> tuple[int, int] | None:
+    """Return the dim of a parameter's heads, and their number."""
+    found = {
+        "wq": (0, args.n_heads),
+        "wk": (0, args.n_kv_heads),
+        "wv": (0, args.n_kv_heads),
+        "wo": (1, args.n_heads),
+    }
+    return found.get(name.removesuffix(".weight").rpartition(".")[2])
+
+
+def shrink(args: DecoderArgs, needed: MinShape) -> DecoderArgs:
+    """Return the same structure in heads of 8: grouped queries, ratios of widths, tied or not."""
+    tp, head_dim = needed.tensor_ranks, 8
+    n_kv_heads = min(args.n_kv_heads, max(tp, 2))
+    n_heads = n_kv_heads * min(args.n_heads // args.n_kv_heads, 4)
+    narrower = args.dim / (args.n_heads * args.head_size)  # residual stream to all heads together
+    dim = math.ceil(n_heads * head_dim * narrower / (tp * 8)) * tp * 8
+    return dataclasses.replace(
+        args,
+        dim=dim,
+        n_layers=needed.n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        ffn_dim=math.ceil(dim * args.ffn_dim / args.dim / (tp * 8)) * tp * 8,
+        vocab_size=needed.vocab_size,
+        head_dim=args.head_dim and head_dim,
+    )
+
+
+BLOCK_PLAN: dict[str, TensorRole] = {
+    "attention_norm": "norm",
+    "attention": "input_gather",
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "ffn_norm": "norm",
+    "feed_forward": "input_gather",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
+HEAD_NORMS: dict[str, TensorRole] = {
+    "attention.q_norm": "head_norm",
+    "attention.k_norm": "head_norm",
+}
+
+
+def tensor_plan(block_plan: Mapping[str, TensorRole], head_norms: bool) -> dict[str, TensorRole]:
+    """Return the role of each module in tensor parallelism."""
+    of_block = {**block_plan, **(HEAD_NORMS if head_norms else {})}
+    return {
+        "tok_embeddings": "embedding",
+        **{f"layers.*.{name}": role for name, role in of_block.items()},
+        "norm": "norm",
+        "output": "logits",
+        **{f"auxiliary.*.block.{name}": role for name, role in of_block.items()},
+        "auxiliary.*.hidden_norm": "norm",
+        "auxiliary.*.token_norm": "norm",
+        "auxiliary.*.project": "norm",
+        "auxiliary.*.norm": "norm",
+        "auxiliary.*.predict": "norm",
+    }
+
+
+def decoder_spec(
+    *,
+    name: str,
+    flavors: Mapping[str, DecoderArgs],
+    settings: type[DecoderConfig],
+    formats: Mapping[str, WeightFormat[DecoderArgs]] = MappingProxyType({}),
+    open_vocabulary: Collection[str] = (),
+    block: BlockBuilder = TransformerBlock,
+    block_plan: Mapping[str, TensorRole] = BLOCK_PLAN,
+) -> ModelSpec[DecoderArgs]:
+    """Return the spec of a family of decoders.
+
+    Args:
+        block: class of its blocks.
+        block_plan: tensor-parallel roles of the modules in a block, without those of head norms.
+
+    `ModelSpec` describes the other arguments.
+    """
+    (head_norms,) = {args.head_norms for args in flavors.values()}  # the same in a family
+    return ModelSpec(
+        name=name,
+        flavors=flavors,
+        build=partial(Decoder, block=block),
+        blocks=blocks,
+        init_std=init_std,
+        before_blocks=("tok_embeddings",),
+        after_blocks=("norm", "output"),
+        auxiliary="auxiliary",
+        auxiliary_blocks=auxiliary_blocks,
+        tensor_plan=tensor_plan(block_plan, head_norms),
+        tensor_splits=tensor_splits,
+        flops_per_unit=flops_per_unit,
+        flops_of=flops_of,
+        kept_by_block=kept_by_block,
+        heads=heads,
+        attention=attention,
+        tied=lambda args: args.tied,
+        queries_and_keys=None if head_norms else ("wq", "wk"),
+        shrink=shrink,
+        shapes=shapes,
+        formats=formats,
+        open_vocabulary=open_vocabulary,
+        settings=settings,
+    )

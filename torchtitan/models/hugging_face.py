@@ -1,0 +1,219 @@
+"""Decoders in Hugging Face transformers' format, for all families.
+
+The weights are the same under other names, except for the rows of the query and key projections.
+There the rotary embedding pairs element i of a head with element i + E/2; Meta's, and ours, pairs
+neighbours. So within each head the even rows come first there, then the odd ones.
+
+`config.json` is written in the older form (`rope_theta` and `rope_scaling`), which every version of
+transformers reads; the newer one (`rope_parameters`) is read too.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.config import RecipeError, show
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.decoder_settings import ROPE, DecoderConfig
+from torchtitan.models.layers import RopeScaling
+from torchtitan.models.spec import WeightFormat
+
+MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.wq": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.wk": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.wv": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.attention.wo": "model.layers.*.self_attn.o_proj",
+    "layers.*.ffn_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
+    "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
+    "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+"""Their module names by ours; `*` is the number of a block."""
+
+FIXED = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1.0}
+"""Options with the only values that decoders here have."""
+UNSUPPORTED = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope_interleaved",
+    "qkv_bias",
+)
+"""Options that no decoder here has."""
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+THEIRS = {
+    **SIZES,
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    **{key: f"rope_scaling.{SCALING[name]}" for key, name in ROPE.items()},
+}
+"""Their keys by those of `[model]`, where they differ."""
+
+
+def name(ours: str) -> str:
+    module, _, kind = ours.rpartition(".")
+    block = re.search(r"\.(\d+)\.", module)
+    theirs = MODULES[re.sub(r"\.\d+\.", ".*.", module)]
+    return f"{theirs.replace('*', block[1]) if block else theirs}.{kind}"
+
+
+def rows(args: DecoderArgs, ours: str) -> Tensor | None:
+    """Return the row permutation of queries and keys, and of their norms.
+
+    Row 2i of a head is there row i, and 2i + 1 is i + E/2.
+    """
+    counts = {"wq": args.n_heads, "wk": args.n_kv_heads, "q_norm": 1, "k_norm": 1}
+    heads = counts.get(ours.split(".")[-2])
+    if heads is None:
+        return None
+    theirs = torch.arange(heads * args.head_size).view(heads, 2, args.head_size // 2)
+    return theirs.transpose(1, 2).flatten()
+
+
+def config_of(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
+    """Return the part of config.json that all decoders have."""
+    scaling = args.rope_scaling
+    published = 8192 if scaling is None else 131_072
+    return {
+        **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": seq_len or published,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": "llama3",
+            **{theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()},
+        },
+        "tie_word_embeddings": args.tied,
+    }
+
+
+def args_in(
+    config: Mapping[str, Any],
+    family: type[DecoderConfig],
+    fixed: Mapping[str, Any],
+    *,
+    window: Any = None,
+    layers_key: str = "layer_types",
+    **own: Any,
+) -> DecoderArgs:
+    """Read arguments from config.json; absent keys have transformers' defaults.
+
+    Args:
+        fixed: options of the architecture, with the only values that the family supports.
+        window: sliding window of every block, if they have one.
+        layers_key: key that decides which blocks have the window.
+        own: arguments that the architecture writes in its own way.
+
+    Raises:
+        RecipeError: with everything that is not supported.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    problems: list[str] = []
+    if not isinstance(rope, Mapping):
+        problems.append(f"rope_scaling: got {show(rope)}; wanted an object")
+        rope = {}
+    # transformers 5 writes partial_rotary_factor with the other parameters of RoPE.
+    problems += unsupported({**rope, **config}, {**FIXED, **fixed}, family)
+    kind = "full_attention" if window is None else "sliding_attention"
+    kinds = config.get("layer_types") or [kind]
+    if not isinstance(kinds, list) or any(each != kind for each in kinds):
+        got = " and ".join(dict.fromkeys(map(show, kinds))) if isinstance(kinds, list) else kinds
+        problems.append(f"{layers_key}: got {got} blocks; wanted {kind} in all")
+    if window == 0:  # of no token at all, where 0 here is no window
+        problems.append("sliding_window: got 0; wanted at least 1, or null for no window")
+    theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
+    scaling = None
+    try:
+        scaling = rope_scaling(rope)
+    except RecipeError as error:
+        problems += error.lines
+    sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
+    numbers = [*((theirs, sizes[ours]) for ours, theirs in SIZES.items()), ("rope_theta", theta)]
+    if unknown := [n for n in numbers if not isinstance(n[1], int | float)]:
+        problems += (f"{key}: got {show(got)}; wanted a number" for key, got in unknown)
+        raise RecipeError(problems)
+    sizes |= {
+        "n_kv_heads": config.get("num_key_value_heads") or sizes["n_heads"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied": config.get("tie_word_embeddings", False),
+        "sliding_window": 0 if window is None else window,
+    }
+    return family.checked(DecoderArgs(**sizes | own), THEIRS, problems)
+
+
+def unsupported(
+    found: Mapping[str, Any], fixed: Mapping[str, Any], family: type[DecoderConfig]
+) -> Iterator[str]:
+    """Find options of an architecture that a family does not have."""
+    name = family.__name__.removesuffix("Config").lower()
+    for key, value in fixed.items():
+        if found.get(key, value) != value:
+            wanted = "the architecture has none" if value is None else f"{name} has {show(value)}"
+            yield f"{key}: got {show(found[key])}; {wanted}"
+    for key in UNSUPPORTED:
+        if found.get(key):
+            yield f"{key}: got {show(found[key])}; not supported by {name}"
+    if found.get("quantization_config"):
+        yield "quantization_config: quantized weights cannot be read"
+
+
+def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        if more := rope.keys() - {"type", "rope_type", "rope_theta", "partial_rotary_factor"}:
+            raise RecipeError([f"rope_scaling: got {', '.join(sorted(more))} without a rope_type"])
+        return None
+    if kind != "llama3":
+        raise RecipeError([f'rope_scaling: got {show(kind)}; supported: "llama3", or none'])
+    if absent := [theirs for theirs in SCALING.values() if theirs not in rope]:
+        raise RecipeError([f"rope_scaling: it has no {', '.join(absent)}"])
+    return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
+
+
+def decoder_format(
+    *,
+    architectures: Collection[str],
+    config: Callable[[DecoderArgs, int | None], dict[str, Any]],
+    args: Callable[[Mapping[str, Any]], DecoderArgs],
+) -> WeightFormat[DecoderArgs]:
+    """Return the format of a family; `WeightFormat` describes the arguments."""
+    return WeightFormat(
+        architectures=architectures,
+        config=config,
+        args=args,
+        name=name,
+        rows=rows,
+        repeated=lambda args: {"lm_head.weight": "tok_embeddings.weight"} if args.tied else {},
+        computed=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    )

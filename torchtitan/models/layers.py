@@ -1,0 +1,145 @@
+"""Parts of decoders: rotary positions, attention with grouped queries, SwiGLU, output.
+
+Modules are written for one device; distribution is applied from outside.
+
+Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, E head dim,
+F feed-forward dim, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.attention import SelfAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Scaling of Llama 3.1's rotary frequencies beyond the original training context."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Return the radians per position of each pair, (E/2,) fp32 on the CPU.
+
+    With scaling, a pair that turns more than `high_freq_factor` times within the original context
+    keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
+    `factor`, and those between are blended linearly in the number of turns.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotation of each pair of a head's elements by an angle proportional to the position.
+
+    Neighbouring elements form a pair, as in Meta's checkpoints. One instance is shared by all
+    blocks. It is a module, and its table not an argument of theirs, because FSDP's mixed precision
+    casts the arguments of a block, and a table in bf16 cannot distinguish distant positions.
+    """
+
+    table: Tensor  # (S, E/2, 2) fp32: cosine and sine
+
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling | None, seq_len: int
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        table = torch.empty(seq_len, head_dim // 2, 2, dtype=torch.float32)
+        self.register_buffer("table", table, persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fill the table, in fp32 on the CPU, so that it is the same on every device."""
+        if self.table.is_meta:
+            return
+        frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling)
+        positions = torch.arange(len(self.table), dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, frequencies)
+        self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x` (B, S, heads, E) to `positions` (B, S) in at least fp32; keeps its dtype."""
+        cos, sin = self.table[positions][:, :, None].unbind(-1)  # (B, S, 1, E/2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = wide.reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (B, S, heads, E/2)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which H/K query heads share one key/value head."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rope: RotaryEmbedding,
+        *,
+        window: int = 0,
+        norm_eps: float | None = None,
+    ) -> None:
+        """
+        Args:
+            window: number of most recent tokens that a token attends to, itself included; 0: all.
+            norm_eps: epsilon of the norms of each head's queries and keys; None: no such norms.
+        """
+        super().__init__()
+        self.head_dim = head_dim
+        self.rope = rope
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        has_norms = norm_eps is not None
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
+        self.attend = SelfAttention(window)
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        # The number of heads is inferred, since tensor parallelism leaves only some on this rank.
+        heads = (-1, self.head_dim)
+        q, k = self.wq(x).unflatten(-1, heads), self.wk(x).unflatten(-1, heads)  # (B, S, H or K, E)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = self.rope(q, positions).transpose(1, 2)  # (B, H, S, E)
+        k = self.rope(k, positions).transpose(1, 2)  # (B, K, S, E)
+        v = self.wv(x).unflatten(-1, heads).transpose(1, 2)  # (B, K, S, E)
+        mixed = self.attend(q, k, v, documents)  # (B, H, S, E)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202): `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class TiedOutput(nn.Module):
+    """Logits from the embedding matrix. A module, so that it can be distributed like any other."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
