@@ -1,4 +1,4 @@
-"""What each strategy of FSDP holds and sends for each size of ViT-MAE, by formula: nothing is run.
+"""What each strategy of FSDP holds by plan and sends by formula for each size of ViT-MAE.
 
     python benchmarks/strategies.py --output benchmarks/results/vit_mae_sizes.md
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from torchtitan.checks.memory_limits import of_rank
 from torchtitan.device import GIB
+from torchtitan.estimate.plan import plan
 from torchtitan.tools.compare.gather import formulas
 from torchtitan.tools.compare.prepare import prepare
 from torchtitan.tools.compare.study import read_study
@@ -33,6 +33,7 @@ class Foreseen(NamedTuple):
     """Of a rank, in bytes."""
 
     held: float
+    """What torch's allocator reserves on the fullest rank, by its plan."""
     in_group: float
     """What it sends to those that it shares parameters with."""
     between: float
@@ -48,9 +49,8 @@ def foresee(size: str) -> dict[str, Foreseen]:
         found = {}
         for ready in prepare(read_study(STUDY, flags)):
             assert not ready.problems, ready.problems
-            held = of_rank(ready.job, ready.plan.ranks)
+            held = plan(ready.job, ready.plan.ranks).reserved_gib.value * GIB
             sent = formulas(ready.job, ready.plan.ranks)
-            assert held is not None
             assert sent is not None
             parts = [
                 sum(count for (kind, _), (_, count) in sent.items() if kind == axis)
@@ -58,19 +58,19 @@ def foresee(size: str) -> dict[str, Foreseen]:
             ]
             assert sum(parts) == sum(count for _, count in sent.values())
             if "prefetch" not in ready.name:  # how much is ahead when is in no formula
-                found[ready.name] = Foreseen(held.estimate().total, *parts)
+                found[ready.name] = Foreseen(held, *parts)
     return found
 
 
 PAGE = """\
-# ViT-MAE on 64 devices, by formula
+# ViT-MAE on 64 devices, by plan and by formula
 
 Made by `{command}`.
 
-What a rank holds, and what rank 0 sends in a step, in each variant of
-`train_configs/studies/vit_mae_3b.toml`: 32 images a device, every block recomputed, AdamW in
-float32, products in bfloat16. Nothing was run. A device of Frontier has 64 GB, 59.6 GiB; what does
-not fit is marked.
+What torch's allocator reserves on a rank by plan, and what rank 0 sends in a step by formula, in
+each variant of `train_configs/studies/vit_mae_3b.toml`: 32 images a device, every block recomputed,
+AdamW in float32, products in bfloat16. Nothing was run. A device of Frontier has 64 GB, 59.6 GiB;
+what does not fit is marked.
 
 **GiB of a rank**
 

@@ -27,6 +27,7 @@ LAYOUTS = {
     "TP 8": (1, 1, 1, 1, 8),
     "FSDP 4 x CP 2": (1, 1, 4, 2, 1),
     "CP 8": (1, 1, 1, 8, 1),
+    "CP 8, Ulysses": (1, 1, 1, 8, 1),
     "FSDP 4 x PP 2": (2, 1, 4, 1, 1),
     "PP 8": (8, 1, 1, 1, 1),
 }
@@ -42,6 +43,8 @@ def row(name: str) -> str:
     """Gigabytes that one GPU sends in a step for each purpose, and in how many messages."""
     sizes = LAYOUTS[name]
     degrees = [f"--parallelism.{a}_degree={n}" for a, n in zip(keys(), sizes, strict=True)]
+    if name.endswith("Ulysses"):
+        degrees.append("--parallelism.context_parallel_rotate_method=ulysses")
     batch = [f"--training.{scope}_batch_size={n}" for scope, n in batches(sizes).items()]
     exempt = ("model.tokenizer_path",)
     job = load_job(RECIPE, [*degrees, *batch], RANKS, "cuda", exempt=exempt).config

@@ -11,7 +11,7 @@ from pathlib import Path
 from svg import EMPTY, INK, LINE, MUTED, Box, Picture
 
 from torchtitan.parallel import schedules
-from torchtitan.parallel.context import Cut
+from torchtitan.parallel.context_pieces import Cut
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 RANKS = ("#5b8ff9", "#f6a04d", "#5fbf77", "#b68ad6")

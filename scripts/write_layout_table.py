@@ -1,4 +1,4 @@
-"""Writes the table of sizes in docs/layouts.md by the formulas of `torchtitan check`.
+"""Writes the table of sizes in docs/layouts.md by plans of `torchtitan plan`.
 
 python scripts/write_layout_table.py
 
@@ -15,7 +15,7 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
-from torchtitan.estimate.memory import Memory
+from torchtitan.estimate.plan import Plan, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/layouts.md"
@@ -24,7 +24,7 @@ HEAD = """\
 |---|---:|---:|---|---|---:|---:|---:|
 """
 ROOM = 0.9
-"""Fraction of the memory of a GPU to plan for; fragmentation, NCCL and CUDA take the rest."""
+"""Fraction of the memory of a GPU to plan for; NCCL and CUDA take the rest."""
 GPUS = {"80 GB": 80e9, "24 GB": 24e9}
 SIZES = (
     ("llama3_1b", 8192, (1, 8), "24 GB"),
@@ -69,17 +69,20 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
 )
 """Flags of each layout that is tried, from the simplest on; the recipe as it is comes first."""
 
+HELD = ("parameters", "gradients", "optimizer states", "gathered")
+SAMPLES = ("activations", "logits")
+
 
 class Sizing(NamedTuple):
     """A layout that fits."""
 
     flags: list[str]
     layout: str
-    memory: Memory
+    plan: Plan
 
 
 def sizing(recipe: str, seq_len: int, gpus: int, room: float) -> Sizing | None:
-    """Return the first layout whose estimated memory is at most `room`."""
+    """Return the first layout whose planned memory is at most `room` bytes."""
     path = ROOT / f"train_configs/{recipe}.toml"
     shipped = load_job(path, [], None, "cuda", exempt=["model.tokenizer_path"]).config.flat()
     for layout in LAYOUTS:
@@ -92,12 +95,15 @@ def sizing(recipe: str, seq_len: int, gpus: int, room: float) -> Sizing | None:
             continue  # the ranks or the batch do not divide
         if job.degrees(gpus).pp > job.parallelism.microbatches(job.local_batch(job.degrees(gpus))):
             continue  # most stages would wait
-        needs = of_rank(job, gpus)
-        if needs and (memory := needs.estimate()).total <= room:
+        bounds = of_rank(job, gpus)
+        if bounds is None or bounds.least().on_device > room:
+            continue
+        planned = plan(job, gpus, capacity_gib=room / GIB, probe=0)
+        if planned.fits:
             names = {"dp_shard": "FSDP", "tp": "TP", "cp": "CP", "pp": "PP"}
             degrees = job.degrees(gpus)._asdict()
             parts = [f"{name} {degrees[axis]}" for axis, name in names.items() if degrees[axis] > 1]
-            return Sizing(flags, " x ".join(parts) or "one GPU", memory)
+            return Sizing(flags, " x ".join(parts) or "one GPU", planned)
     return None
 
 
@@ -111,11 +117,13 @@ def rows(kind: str) -> Iterator[str]:
             if not found:
                 yield f"{start}| none that was tried fits | | | | |"
                 continue
-            m = found.memory
-            held = m.parameters + m.gradients + m.states + m.gathered
-            parts = m.total, held, m.activations + m.logits
+            held = found.plan.by_kind_gib
+            parts = (
+                found.plan.reserved_gib.value,
+                *(sum(held.get(kind, 0.0) for kind in kinds) for kinds in (HELD, SAMPLES)),
+            )
             flags = " ".join(f"`{flag}`" for flag in found.flags)
-            numbers = " | ".join(f"{part / GIB:.1f}" for part in parts)
+            numbers = " | ".join(f"{part:.1f}" for part in parts)
             yield f"{start}| {found.layout} | {flags} | {numbers} |"
 
 

@@ -40,6 +40,15 @@ class Case:
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
     @property
+    def model(self) -> dict[str, Any]:
+        """Its changes of the model, which the run that it is compared with has too."""
+        return self.sections.get("model", {})
+
+    def of(self, **model: Any) -> "Case":
+        """This layout of another model."""
+        return dataclasses.replace(self, sections=self.sections | {"model": self.model | model})
+
+    @property
     def converts_linears(self) -> bool:
         return any(isinstance(config, LinearConverterConfig) for config in self.convert)
 
@@ -106,8 +115,13 @@ RESHARD = "fsdp_reshard_after_forward"
 FULL = {"mode": "full"}
 OPERATORS = {"mode": "selective", "selective_ac_option": "op"}
 SECOND = {"mode": "selective", "selective_ac_option": 2}
+ULYSSES = {"context_parallel_rotate_method": "ulysses"}
 RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
+BY_DOCUMENTS: dict[str, Any] = {
+    "documents": True,
+    "context_parallel_load_balancer": "documents",
+}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}
@@ -172,11 +186,23 @@ LAYOUTS: dict[str, Case] = {
     "CP 4, ring, unbalanced": case(cp=4, **RING, **UNBALANCED),
     "CP 2, documents": case(cp=2, documents=True),
     "CP 4, ring, documents": case(cp=4, documents=True, **RING),
+    "CP 4, ring, unbalanced, documents": case(cp=4, documents=True, **RING, **UNBALANCED),
+    "CP 2, balanced by documents": case(cp=2, **BY_DOCUMENTS),
+    "CP 4, ring, balanced by documents": case(cp=4, **RING, **BY_DOCUMENTS),
+    "CP 2, ring, window": case(cp=2, **RING).of(sliding_window=9),
+    "CP 2, balanced by documents, window": case(cp=2, **BY_DOCUMENTS).of(sliding_window=9),
+    "CP 2, Ulysses, window": case(cp=2, **ULYSSES).of(sliding_window=9),
     "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
+    "CP 2, Ulysses, documents": case(cp=2, documents=True, **ULYSSES),
+    "CP 4, Ulysses, repeated keys": case(cp=4, **ULYSSES).of(n_kv_heads=2),
     "DDP 2 x CP 2": case(replicate=2, cp=2),
     "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
     "CP 2 x TP 2": case(cp=2, tp=2, **RING),
+    "CP 2 x TP 2, Ulysses, documents": case(cp=2, tp=2, documents=True, **ULYSSES),
     "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
+    "CP 2 x TP 2, balanced by documents, operators recomputed": case(
+        cp=2, tp=2, recompute=OPERATORS, **BY_DOCUMENTS
+    ),
     # Pipeline parallelism.
     "PP 2, GPipe": schedule("GPipe"),
     "PP 2, 1F1B": schedule("1F1B"),
@@ -199,6 +225,10 @@ LAYOUTS: dict[str, Case] = {
     "TP 2 x PP 2": case(2, tp=2),
     "TP 2 x PP 2, ZBVZeroBubble": case(2, tp=2, **ZBV),
     "CP 2 x PP 2": case(2, cp=2, **RING),
+    "CP 2 x PP 2, balanced by documents, window": case(2, cp=2, **RING, **BY_DOCUMENTS).of(
+        sliding_window=9
+    ),
+    "CP 2 x PP 2, Ulysses, documents": case(2, cp=2, documents=True, **ULYSSES),
     # The loss a chunk of the vocabulary at a time.
     "one rank, loss in chunks": case(batch=8, chunk=100),
     "TP 2, loss in chunks": case(tp=2, chunk=64),
@@ -257,7 +287,8 @@ DAILY = (
     *("DDP 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2, operators recomputed"),
     *("HSDP 2 x 2", "HSDP 2 x 2, accumulating 2, copies added up afterwards"),
     *("TP 2", "TP 2, no sequence parallelism"),
-    *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2"),
+    *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2", "CP 2, Ulysses, documents"),
+    "CP 2, balanced by documents, window",
     *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2"),
     *("one rank, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
     *("FSDP 2, Float8 rowwise", "FSDP 2, Float8 tensorwise, gathered so", "FSDP 2, MXFP8"),
@@ -272,6 +303,24 @@ LONG = (
 )
 """Others have each part of these, which take up to a minute each: before a release. The rest of
 the layouts is compared by the gate."""
+QWEN3 = {"name": "tiny_qwen3"}
+"""Queries and keys are normalized in each head, and heads are wider than dim / heads."""
+WINDOW = {"sliding_window": 9}
+FAMILIES: dict[str, dict[str, Case]] = {
+    "Llama": LAYOUTS,
+    "Qwen3": {name: layout.of(**QWEN3) for name, layout in LAYOUTS.items()},
+    "Qwen3, tied output": {
+        name: layout.of(**QWEN3, tied=True)
+        for name, layout in LAYOUTS.items()
+        if layout.pp == 1 and not layout.converts_linears
+    },
+    "Llama, sliding window": {
+        name: layout.of(**WINDOW)
+        for name, layout in LAYOUTS.items()
+        if not (layout.convert or layout.auxiliary or "sliding_window" in layout.model)
+    },
+}
+"""Layouts that must train the run of one rank, by kind of decoder."""
 ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 
@@ -293,12 +342,6 @@ def alone(layout: Case) -> Case:
     microbatches of one size.
     """
     batch = layout.sections["training"]["local_batch_size"] if layout.converts_linears else 8
-    documents = "attn_mask_type" in layout.sections.get("model", {})
     chunk = 301 if layout.sections.get("loss") and layout.auxiliary else 0
-    return case(
-        batch=batch,
-        documents=documents,
-        chunk=chunk,
-        convert=layout.convert,
-        auxiliary=layout.auxiliary,
-    )
+    one = case(batch=batch, chunk=chunk, convert=layout.convert, auxiliary=layout.auxiliary)
+    return one.of(**layout.model)

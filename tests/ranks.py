@@ -1,6 +1,10 @@
-"""Runs a function on several ranks of this machine, as a test: a rank that fails fails it."""
+"""Runs a function on several ranks of this machine, as a test, and freezes processes."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan import local_ranks
@@ -20,3 +24,15 @@ def run_ranks(
         return local_ranks.run_ranks(function, world, *args, device=device)
     except local_ranks.RanksFailed as error:
         raise AssertionError(str(error)) from None
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and return when each of its threads is stopped: one could still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    while any(_state(thread) != "T" for thread in threads.iterdir()):
+        time.sleep(0.01)
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]

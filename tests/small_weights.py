@@ -13,7 +13,7 @@ from torchtitan.checkpoint.storage import SavedTensors, write_tensors
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.model import RopeScaling
+from torchtitan.models.layers import RopeScaling
 
 SEQ_LEN = 96
 ARGS = dataclasses.replace(tiny.ARGS, dim=64, n_layers=3, n_heads=8)
@@ -24,7 +24,10 @@ FLAVORS = {
     "tied": dataclasses.replace(ARGS, tied=True, n_kv_heads=4),
     "scaled": dataclasses.replace(ARGS, rope_scaling=SCALING, ffn_dim=80),
     "both": dataclasses.replace(ARGS, rope_scaling=SCALING, tied=True, n_kv_heads=8),
+    "window": dataclasses.replace(ARGS, sliding_window=12, head_dim=16),
 }
+IN_META = [flavor for flavor in FLAVORS if flavor != "window"]
+"""The flavors that Meta's format can express."""
 SPEC = dataclasses.replace(MODELS["llama3"], name="small", flavors=FLAVORS)
 Weights = dict[str, Tensor]
 

@@ -209,6 +209,7 @@ def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "page"),
     [
         ("attention", "research/attention_8bit"),
+        ("document_attention", "attention"),
         ("optimizers", "optimizers"),
     ],
 )
@@ -236,7 +237,11 @@ def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"]
+    "name",
+    [
+        *("parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"),
+        *("data", "document_attention", "plan_memory"),
+    ],
 )
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
@@ -288,6 +293,26 @@ def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyP
         assert all(float(one) == pytest.approx(float(other), abs=0.11) for one, other in pairs)
 
 
+def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
+    """As it is without a mask; with a dense mask it is quadratic."""
+    output = tmp_path / "page.md"
+    small = ["--lengths", "1024", "--counted", "2048", "4096", "--rounds", "2", "--output", output]
+    command = [sys.executable, "benchmarks/document_attention.py", *small]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    text = output.read_text()
+    assert text.count("| 1,024 |") == 10
+    assert re.search(
+        r"^\| 1,024 \| causal \| .+ \| 1\.000 \(1\.000 to 1\.000\) \| 1\.000 \|$", text, re.M
+    )
+    found = {name: sizes for name, *sizes in rows(text) if "/" in sizes[0]}
+    assert len(found) == 4
+    for name, sizes in found.items():
+        short, long = ([float(size) for size in each.split(" / ")] for each in sizes)
+        growth = [other / one for one, other in zip(short, long, strict=True)]
+        is_dense = "dense" in name
+        assert min(growth) > 3 if is_dense else max(growth) < 2.3, (name, growth)
+
+
 @pytest.mark.slow
 def test_saving_and_loading(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
@@ -329,3 +354,26 @@ def test_loading_what_dcp_saved(tmp_path: Path) -> None:
     kept = (ROOT / "benchmarks/results/checkpoint_dcp.md").read_text()
     for page in (output.read_text(), kept):
         assert re.findall(r"^\| (\S+) \| \d+ \(", page, re.MULTILINE) == ["dcp.load", "ours"] * 2
+
+
+@pytest.mark.gate
+def test_speed_and_memory_of_data(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = ["benchmarks/data.py", "--quick", "--parts", "resume", "memory", "--output", output]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    page = output.read_text()
+    assert [count for count, *_ in rows(page)] == ["1,000", "10,000"]
+    assert re.search(r"sample 0: [\d.]+ \(.+\); sample 1,000: [\d.]+ \(", page)
+
+
+def test_all_parts_of_data_are_kept() -> None:
+    page = (ROOT / "benchmarks/results/data.md").read_text()
+    for name in (
+        *("torchtitan", "torchtitan, Megatron's files", "megatron-core", "MosaicML streaming"),
+        *("litdata", "torchdata, memmap", "`data tokenize`, 2 processes", "own shards"),
+        *("Megatron's files, no index yet", "the same by megatron-core, again", "10,000,000"),
+    ):
+        assert re.search(rf"^\| {re.escape(name)} \| [\d.,]+", page, re.MULTILINE), name

@@ -76,7 +76,7 @@ DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 NOT_RUN = {
     "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
-    "remote.md": ["needs s3fs", "needs a bucket"],
+    "remote.md": ["needs s3fs", "needs s3fs", "needs a bucket"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],
     "fault_tolerance.md": ["needs torchft"] * 2,

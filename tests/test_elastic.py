@@ -376,6 +376,7 @@ def test_node_that_comes_back_after_the_end(
 # Asks a store that is frozen, and exits while the answer comes after all.
 LATE_ANSWER = """
 import os, signal, subprocess, sys
+from tests.ranks import freeze
 from torchtitan import launch
 from torchtitan.resilience import rendezvous
 
@@ -383,7 +384,7 @@ port, pid = map(int, sys.argv[1:])
 rendezvous.CALL_TIMEOUT = 0.5
 store = rendezvous.Store("127.0.0.2", port, is_host=False)
 store.set("key", "value")
-os.kill(pid, signal.SIGSTOP)
+freeze(pid)
 try:
     store.get("key")
 except rendezvous.RendezvousConnectionError:

@@ -22,10 +22,11 @@ LAYERS = [
     ["research"],
     ["__main__"],
     ["tools.cli"],
+    ["tools.plan"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
-    ["tools.generate", "tools.checkpoint", "tools.tokenizer"],
+    ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.explain", "tools.evaluate"],
     ["tools.history", "tools.options"],
     ["tools.reference"],
@@ -34,17 +35,18 @@ LAYERS = [
     ["train"],
     ["trainer"],
     ["build"],
-    ["features"],
+    ["features", "estimate"],
     ["parts"],
     ["provenance"],
     ["checks"],
     ["job"],
     ["resilience"],
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
-    ["flight_recorder", "step", "estimate"],
+    ["flight_recorder", "step"],
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary_losses", "timeline"],
+    ["remote"],
     ["config", "device", "digest", "torch_private", "local_ranks", "seeds", "packages"],
     ["logging"],
 ]
@@ -58,7 +60,7 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
 # what the client libraries of object stores raise. And what one rank meets, all ranks raise.
-OUTER_CODE = ("metrics/meter.py", "checkpoint/remote.py", "checkpoint/placement.py")
+OUTER_CODE = ("metrics/meter.py", "remote.py", "checkpoint/placement.py")
 
 
 def modules() -> list[Path]:

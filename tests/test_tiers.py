@@ -5,13 +5,14 @@ That no test stands in two is held by tests/conftest.py whenever tests are colle
 
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_resume import DAILY as CHANGES_DAILY
 from tests.checkpoint.test_resume import PAIRS
-from tests.layouts import DAILY, LAYOUTS, LONG
+from tests.layouts import DAILY, FAMILIES, LAYOUTS, LONG, Case
 from tests.research import layouts as research
 from tests.research.test_layouts import PAIRS as CHANGES
 from tests.tiers import tiers
@@ -87,6 +88,31 @@ def test_the_guide_counts_the_layouts() -> None:
     ):
         assert words in guide
     assert f"{every} layouts with a single rank" in (ROOT / "README.md").read_text()
+
+
+USES: dict[str, Callable[[Case], bool]] = {
+    "all": lambda layout: True,
+    "copies (DDP, HSDP)": lambda layout: layout.replicate > 1,
+    "shards (FSDP, HSDP)": lambda layout: layout.shard > 1,
+    "tensor parallelism": lambda layout: layout.tp > 1,
+    "context parallelism": lambda layout: layout.cp > 1,
+    "pipeline parallelism": lambda layout: layout.pp > 1,
+    "recomputation": lambda layout: "activation_checkpoint" in layout.sections,
+    "document masks": lambda layout: "attn_mask_type" in layout.model,
+    "loss in chunks": lambda layout: "loss" in layout.sections,
+    "auxiliary losses": lambda layout: bool(layout.auxiliary),
+    "Float8 or MXFP8": lambda layout: layout.converts_linears,
+}
+"""Whether a layout is counted in a row."""
+
+
+def test_the_page_counts_the_layouts_of_each_family() -> None:
+    rows = [["layouts with", *FAMILIES], ["---", *["---:"] * len(FAMILIES)]]
+    for row, is_used in USES.items():
+        counts = (sum(map(is_used, family.values())) for family in FAMILIES.values())
+        rows.append([row, *(str(count) for count in counts)])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    assert table in (ROOT / "docs/parallelism.md").read_text(), f"the table is:\n{table}"
 
 
 def test_the_pages_count_the_changes_of_layout() -> None:

@@ -12,10 +12,11 @@ from torchtitan.data.order import Source
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import Llama3Args
+from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.qwen3.spec import QWEN3
 
-ARGS = Llama3Args(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
+ARGS = DecoderArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"name": "tiny", "flavor": "tiny"},
@@ -74,6 +75,10 @@ def open_text(
 SOURCES["python_stdlib"] = open_text
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
+# Norms in heads that are wider than dim / heads.
+FACTS: dict[str, Any] = {"head_norms": True, "head_dim": 16}
+NORMED = {name: dataclasses.replace(args, **FACTS) for name, args in FLAVORS.items()}
+MODELS["tiny_qwen3"] = dataclasses.replace(QWEN3, name="tiny_qwen3", flavors=NORMED)
 
 
 def problems(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import Llama3
+from torchtitan.models.decoder import Decoder
 from torchtitan.parallel import Degrees
 from torchtitan.parts import open_stream, open_task
 from torchtitan.tasks.next_token import TokenBatch
@@ -38,7 +38,7 @@ class TorchTitanRun:
     def __init__(self, job: JobConfig) -> None:
         self.job = job
         torch.manual_seed(42)
-        self.model = Llama3(job.model_args(), job.training.seq_len)
+        self.model = Decoder(job.model_args(), job.training.seq_len)
         for parameter in self.model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)

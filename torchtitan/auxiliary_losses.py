@@ -25,22 +25,18 @@ from torchtitan.config import Config, Context, Problem, Registry
 class AuxiliaryLossConfig(Config):
     """An auxiliary loss and its weight; `name` picks the subclass."""
 
-    name: str = Field(
-        description="Name of the loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."
-    )
-    weight: float = Field(ge=0, description="Weight in the training loss.")
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the weight rises linearly from 0."
-    )
-    final_weight: float | None = Field(
-        None, ge=0, description="Weight from `final_step` on (default: unchanged)."
-    )
-    final_step: int = Field(0, ge=0, description="First step with the final weight.")
-    decay_steps: int = Field(
-        0,
-        ge=0,
-        description="Steps before `final_step` over which the weight changes linearly; 0: at once.",
-    )
+    name: str
+    """Name of the loss: a key of torchtitan.auxiliary_losses.AUXILIARY_LOSSES."""
+    weight: float = Field(ge=0)
+    """Weight in the training loss."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of steps in which the weight rises linearly from 0."""
+    final_weight: float | None = Field(None, ge=0)
+    """Weight from `final_step` on (default: unchanged)."""
+    final_step: int = Field(0, ge=0)
+    """First step with the final weight."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps before `final_step` over which the weight changes linearly; 0: at once."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if (self.final_weight is None) != (self.final_step == 0):
@@ -119,10 +115,10 @@ class AuxiliaryLossConfig(Config):
 class ZLoss(AuxiliaryLossConfig):
     """The square of the log-sum-exp of the logits (arXiv:2204.02311)."""
 
-    name: Literal["z_loss"] = Field("z_loss", description="Name of the loss.")
-    weight: float = Field(
-        1e-4, ge=0, description="Weight in the training loss; 0: it is only reported."
-    )
+    name: Literal["z_loss"] = "z_loss"
+    """Name of the loss."""
+    weight: float = Field(1e-4, ge=0)
+    """Weight in the training loss; 0: it is only reported."""
 
 
 class ModelLossConfig(AuxiliaryLossConfig):
@@ -157,14 +153,12 @@ class MultiToken(ModelLossConfig):
 
     argument: ClassVar[str] = "multi_token"
 
-    name: Literal["multi_token"] = Field("multi_token", description="Name of the loss.")
-    weight: float = Field(
-        0.3,
-        ge=0,
-        description="Weight in the training loss of the mean over the predicted tokens; 0: it is "
-        "not computed.",
-    )
-    depth: int = Field(1, ge=1, le=8, description="Number of tokens after the next to predict.")
+    name: Literal["multi_token"] = "multi_token"
+    """Name of the loss."""
+    weight: float = Field(0.3, ge=0)
+    """Weight in the training loss of the mean over the predicted tokens; 0: it is not computed."""
+    depth: int = Field(1, ge=1, le=8)
+    """Number of tokens after the next to predict."""
 
     def weights(self, step: int) -> dict[str, float]:
         each = self.weight_at(step) / self.depth
@@ -175,9 +169,5 @@ class MultiToken(ModelLossConfig):
 
 
 AUXILIARY_LOSSES = Registry[type[AuxiliaryLossConfig]](
-    "auxiliary_loss",
-    {
-        "z_loss": ZLoss,
-        "multi_token": MultiToken,
-    },
+    "auxiliary_loss", {"z_loss": ZLoss, "multi_token": MultiToken}
 )

@@ -61,10 +61,7 @@ class Run:
 
 
 def build(
-    job: JobConfig,
-    world: World,
-    observer: Observer | None = None,
-    stop: StopSignal | None = None,
+    job: JobConfig, world: World, observer: Observer | None = None, stop: StopSignal | None = None
 ) -> Run:
     """Build the run described by `job`, on this rank of `world`.
 

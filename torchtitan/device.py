@@ -33,6 +33,10 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # Collections of young garbage per collection of all objects.
 FULL_COLLECTION = 10
 
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+# FSDP allocates and frees parameters of many sizes, which fit in the gaps of other segments badly.
+ALLOCATOR_SETTINGS = "expandable_segments:True"
+
 # Seconds of a clock on a CPU, an event in the stream on CUDA.
 Stamp = float | torch.Event
 
@@ -66,6 +70,12 @@ PEAK_TFLOPS: Mapping[str, tuple[float, float | None]] = {
 }
 
 
+def allocator_settings() -> str:
+    """Return the settings of torch's CUDA allocator: of the environment, or else our own."""
+    found = (os.environ.get(variable) for variable in ALLOCATOR_VARIABLES)
+    return next(filter(None, found), ALLOCATOR_SETTINGS)
+
+
 def peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
     """Return the dense peak of the device called `name` in FLOP/s; None if not known for sure."""
     name = name.removeprefix("NVIDIA ")
@@ -76,11 +86,14 @@ def peak_flops(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
     return None
 
 
+DeviceType = Literal["cpu", "cuda"]
+
+
 @dataclass(frozen=True)
 class Device:
     """One CPU or one CUDA device (NVIDIA or ROCm); a value that may be copied and compared."""
 
-    type: Literal["cpu", "cuda"]
+    type: DeviceType
     index: int = 0
 
     @property
@@ -108,8 +121,13 @@ class Device:
         return peak_flops(self.name, dtype) if self.type == "cuda" else None
 
     def make_current(self) -> None:
-        """Make this the device of tensors created on "cuda" without an index."""
+        """Make this the device of tensors created on "cuda" without an index.
+
+        This sets `ALLOCATOR_SETTINGS`, which torch reads on first use, unless the environment has
+        others.
+        """
         if self.type == "cuda":
+            os.environ[ALLOCATOR_VARIABLES[0]] = allocator_settings()
             torch.cuda.set_device(self.index)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,12 +204,6 @@ class Device:
         """Start a new peak. The kernel keeps one peak per process, so a CPU's is never reset."""
         if self.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.index)
-
-    def allocation_retries(self) -> int:
-        """Return the times torch emptied its cache and retried; above 0, memory is tight."""
-        if self.type == "cuda":
-            return int(torch.cuda.memory_stats(self.index).get("num_alloc_retries", 0))
-        return 0
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Return the state of torch's default generators: the CPU's, and this device's."""

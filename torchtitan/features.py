@@ -3,20 +3,25 @@
 A feature that is off yields no hooks, so the step does not know of it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import xxhash
 
 from torchtitan.checkpoint import TrainState
 from torchtitan.config import Registry
 from torchtitan.device import collect_garbage
+from torchtitan.job import JobConfig
+from torchtitan.logging import logger
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.parallel import stages
+from torchtitan.parallel import Degrees, stages
 from torchtitan.parts import Parts
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.step import Flag, StepBatch, UpdateGuard
@@ -61,6 +66,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
         yield replica_group(parts, guard)
     yield Hooks(before_step=parts.startup.before_step)
     yield observer(parts)
+    if parts.has_ledger:
+        yield Hooks(session=data_ledger(parts))
     if job.metrics.precision_freq:
         yield Hooks(before_forward=precision_probe(parts))
     if job.auxiliary_losses:
@@ -114,6 +121,38 @@ def observer(parts: Parts) -> Hooks:
         after_step=parts.observer.after_step,
         session=parts.observer.session,
     )
+
+
+@contextmanager
+def data_ledger(parts: Parts) -> Iterator[None]:
+    """Record the position in the data at the start and, unless training fails, at the end."""
+    job, degrees = parts.job, parts.world.degrees
+    if not parts.world.rank and (mixture := parts.data.describe()):
+        logger.info("data: %s", mixture)
+    position = parts.contents.position()
+    parts.ledger.record(
+        "start",
+        position,
+        # Of all launches that trained, `described` keeps the recipe.
+        launch=len(list(parts.ledger.path.parent.glob("environment*.json"))),
+        ranks=parts.world.size,
+        layout={axis: size for axis, size in degrees._asdict().items() if size > 1},
+        seq_len=job.training.seq_len,
+        global_batch=job.global_batch(degrees),
+        identity=position["data"]["identity"] if position else {},
+        order=data_order(job, degrees, position) if position else "",
+    )
+    yield
+    parts.ledger.record("end", parts.contents.position())
+
+
+def data_order(job: JobConfig, degrees: Degrees, position: Mapping[str, Any]) -> str:
+    """Return a digest of all that determines the samples of a run, apart from the files."""
+    data = job.data.model_dump(mode="json", exclude={"num_workers", "prefetch_factor", "cache"})
+    known = [data, job.debug.seed, job.training.seq_len, len(position["data"].get("lanes", ()))]
+    if job.data.sources:
+        known += [job.training.steps, job.global_batch(degrees)]
+    return xxhash.xxh3_64_hexdigest(json.dumps(known).encode())
 
 
 def replica_group(parts: Parts, guard: GroupGuard) -> Hooks:

@@ -81,15 +81,23 @@ def in_words(data_ranks: int) -> str:
 class JobSection(Config):
     """The run as a whole."""
 
-    config_file: str | None = Field(None, description="Recipe to read; only as a flag.")
-    dump_folder: str = Field("outputs", description="Folder for all output of the run.")
-    description: str = Field("", description="Description of the run; it has no effect.")
-    print_config: bool = Field(False, description="Print the resolved recipe at the start.")
-    imports: tuple[str, ...] = Field(
-        (),
-        description="Modules to import first; they may add to MODELS, CONVERTERS, "
-        "OPTIMIZERS, DATASETS and the other registries.",
-    )
+    config_file: str | None = None
+    """Recipe to read; only as a flag."""
+    dump_folder: str = "outputs"
+    """Folder for all output of the run."""
+    description: str = ""
+    """Description of the run; it has no effect."""
+    hardware: str = ""
+    """Hardware that the recipe is meant for, a name or a file, as of `torchtitan plan`; it has no
+    effect on a run."""
+    ranks: int | None = Field(None, ge=1)
+    """Number of ranks that the recipe is meant for, as of `torchtitan plan`; it has no effect on a
+    run."""
+    print_config: bool = False
+    """Print the resolved recipe at the start."""
+    imports: tuple[str, ...] = ()
+    """Modules to import first; they may add to MODELS, CONVERTERS, OPTIMIZERS, DATASETS and the
+    other registries."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.config_file is not None:
@@ -107,46 +115,32 @@ class JobSection(Config):
 class TrainingSection(Config):
     """Batches, steps and precision."""
 
-    local_batch_size: int = Field(
-        8,
-        ge=1,
-        description="Sequences per data-parallel rank in a microbatch; fewer if its share of "
-        "global_batch_size is smaller.",
-    )
-    global_batch_size: int = Field(
-        -1,
-        ge=-1,
-        description="Sequences per optimizer step, divided among the data-parallel ranks; a share "
-        "of more than local_batch_size is accumulated. -1: local_batch_size times the "
-        "data-parallel ranks, so another number of ranks trains another run; a resumed run keeps "
-        "its batch.",
-    )
-    seq_len: int = Field(2048, ge=1, description="Tokens in a sequence.")
-    steps: int = Field(10000, ge=1, description="Optimizer steps.")
-    max_norm: float = Field(
-        1.0, ge=0, description="Limit of the global gradient norm; 0: no limit."
-    )
-    max_skipped_steps: int = Field(
-        10,
-        ge=1,
-        description="After this many skipped steps in a row (see [spikes]) the run rolls back "
-        "(spikes.max_rollbacks), or saves and exits.",
-    )
-    enable_cpu_offload: bool = Field(
-        False, description="Keep parameters, gradients and optimizer state in host memory."
-    )
-    dtype: DTYPES = Field("float32", description="Dtype in which parameters are stored.")
-    mixed_precision_param: DTYPES = Field(
-        "bfloat16", description="Dtype in which parameters are gathered and used."
-    )
-    mixed_precision_reduce: DTYPES = Field(
-        "float32", description="Dtype in which gradients are summed over ranks."
-    )
-    gc_freq: int = Field(
-        50,
-        ge=1,
-        description="Steps between runs of Python's garbage collector, and of the C library's.",
-    )
+    local_batch_size: int = Field(8, ge=1)
+    """Sequences per data-parallel rank in a microbatch; fewer if its share of global_batch_size is
+    smaller."""
+    global_batch_size: int = Field(-1, ge=-1)
+    """Sequences per optimizer step, divided among the data-parallel ranks; a share of more than
+    local_batch_size is accumulated. -1: local_batch_size times the data-parallel ranks, so another
+    number of ranks trains another run; a resumed run keeps its batch."""
+    seq_len: int = Field(2048, ge=1)
+    """Tokens in a sequence."""
+    steps: int = Field(10000, ge=1)
+    """Optimizer steps."""
+    max_norm: float = Field(1.0, ge=0)
+    """Limit of the global gradient norm; 0: no limit."""
+    max_skipped_steps: int = Field(10, ge=1)
+    """After this many skipped steps in a row (see [spikes]) the run rolls back
+    (spikes.max_rollbacks), or saves and exits."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    dtype: DTYPES = "float32"
+    """Dtype in which parameters are stored."""
+    mixed_precision_param: DTYPES = "bfloat16"
+    """Dtype in which parameters are gathered and used."""
+    mixed_precision_reduce: DTYPES = "float32"
+    """Dtype in which gradients are summed over ranks."""
+    gc_freq: int = Field(50, ge=1)
+    """Steps between runs of Python's garbage collector, and of the C library's."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.global_batch_size == 0:
@@ -162,14 +156,12 @@ class TrainingSection(Config):
 class DebugSection(Config):
     """Seed and determinism."""
 
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the weights and of the data order.")
-    deterministic: bool = Field(
-        False, description="Use only deterministic algorithms, which are slower on CUDA."
-    )
-    deterministic_warn_only: bool = Field(
-        False,
-        description="Warn about operations without a deterministic algorithm instead of failing.",
-    )
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the weights and of the data order."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, which are slower on CUDA."""
+    deterministic_warn_only: bool = False
+    """Warn about operations without a deterministic algorithm instead of failing."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.deterministic_warn_only and not self.deterministic:

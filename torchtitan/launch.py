@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchtitan.checkpoint import lock, saved_steps
-from torchtitan.checkpoint.remote import StoreError
 from torchtitan.checks.resuming import restarts
 from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
@@ -32,10 +31,11 @@ from torchtitan.flight_recorder import RankTrace, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import RANK_ROLE
+from torchtitan.remote import StoreError
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import LEFT_BEHIND
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
-from torchtitan.train import batch_note, choose, read, refuse, saves
+from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data, saves
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -126,7 +126,9 @@ def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
     if nodes[-1] == 1:  # else ranks of another node may have started
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
-            batch_note(recipe, choose(job), sizes[0], device)
+            start = choose(job)
+            refuse_short_data(recipe, start, sizes[0])
+            batch_note(recipe, start, sizes[0], device)
     return job
 
 

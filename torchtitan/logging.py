@@ -8,7 +8,10 @@ progress bar, which takes the place of `sys.stderr` while it is alive, prints th
 import logging
 import os
 import sys
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TextIO
 
 logger = logging.getLogger("torchtitan")
 
@@ -24,12 +27,7 @@ def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "i
     replaces the first.
     """
     handler = _CurrentStderr()
-    handler.setFormatter(
-        _Formatter(
-            f"[rank {rank}] " if world > 1 else "",
-            color and has_color(),
-        )
-    )
+    handler.setFormatter(_Formatter(f"[rank {rank}] " if world > 1 else "", color and has_color()))
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
@@ -43,6 +41,32 @@ def on_terminal() -> bool:
 def has_color() -> bool:
     """Whether standard error shows colors, and the user has not turned them off."""
     return on_terminal() and not os.environ.get("NO_COLOR")
+
+
+def make_progress(*columns: Any, **settings: Any) -> Any:
+    """Make a progress bar of rich that draws only when it is updated.
+
+    A thread that draws, or a stream of its own, would not survive the fork of processes.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    quiet: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, auto_refresh=False, **quiet, **settings)
+
+
+@contextmanager
+def progress_bar(what: str, total: float, *columns: Any) -> Iterator[Callable[..., None]]:
+    """On a terminal, show a bar until the block ends.
+
+    The yielded function draws it: `show(completed=5)`, or `show(advance=1)`.
+    """
+    if not on_terminal():
+        yield lambda **done: None
+        return
+    with make_progress(*columns, transient=True) as bar:
+        yield partial(bar.update, bar.add_task(what, total=total), refresh=True)
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

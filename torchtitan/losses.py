@@ -7,7 +7,7 @@ and t each, merged from three numbers a token (Shoeybi et al., 2019, arXiv:1909.
     m = max of l,  l = m + log(sum of exp(l - m)),  t = sum of t, 0 where the target is not
 
 And a rank need not store all logits of its shard at once. Llama 3's 128,256 logits per token take
-far more memory than its hidden state. `linear_cross_entropy` computes them for a chunk of the
+far more memory than its hidden state. `linear_losses` computes them for a chunk of the
 vocabulary, adds them to l (Milakov and Gimelshein, 2018, arXiv:1805.02867) and drops them; the
 backward recomputes them, since it needs only exp(logit - l). That costs one more matrix product in
 addition to three.
@@ -31,11 +31,8 @@ IGNORED = -100  # the default of torch: a target that does not count
 class LossConfig(Config):
     """Settings of the loss computation."""
 
-    vocabulary_chunk: int = Field(
-        0,
-        ge=0,
-        description="Number of vocabulary entries whose logits are in memory at a time; 0: all.",
-    )
+    vocabulary_chunk: int = Field(0, ge=0)
+    """Number of vocabulary entries whose logits are in memory at a time; 0: all."""
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -53,9 +50,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (batch, sequence) int64; torch's mark -100 is a target that does not count.
     """
     return F.cross_entropy(
-        at_least_float32(logits.flatten(0, 1)),
-        targets.flatten(),
-        reduction="sum",
+        at_least_float32(logits.flatten(0, 1)), targets.flatten(), reduction="sum"
     )
 
 
@@ -92,11 +87,6 @@ def squared_normalizer(
 def summed_squares(lse: Tensor, targets: Tensor) -> Tensor:
     """Return the z-loss from the log-sum-exp of whole rows (batch, sequence)."""
     return torch.where(targets == IGNORED, 0.0, lse.square()).sum()
-
-
-def linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    """Compute `cross_entropy` of `F.linear(hidden, weight)`: see `linear_losses`."""
-    return linear_losses(*args, **kwargs)[0]
 
 
 def linear_losses(
@@ -194,7 +184,7 @@ def chunked_statistics(
         weight: (V, D).
         targets: (N,) int64; below 0 or from V on: in another shard, or does not count.
         chunk: rows of `weight` per iteration.
-        backend: as for `linear_cross_entropy`.
+        backend: as for `linear_losses`.
 
     Returns:
         Two tensors (N,) in at least float32.

@@ -1,17 +1,16 @@
 """The objects of a run, built from its recipe in the order of their dependencies."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
 from torchtitan.config import local_path
-from torchtitan.data import Batch, DataStream
+from torchtitan.data import Batch, BatchStream
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
@@ -24,8 +23,9 @@ from torchtitan.metrics import (
     StragglerWatch,
     build_sinks,
 )
+from torchtitan.metrics.data_ledger import DataLedger
 from torchtitan.metrics.startup import Startup
-from torchtitan.models import MODELS
+from torchtitan.models import MODELS, attention
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
@@ -100,10 +100,23 @@ class Parts:
             copies=degrees.dp_replicate if runs_apart else 1,
             start_over=self.model.start_over,
         )
+        context, sinks = sink_context(job, world), self.observer.sinks
+        self.ledger = DataLedger(context, self.data.sources)
+        self.has_ledger = sinks is None and self.has_hash
+        if sinks is None:
+            ledger = [self.ledger] if self.has_ledger and world.rank == 0 else []
+            sinks = [*ledger, *build_sinks(job.metrics, context)]
         about = about_run(job) if world.rank == 0 else {}
-        self.checkpoint = Checkpointer(resume_policy(job), self.contents, world, about)
+        self.checkpoint = Checkpointer(
+            resume_policy(job), self.contents, world, about, self.ledger.record
+        )
         folder = local_path(job.job.dump_folder)
-        self.meter = build_meter(job, self.task, world, folder, self.timeline, self.observer.sinks)
+        self.meter = build_meter(
+            *(job, self.task, world, self.timeline, sinks),
+            data=self.data_read if self.has_hash else None,
+            shares=self.data.take_shares,
+            sources=self.data.report,
+        )
         recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
         evidence = Evidence(world.device, self.timeline, self.optimizers, recipe)
         self.profiler = Profiler(
@@ -119,6 +132,15 @@ class Parts:
             self.timeline,
             updates_in_backward=self.optimizers.in_backward,
         )
+
+    def data_read(self) -> tuple[int, int | None]:
+        """Return the samples that all ranks have read, and this rank's term of their hash."""
+        return self.data.samples, self.data.hash.term if self.world.is_first_of_data else 0
+
+    @property
+    def has_hash(self) -> bool:
+        """Whether samples have a hash, which all ranks together know."""
+        return self.task.content == "text" and not self.job.fault_tolerance.enable
 
     def is_finished(self) -> bool:
         """Whether no steps are left."""
@@ -141,13 +163,16 @@ def open_stream(
     rank: int,
     ranks: int,
     groups: int = 1,
+    once: bool = False,
     device: Device | None = None,
-) -> DataStream:
+) -> BatchStream:
     """Open the data of this rank of a mesh, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
         seq_len=job.training.seq_len,
+        steps=job.training.steps,
+        once=once,
         local_batch_size=job.local_batch(degrees),
         accumulation=job.accumulation(degrees),
         rank=rank,
@@ -197,6 +222,13 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
         world.size,
         world.device.name,
     )
+    shape = spec.attention(args)
+    if mask := attention.describe(
+        *(shape.window_in(layout.seq_len) if shape else 0, world.device.type),
+        *(layout.precision.compute, shape.head_dim if shape else 0),
+        separates_documents=job.model.separates_documents,
+    ):
+        logger.info("attention: %s", mask)
     if world.degrees.pp > 1:
         microbatches = job.parallelism.microbatches(layout.local_batch_size)
         logger.info("%s", stages.describe(job.parallelism, len(spec.blocks(network)), microbatches))
@@ -221,18 +253,10 @@ def update_compiler(job: JobConfig) -> Compiled | None:
     return partial(compiled, config=config) if config.enable else None
 
 
-def build_meter(
-    job: JobConfig,
-    task: Task,
-    world: World,
-    folder: Path,
-    timeline: Timeline,
-    sinks: Sequence[Sink] | None,
-) -> Meter:
-    """Build the meter with `sinks`, or else those that the recipe enables."""
-    spec = MODELS[job.model.name]
-    context = SinkContext(
-        folder=folder,
+def sink_context(job: JobConfig, world: World) -> SinkContext:
+    """Return the facts about the run that sinks write."""
+    return SinkContext(
+        folder=local_path(job.job.dump_folder),
         rank=world.rank,
         total_steps=job.training.steps,
         tensorboard_folder=job.metrics.save_tb_folder,
@@ -241,9 +265,23 @@ def build_meter(
         tags=job.metrics.tags,
         recipe=job.in_effect(),
     )
+
+
+def build_meter(
+    job: JobConfig,
+    task: Task,
+    world: World,
+    timeline: Timeline,
+    sinks: Sequence[Sink],
+    data: Callable[[], tuple[int, int | None]] | None,
+    shares: Callable[[], Mapping[str, tuple[int, int]]],
+    sources: Callable[[], Mapping[str, float]],
+) -> Meter:
+    """Build the meter."""
+    spec, folder = MODELS[job.model.name], local_path(job.job.dump_folder)
     flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
     return Meter(
-        build_sinks(job.metrics, context) if sinks is None else sinks,
+        sinks,
         log_freq=job.metrics.log_freq,
         total_steps=job.training.steps,
         unit=task.unit,
@@ -254,10 +292,13 @@ def build_meter(
         devices=world.size * job.fault_tolerance.groups,
         device=world.device,
         rank=world.rank,
+        data=data,
         gather=world.table if world.size > 1 else None,
         timeline=timeline,
         events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
         stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
+        shares=shares,
+        sources=sources,
     )
 
 

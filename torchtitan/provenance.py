@@ -64,7 +64,7 @@ def to_toml(job: JobConfig) -> str:
     tree = job.model_dump(mode="json", exclude_none=True)
     text: str = tomlkit.dumps(tree)
     sizes = MODELS[job.model.name].settings.sizes_of(job.model_args())
-    sizes_shown = ", ".join(f"{key} {show(size)}" for key, size in sizes.items())
+    sizes_shown = ", ".join(f"{key} {show(v)}" for key, v in sizes.items() if v is not None)
     return text.replace("[model]\n", f"[model]\n# in effect: {sizes_shown}\n", 1)
 
 

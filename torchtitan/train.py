@@ -8,40 +8,37 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from torchtitan.build import build
 from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
-from torchtitan.checks import load_job, problems
+from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.checks.divisibility import BATCH
-from torchtitan.checks.memory_limits import room
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
     Problem,
     Recipe,
+    RecipeError,
     Unreachable,
     local_path,
     print_error,
     split_recipe,
 )
 from torchtitan.device import Device, pick
+from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig, in_words
 from torchtitan.logging import configure, logger
 from torchtitan.models import MODELS
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.parts import Observer, open_task, resume_policy
+from torchtitan.parts import Observer, open_stream, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.resilience.stop import (
-    DIVERGED,
-    StopSignal,
-    status_of_stop,
-    stop_without_launcher,
-)
+from torchtitan.resilience.stop import DIVERGED, StopSignal, status_of_stop, stop_without_launcher
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
@@ -64,7 +61,14 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device = pick(launch.local_rank)
         # First of all, as CUDA creates a context on the current device on first use.
         device.make_current()
-        recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
+        recipe = read(
+            words,
+            launch.size,
+            device.type,
+            local_ranks=launch.local_size,
+            # Ranks that find the same exit at once, upon which torchrun ends this one.
+            seeks_changes=launch.size == 1,
+        )
         job = recipe.config
         # Our launcher labels each line with its rank.
         ranks = 1 if launch.is_labeled else launch.size
@@ -81,6 +85,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             # First the lock: a run that is ending may still write the checkpoint to start from.
             locked = held.enter_context(lock(folder))
             start = choose(job)
+            refuse_short_data(recipe, start, launch.size)
             about_batch = batch_note(recipe, start, launch.size, device.type)
             announce(recipe, about_batch, start, launch, device)
         except ConfigError as error:
@@ -203,8 +208,13 @@ def read(
     *,
     local_ranks: int,
     may_restart: bool = False,
+    seeks_changes: bool = True,
 ) -> Recipe[JobConfig]:
     """Read and check the recipe for `ranks` ranks, `local_ranks` of them on this machine.
+
+    Args:
+        seeks_changes: whether to look for changes after which a run that cannot fit does, which
+            takes seconds or minutes.
 
     Raises:
         ConfigError: with every mistake found.
@@ -220,8 +230,16 @@ def read(
         may_restart=may_restart,
         local_ranks=local_ranks,
     )
+
+    def load(ranks: int, more: Sequence[str]) -> JobConfig:
+        return load_job(path, [*flags, *more], ranks, device_type, exempt=(TOKENIZER,)).config
+
+    least = ranks if isinstance(ranks, int) else ranks[0]
+    seek = load if seeks_changes else None
+    recipe.refuse(misfits(recipe.config, least, local_ranks, device_type, seek))
     recipe.refuse(problems_of_task(recipe.config))
     recipe.refuse(problems_of_files(recipe.config))
+    recipe.refuse(problems_of_stream(recipe.config, least, is_new=False))
     return recipe
 
 
@@ -230,13 +248,35 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
     task = TASKS[MODELS[job.model.name].task]
     is_other = job.validation.enable and job.data.validation_fraction is None
     held_out = job.validation.data(job.data) if is_other else {}
-    for section, configs in (("data", [job.data]), ("validation", held_out.values())):
-        for config in configs:
-            key = f"{section}.dataset_path" if config.dataset_path else f"{section}.dataset"
-            try:
-                task.check_files(config)
-            except ConfigError as error:
-                yield Problem(key, str(error))
+    configs = [(f"data.{key}", config) for key, config in job.data.sections()]
+    configs += [(f"validation.{config.key_of_files}", config) for config in held_out.values()]
+    for key, config in configs:
+        try:
+            task.check_files(config)
+        except ConfigError as error:
+            yield Problem(key, str(error))
+
+
+def problems_of_stream(job: JobConfig, ranks: int, *, is_new: bool) -> Iterator[Problem]:
+    """Find problems in stored tokens, writing those of the text in a mixture first.
+
+    Args:
+        is_new: whether the run starts without a position in the data, so that its amounts are
+            known.
+    """
+    task, degrees = open_task(job), job.degrees(ranks)
+    if not task.is_tokenized(job.data):
+        return
+    try:
+        stream = open_stream(job, task, degrees, rank=0, ranks=job.data_ranks(degrees))
+        if is_new:
+            stream.check()
+    except RecipeError as error:
+        for line in error.lines:
+            path, _, message = line.partition(": ")
+            yield Problem(path, message)
+    except ConfigError as error:
+        yield Problem("data.sources" if job.data.sources else "data.dataset", str(error))
 
 
 def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
@@ -261,6 +301,12 @@ def problems_of_task(job: JobConfig) -> Iterator[Problem]:
 def choose(job: JobConfig) -> ResumePoint:
     """Choose the checkpoint to start from, on one rank, before any of them writes."""
     return resume_policy(job).start()
+
+
+def refuse_short_data(recipe: Recipe[JobConfig], start: ResumePoint, ranks: int) -> None:
+    """Refuse a new run that takes more from a source of data than it has."""
+    if start.path is None or start.model_only:
+        recipe.refuse(problems_of_stream(recipe.config, ranks, is_new=True))
 
 
 def batch_note(
@@ -304,9 +350,12 @@ def log_recipe(recipe: Recipe[JobConfig]) -> None:
 
 def report_reference(job: JobConfig) -> None:
     """Log the baseline loss that needs no model, once, for comparison."""
-    if job.data.report_unigram_loss and (
-        words := open_task(job).reference(job.data, job.debug.seed)
-    ):
+    if not job.data.report_unigram_loss:
+        return
+    task, degrees = open_task(job), job.degrees(None)
+    ranks = job.data_ranks(degrees)
+    stream = partial(open_stream, job, task, degrees, rank=0, ranks=ranks, once=True)
+    if words := task.reference(job.data, job.debug.seed, stream):
         logger.info("reference: %s", words)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from torchtitan.config import Config, Context, Problem
-from torchtitan.data import DATASETS, DataConfig, DataStream
+from torchtitan.data import DATASETS, BatchStream, DataConfig
 from torchtitan.parallel import ParallelModel, World
 from torchtitan.tasks import Task
 
@@ -17,39 +17,27 @@ from torchtitan.tasks import Task
 class ValidationConfig(Config):
     """Schedule and data sets of validation."""
 
-    enable: bool = Field(False, description="Measure the loss on held-out data while training.")
-    dataset: str | tuple[str, ...] = Field(
-        "python_stdlib_validation",
-        description="Name of a data set, or a file or folder; or several, each measured "
-        "separately. Not used with data.validation_fraction.",
-    )
-    dataset_path: str | None = Field(
-        None,
-        description="File or folder to read instead of where the data set normally comes from; "
-        "only for a single data set.",
-    )
-    freq: int = Field(10, ge=1, description="Steps between validations; the last step has one.")
-    steps: int = Field(
-        10,
-        ge=-1,
-        description="Number of batches of each data set per validation; always the same batches. "
-        "-1: all of the data set, each document once.",
-    )
-    unit: Literal["global", "local"] = Field(
-        "global",
-        description="Kind of batches that `steps` counts. global: batches of as many "
-        "sequences as an optimizer step has; local: batches of local_batch_size "
-        "sequences on each data-parallel rank.",
-    )
-    local_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description='With unit = "local": sequences per data-parallel rank in a batch (default: '
-        "training.local_batch_size).",
-    )
-    seq_len: int | None = Field(
-        None, ge=1, description="Tokens in a sequence (default: training.seq_len)."
-    )
+    enable: bool = False
+    """Measure the loss on held-out data while training."""
+    dataset: str | tuple[str, ...] = "python_stdlib_validation"
+    """Name of a data set, or a file or folder; or several, each measured separately. Not used with
+    data.validation_fraction."""
+    dataset_path: str | None = None
+    """File or folder to read instead of where the data set normally comes from; only for a single
+    data set."""
+    freq: int = Field(10, ge=1)
+    """Steps between validations; the last step has one."""
+    steps: int = Field(10, ge=-1)
+    """Number of batches of each data set per validation; always the same batches. -1: all of the
+    data set, each document once."""
+    unit: Literal["global", "local"] = "global"
+    """Kind of batches that `steps` counts. global: batches of as many sequences as an optimizer
+    step has; local: batches of local_batch_size sequences on each data-parallel rank."""
+    local_batch_size: int | None = Field(None, ge=1)
+    """With unit = "local": sequences per data-parallel rank in a batch (default:
+    training.local_batch_size)."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens in a sequence (default: training.seq_len)."""
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -66,11 +54,9 @@ class ValidationConfig(Config):
             for name in self.datasets
         }
 
-    picture: bool = Field(
-        True,
-        description="Write a picture of the first held-out samples and of the model's output for "
-        "them to pictures/ in job.dump_folder, if the task draws one.",
-    )
+    picture: bool = True
+    """Write a picture of the first held-out samples and of the model's output for them to pictures/
+    in job.dump_folder, if the task draws one."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:
@@ -133,7 +119,7 @@ class Validator:
     def __init__(
         self,
         config: ValidationConfig,
-        open_streams: Mapping[str, Callable[[], DataStream]],
+        open_streams: Mapping[str, Callable[[], BatchStream]],
         accumulation: int,
         task: Task,
         model: ParallelModel,
@@ -142,7 +128,7 @@ class Validator:
         """`open_streams` has the held-out data sets by name."""
         self.config, self.open_streams, self.accumulation = config, open_streams, accumulation
         self.task, self.model, self.world = task, model, world
-        self.streams: dict[str, DataStream] = {}
+        self.streams: dict[str, BatchStream] = {}
         if config.enable:
             task.prepare_validation(world.device.torch_device, is_first=world.rank == 0)
 
@@ -172,7 +158,7 @@ class Validator:
         outputs = self.model.outputs(batch)
         return None if outputs is None else self.task.picture(batch, outputs)
 
-    def _rewound(self, name: str) -> DataStream:
+    def _rewound(self, name: str) -> BatchStream:
         """Return a data set, before its first batch."""
         if name not in self.streams:
             self.streams[name] = self.open_streams[name]()

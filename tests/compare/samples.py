@@ -98,7 +98,7 @@ def ran(
             Collectives("dp_shard", "send", None, None, 6, 1.5e8),
             Collectives("loss", "all_reduce", 4, 1.2e3, None, None),
         ),
-        memory_formula={"parameters": 1.25, "gradients": 1.25, "states": 2.5, "gathered": 0.0},
+        memory_formula={"parameters": 1.25, "gradients": 1.25, "states": 2.5},
         state_bytes=2_684_354_560,
         startup_s=14.25,
         compile_s=6.5 if speed > 1.1 else None,

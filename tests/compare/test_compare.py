@@ -218,11 +218,11 @@ optimizer.lr = 1e30
         kind = kinds["dp_shard", operation]
         assert kind["count"] == kind["formula_count"] > 0
         assert kind["bytes"] == pytest.approx(kind["formula_bytes"])
-    held, whole = two["memory_formula"], one["memory_formula"]
-    assert held["states"] == pytest.approx(whole["states"] / 2)
-    # Counted besides are the steps of Adam, one number for each tensor.
-    assert one["state_bytes"] == pytest.approx(whole["states"] * GIB, rel=1e-3)
-    assert two["state_bytes"] == pytest.approx(held["states"] * GIB, rel=1e-3)
+    held, whole = (found["memory_formula"]["states"] for found in (two, one))
+    assert held == pytest.approx(whole / 2, rel=1e-3)
+    assert one["state_bytes"] == pytest.approx(whole * GIB, rel=1e-3)
+    assert two["state_bytes"] == pytest.approx(held * GIB, rel=1e-3)
+    assert {*one["planned"]} == {"memory_gib"}, "the recipe states no hardware"
     # One rank too has collectives, with itself.
     assert one["exposed_communication"] < two["exposed_communication"] < 1
     assert one["loss"]["steps"] == [1, 2, 3, 4, 5, 6]

@@ -16,8 +16,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli
 from torchtitan.tools.evaluate import continuation as generating
-from torchtitan.tools.evaluate.cache import cached
-from torchtitan.tools.evaluate.continuation import Row, generate, read
+from torchtitan.tools.evaluate.continuation import Row, cached, generate, read
 from torchtitan.tools.evaluate.inference import InferenceModel, open_model, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
 from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
@@ -63,7 +62,7 @@ def without_cache(model: InferenceModel, prompt: Sequence[int], count: int) -> l
 
 
 @pytest.mark.parametrize("at_a_time", [512, 7])
-@pytest.mark.parametrize("flavor", ["plain", "both"])
+@pytest.mark.parametrize("flavor", ["plain", "both", "window"])
 def test_cache_changes_nothing(
     flavor: str, at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +151,7 @@ def measured(path: Path) -> tuple[Tensor, list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
-@pytest.mark.parametrize("flavor", ["plain", "scaled", "tied"])
+@pytest.mark.parametrize("flavor", ["plain", "scaled", "tied", "window"])
 def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -303,7 +302,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         (str(tmp_path / "nowhere"),): "nowhere: there is no such folder",
         (str(path), "--tensor-parallel", "3"): (
-            "--tensor-parallel: got 3; small plain has 8 heads on 2 key/value heads\n  use 1 or 2"
+            "--tensor-parallel: got 3; small plain has 8 heads and 2 key/value heads\n  use 1 or 2"
         ),
         (str(lost),): "no tokenizer at gone.json: there is no such file or folder; "
         "or set another with --tokenizer",

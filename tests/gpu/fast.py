@@ -21,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.gpu.planned import calibration, planned
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import Device
+from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.attention import Core, causal_attention, dense_attention
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.spec import build_empty
@@ -58,6 +61,7 @@ class Model(NamedTuple):
     seq_len: int
     sizes: dict[str, Any] = {}  # noqa: RUF012
     chunk: int = 16384
+    window: int = 1024
     rows: tuple[str, ...] = ()
     """Those that are tried; none: all."""
 
@@ -70,7 +74,7 @@ MODELS_HERE = {
     "8B, 8 layers, 2 sequences": Model("8B", 2, 8192, {"n_layers": 8}, rows=SOME),
     "1B": Model("1B", 1, 8192, rows=SOME + MORE),
 }
-TOY = Model("debugmodel", 2, 64, {}, 512)
+TOY = Model("debugmodel", 2, 64, {}, 512, 16)
 
 COMPILE = "[compile]\nenable = true\n"
 WHOLE = COMPILE + 'granularity = "model"\n'
@@ -97,10 +101,22 @@ ROWS = {
     "every second block recomputed": COMPILE + recompute("selective", "selective_ac_option = 2\n"),
     "full recomputation": COMPILE + recompute("full"),
     "memory budget 0.5": COMPILE + recompute("memory_budget"),
+    "compiled, documents": COMPILE + '[model]\nattn_mask_type = "block_causal"\n',
+    "compiled, window": COMPILE + "[model]\nsliding_window = {window}\n",
 }
 BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
 TRANSFORMERS = "transformers, compiled"
 HADAMARD = "Hadamard transform"
+CALIBRATION = "calibration"
+ATTENTION = {"attention, 8,192 tokens": 8192, "attention, 32,768 tokens": 32768}
+MASKS = {
+    "causal": (0, 0),
+    **{f"documents of {size:,}": (size, 0) for size in (500, 1000, 2000, 4000, 8000)},
+    "window of 1,024": (0, 1024),
+    "window of 4,096": (0, 4096),
+}
+"""Tokens of each document, and the window; 0: none."""
+DENSE = "documents of 1,000, dense mask"
 
 
 def names(rehearsed: bool) -> list[str]:
@@ -111,7 +127,7 @@ def names(rehearsed: bool) -> list[str]:
     if importlib.util.find_spec("transformers"):
         rows.append(TRANSFORMERS)
     rows += [*ROWS][5:]
-    cases = ["matrix product", HADAMARD]
+    cases = ["matrix product", CALIBRATION, HADAMARD, *ATTENTION]
     for model in models:
         chosen = MODELS_HERE[model].rows if model in MODELS_HERE else ()
         cases += [f"{model}: {row}" for row in [*(chosen or rows), "compiled, again"]]
@@ -123,6 +139,11 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         return {"TFLOP/s": matrix_product(device) / 1e12}
     if name == HADAMARD:
         return hadamard_transform(device, backend)
+    if name in ATTENTION:
+        return document_attention(ATTENTION[name], device)
+    if name == CALIBRATION:
+        model = MODELS_HERE["8B, 4 layers"] if device.type == "cuda" else TOY
+        return calibration(job_of("compiled", model, device, backend), device)
     flavor, row = name.split(": ")
     model = MODELS_HERE.get(flavor, TOY)
     torch._dynamo.reset()
@@ -136,17 +157,24 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         return measured(by_hand(model, BY_HAND[row], device, backend), model, device)
     if row == TRANSFORMERS:
         return measured(transformers(model, device, backend), model, device)
+    try:
+        job = job_of(row, model, device, backend)
+    except RecipeError as error:
+        return {"left out": "; ".join(error.lines)}
+    with open_world(job.degrees(1), job.comm, device) as world:
+        run = build(job, world)
+        with closing(run.batches), run.meter:
+            figures = measured(Trainer(run).step, model, device)
+    del run
+    return figures | planned(job, 1, 0, device)
+
+
+def job_of(row: str, model: Model, device: Device, backend: str) -> JobConfig:
+    """Return the settings of a row."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "row.toml"
         recipe.write_text(extended(ROWS[row], model, folder, backend))
-        try:
-            job = load_job(recipe, [], 1, device.type, is_here=True).config
-        except RecipeError as error:
-            return {"left out": "; ".join(error.lines)}
-        with open_world(job.degrees(1), job.comm, device) as world:
-            run = build(job, world)
-            with closing(run.batches), run.meter:
-                return measured(Trainer(run).step, model, device)
+        return load_job(recipe, [], 1, device.type, is_here=True).config
 
 
 def extended(row: str, model: Model, folder: str, backend: str) -> str:
@@ -336,6 +364,55 @@ def hadamard_transform(device: Device, backend: str) -> dict[str, Any]:
         "copy": lambda: out.copy_(x),
     }
     return {f"{name}, ms": 1000 * timed(way, device) for name, way in ways.items()}
+
+
+def document_attention(length: int, device: Device) -> dict[str, Any]:
+    """Milliseconds of attention forward and backward by mask, and ratios to causal attention.
+
+    Heads are those of 8B. In each round all masks take turns, and ratios are of one round.
+    """
+    on_cuda = device.type == "cuda"
+    scale, rounds = (1, 20) if on_cuda else (length // 256, 3)
+    length //= scale
+    q, k, v = (
+        torch.randn(1, heads, length, 128, device=device.torch_device, dtype=torch.bfloat16)
+        for heads in (32, 8, 8)
+    )
+    given = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward_backward(core: Core, documents: torch.Tensor | None, window: int) -> None:
+        torch.autograd.grad(core(*given, documents, window), given, q.detach())
+
+    ways: dict[str, Callable[[], None]] = {}
+    for name, (size, window) in MASKS.items():
+        documents = torch.arange(length)[None] // max(size // scale, 1) if size else None
+        ways[name] = partial(forward_backward, causal_attention, documents, window // scale)
+    dense = torch.arange(length, device=device.torch_device)[None] // max(1000 // scale, 1)
+    ways[DENSE] = partial(forward_backward, dense_attention, dense, 0)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    memory = {}
+    for number in range(rounds + 3):
+        for name, way in ways.items():
+            if number == 0:
+                torch.cuda.empty_cache()
+                device.reset_memory_peak()
+            begin = device.stamp()
+            way()
+            found = device.seconds(begin, device.stamp())
+            if number == 0:
+                memory[name] = device.memory_peak()
+            if number >= 3:
+                taken[name].append(found)
+    return {
+        name: {
+            "ms": [1000 * x for x in statistics.quantiles(seconds, n=4)],
+            "ratio": statistics.quantiles(
+                (one / all for one, all in zip(seconds, taken["causal"], strict=True)), n=4
+            ),
+            "GiB": memory[name],
+        }
+        for name, seconds in taken.items()
+    }
 
 
 def timed(act: Callable[[], object], device: Device) -> float:

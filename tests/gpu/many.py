@@ -2,7 +2,7 @@
 
 Torch's fake group has one rank and says that there are the others; a gather returns at once, and
 what it returns means nothing. So a step takes the time that this rank computes, and its memory is
-that of the real layout; the formulas of `torchtitan.estimate.traffic` say what is to be sent.
+that of the real layout, which the plan of the recipe predicts.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.gpu.planned import planned
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.models import MODELS
@@ -23,6 +24,7 @@ from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.pipeline_stages import skip_shape_inference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,17 +72,18 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         device.make_current()
         if device.type == "cuda":
             torch.cuda.init()
+            torch.cuda.empty_cache()  # of the case before
         device.reset_memory_peak()
         world = make_world(job.degrees(layout.ranks), job.comm, device, dist.group.WORLD)
         model = lay_out(job, world, Timeline(world.device))
         if isinstance(model.executor, Pipeline):
-            leave_out_the_vote(model.executor)
+            skip_shape_inference(model.executor.schedule)
         allocate(model, job, world)
         parameters = name_parameters(model.parts, MODELS[job.model.name].role)
         optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
         shape = job.training.local_batch_size, job.training.seq_len
         batch = TokenBatch(
-            *(torch.zeros(shape, dtype=torch.int64, device=device.torch_device) for _ in range(4))
+            *(torch.zeros(shape, dtype=torch.int64, device=device.torch_device) for _ in range(3))
         )
         seconds, updates = [], []
         for _ in range(4):
@@ -111,23 +114,12 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         }
         if peak := device.peak_flops(torch.bfloat16):
             found["MFU without waiting"] = flops / compute / peak
-        return found
     finally:
         dist.destroy_process_group()
         for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(key, None)
-
-
-def leave_out_the_vote(pipeline: Pipeline) -> None:
-    """Torch 2.13 has the stages agree on who knows its shapes, by values; ours all do."""
-    if hasattr(pipeline.schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining.stage import InferenceMode
-
-        def redistribute_grads(stages: list[Any], *_: Any) -> None:
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-
-        pipeline.schedule._warmup_p2p = redistribute_grads
+    memory = planned(job, layout.ranks, layout.rank, device)["planned GiB"]
+    return found | {"planned GiB": memory}
 
 
 def names(rehearsed: bool) -> list[str]:

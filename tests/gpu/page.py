@@ -1,7 +1,7 @@
 """The page of all that is known of a device, from what the cases of each stage gave."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,13 @@ def fast(rows: Rows) -> str:
     parts = ["## Speed"]
     if product:
         parts.append(f"A product of 8192 x 8192 bf16 matrices: {product:.0f} TFLOP/s.")
+    if found := rows.get("calibration", {}).get("figures"):
+        measured = "; ".join(f"{name} {value:,.4g}" for name, value in found.items())
+        parts.append(f"`torchtitan plan --calibrate`: {measured}.")
     if rotated := rows.get("Hadamard transform", {}).get("figures"):
         times = "; ".join(f"{name} {ms:.3g}" for name, ms in rotated.items())
         parts.append(f"A Hadamard transform of rows of 128 in bf16: {times}.")
+    parts += attention(rows)
     models: dict[str, Rows] = {}
     for case, row in rows.items():
         if ": " in case and "tokens/s" in row["figures"]:
@@ -123,18 +127,46 @@ def fast(rows: Rows) -> str:
                     f"{row['MFU']:.1%}" if "MFU" in row else "-",
                     f"{row['TFLOP/s'] / product:.1%}" if product else "-",
                     f"{row['GiB']:.1f}",
+                    *beside(row, "GiB", ".1f"),
+                    *beside(row, "tokens/s", ",.0f"),
                     f"{row['launches']:.0f}" if "launches" in row else "-",
                     f"{row['idle']:.1%}" if "idle" in row else "-",
                     f"{row['warm-up s']:.0f}",
                 ]
             )
         heads = ["", "tokens/s (quartiles)", "to compiled", "MFU", "of the product", "GiB"]
+        heads += ["GiB planned", "tokens/s planned"]
         parts += [
             f"### {model}",
             table([*heads, "launches a step", "idle", "warm-up, s"], cells),
             traces(found),
         ]
     return "\n\n".join(filter(None, parts)) if parts[1:] else ""
+
+
+def beside(figures: Mapping[str, Any], key: str, form: str) -> list[str]:
+    """The prediction of a figure, and its relative error."""
+    if (value := figures.get(f"planned {key}")) is None:
+        return ["-"]
+    return [f"{value:{form}} ({value / figures[key] - 1:+.1%})"]
+
+
+def attention(rows: Rows) -> Iterator[str]:
+    """A table of each length, with a row for each mask."""
+    for case, row in rows.items():
+        if "causal" not in (masks := row["figures"]):
+            continue
+        cells = []
+        for name, found in masks.items():
+            times, ratios = (
+                f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+                for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
+            )
+            cells.append([name, times, ratios, f"{found['GiB']:.2f}"])
+        heads = ["", "ms (quartiles)", "to causal, by round", "GiB"]
+        yield f"### {case.capitalize()}"
+        yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
+        yield table(heads, cells)
 
 
 def traces(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -166,7 +198,9 @@ def many(rows: Rows) -> str:
                     f"{figures['TFLOP/s']:.0f}",
                     "-" if mfu is None else f"{mfu:.1%}",
                     f"{figures['GiB']:.1f}",
+                    *beside(figures, "GiB", ".1f"),
                 ]
             )
     heads = ["", "tokens", "forward and backward, s", "update, s", "TFLOP/s", "MFU", "GiB"]
+    heads += ["GiB planned"]
     return "## One rank of many\n\n" + table(heads, cells) if cells else ""

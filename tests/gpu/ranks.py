@@ -33,6 +33,7 @@ AMONG = ("FSDP 2", "TP 2", "FSDP 2 x TP 2", "PP 2, 1F1B")
 def share_a_device(store: str, kind: str, jobs: list[JobConfig]) -> list[Trace]:
     """In a forked rank: a run of each job, all ranks on the first device of that kind."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # A rank that left the group while another still connects to it would fail it.
     dist.destroy_process_group()
     hosted.register()
     dist.init_process_group(
@@ -114,5 +115,12 @@ def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
 def names(rehearsed: bool) -> list[str]:
     """The layouts: all, or in a rehearsal one of each kind."""
     if rehearsed:
-        return ["FSDP 2", "TP 2", "CP 2, ring", "PP 2, 1F1B", "Muon: FSDP 2"]
+        return [
+            "FSDP 2",
+            "TP 2",
+            "CP 2, ring",
+            "CP 2, balanced by documents, window",
+            "PP 2, 1F1B",
+            "Muon: FSDP 2",
+        ]
     return [*LAYOUTS, *(f"{other}: {layout}" for other in OTHERS for layout in AMONG)]

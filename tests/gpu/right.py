@@ -21,7 +21,7 @@ from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.models.attention import causal_attention
+from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
@@ -32,6 +32,7 @@ COMPILE: Sections = {"compile": {"enable": True}}
 WHOLE: Sections = {"compile": {"enable": True, "granularity": "model"}}
 BF16: Sections = {"training": {"mixed_precision_param": "bfloat16"}}
 DOCUMENTS: Sections = {"model": {"attn_mask_type": "block_causal"}}
+WINDOW: Sections = {"model": {"sliding_window": 12}}
 CHUNKS: Sections = {"loss": {"vocabulary_chunk": 100}}
 
 
@@ -105,6 +106,16 @@ CASES: dict[str, Case] = {
     "memory budget": case(COMPILE, recompute("memory_budget", memory_budget=0.3)),
     "documents": case(DOCUMENTS, like=DOCUMENTS),
     "documents, compiled": case(DOCUMENTS, COMPILE, like=DOCUMENTS),
+    "documents, bf16": case(DOCUMENTS, BF16, bounds=HALF, like=DOCUMENTS),
+    "documents, bf16, compiled whole": case(DOCUMENTS, BF16, WHOLE, bounds=HALF, like=DOCUMENTS),
+    "documents, operators recomputed": case(
+        DOCUMENTS, recompute("selective", selective_ac_option="op"), like=DOCUMENTS
+    ),
+    "window": case(WINDOW, like=WINDOW),
+    "window, bf16, compiled": case(WINDOW, BF16, COMPILE, bounds=HALF, like=WINDOW),
+    "documents and window, bf16": case(
+        DOCUMENTS, WINDOW, BF16, bounds=HALF, like=merged(DOCUMENTS, WINDOW)
+    ),
     "loss in chunks": case(CHUNKS),
     "loss in chunks, compiled": case(CHUNKS, COMPILE),
     "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
@@ -308,6 +319,43 @@ def attention(device: Device) -> dict[str, float]:
     return worst
 
 
+def document_attention(device: Device) -> dict[str, float]:
+    """Attention within documents and windows, forward and backward, against a dense mask."""
+    worst = {"float32": 0.0, "bfloat16": 0.0}
+    allowed = {"float32": 2e-5, "bfloat16": 3e-2}
+    # Of one token, of all kinds of lengths, padding at the end, and a row that is one document.
+    lengths = ((1, 7, 64, 100, 1, 27, 57, 43), (300,))
+    documents = torch.stack(
+        [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths]
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, kv_heads, size in ((4, 4, 64), (8, 2, 128)):
+            for ids, window in ((documents, 0), (None, 50), (documents, 50), (documents, 2)):
+                torch.manual_seed(0)
+                shapes = [(2, count, 300, size) for count in (heads, kv_heads, kv_heads, heads)]
+                *given, grad = (torch.randn(x, device=device.torch_device) for x in shapes)
+                *given, grad = (x.to(dtype) for x in (*given, grad))
+                results = []
+                for core, wide in ((causal_attention, dtype), (dense_attention, torch.float32)):
+                    own = [x.to(wide).requires_grad_() for x in given]
+                    mask = ids
+                    if core is dense_attention and ids is not None:
+                        mask = ids.to(device.torch_device)
+                    out = core(*own, mask, window)
+                    results.append([out, *torch.autograd.grad(out, own, grad.to(wide))])
+                name = str(dtype).removeprefix("torch.")
+                names = ("out", "grad q", "grad k", "grad v")
+                for what, mine, right in zip(names, *results, strict=True):
+                    assert mine.shape == right.shape, (what, mine.shape, right.shape)
+                    off = ((mine.float() - right).norm() / right.norm()).item()
+                    worst[name] = max(worst[name], off)
+                    assert off <= allowed[name], (
+                        f"{what} is off by {off:.2g}: {name}, documents {ids is not None}, "
+                        f"window {window}, {heads}/{kv_heads} heads of {size}"
+                    )
+    return worst
+
+
 def codec(device: Device) -> dict[str, float]:
     """What few bits hold: rounded to nearest on the device as on the CPU, to the bit."""
     apart = 0
@@ -329,21 +377,22 @@ def attention_memory(device: Device) -> dict[str, float]:
     """Attention never holds all scores, whatever dtype and mask: memory in parts of them."""
     if device.type == "cpu":
         return {}
-    worst = {}
+    worst, limits = {}, {}
+    masks = {"": (0, 0), ", documents": (1000, 0), ", window": (0, 1000)}
     for dtype in (torch.bfloat16, torch.float32):
-        for masked in (False, True):
+        for masked, (size, window) in masks.items():
             q = torch.randn(1, 8, 8192, 64, device="cuda", dtype=dtype, requires_grad=True)
             k, v = torch.randn(2, 1, 2, 8192, 64, device="cuda", dtype=dtype)
-            documents = torch.arange(8192, device="cuda")[None] // 1000 if masked else None
+            documents = torch.arange(8192)[None] // size if size else None
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            causal_attention(q, k, v, documents).sum().backward()
-            # With a mask, a kernel makes a bias of it, which heads share.
+            causal_attention(q, k, v, documents, window).sum().backward()
             scores = 8 * 8192 * 8192 * dtype.itemsize
             part = (torch.cuda.max_memory_allocated() - before) / scores
-            name = f"{str(dtype).removeprefix('torch.')}{', masked' * masked}"
+            name = f"{str(dtype).removeprefix('torch.')}{masked}"
             worst[name] = part
-    over = {name: part for name, part in worst.items() if part > 0.7}
+            limits[name] = 0.25 if masked else 0.7
+    over = {name: part for name, part in worst.items() if part > limits[name]}
     assert not over, f"memory in parts of all scores: {worst}"
     return worst
 
@@ -351,6 +400,7 @@ def attention_memory(device: Device) -> dict[str, float]:
 FUNCTIONS: dict[str, Callable[[Device], dict[str, float]]] = {
     "attention kernels": attention,
     "attention holds no scores": attention_memory,
+    "document attention": document_attention,
     "codec": codec,
 }
 

@@ -43,7 +43,7 @@ def check(path: str | None, flags: list[str], ranks: int | None, *, is_here: boo
         with not_hanging():
             found = load_job(path, flags, ranks, "cpu", is_here=is_here)
             found.refuse(problems_of_task(found.config))
-            list(summary(found.config, ranks))
+            list(summary(found.config, ranks, "not planned"))
     except ConfigError as error:
         return str(error)
     return None

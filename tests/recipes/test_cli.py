@@ -17,7 +17,7 @@ from typer.main import get_command
 from tests import registries
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
-from torchtitan.config.schema import kind_of, places
+from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
@@ -61,7 +61,8 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     assert printed.out.splitlines() == [
         "valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
         "llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
-        "estimated memory per rank: 0.4 GiB (activations 0.2 + logits 0.1); lower bound: 0.1 GiB",
+        "planned memory of a rank on cpu: 0.3 GiB allocated, 0.3 reserved (activations 0.2 + "
+        "logits 0.1)",
         "32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
         "65,536 tokens per step, 655,360 in 10 steps",
     ]
@@ -73,7 +74,7 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments == [
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
-        "norm_eps 1e-05, rope_theta 500000.0, tied false, rope_scaling 1.0, "
+        "norm_eps 1e-05, rope_theta 500000.0, sliding_window 0, tied false, rope_scaling 1.0, "
         "rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, rope_original_context 8192",
     ]
 
@@ -88,7 +89,7 @@ def test_the_first_lines_of_check_answer() -> None:
         text=True,
         check=True,
     )
-    begins = ("valid on 1 rank: ", "llama3 debugmodel: ", "estimated memory per rank: ")
+    begins = ("valid on 1 rank: ", "llama3 debugmodel: ", "planned memory of a rank on cpu: ")
     lines = done.stdout.splitlines()
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=False))
     assert [lines[3].split()[1], lines[4].split()[1]] == ["sequences", "tokens"]
@@ -119,17 +120,20 @@ def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str])
     assert main(["check", *LARGE, "--device-memory", "60"]) == 2
     printed = capsys.readouterr()
     what, fix = printed.err.splitlines()[:2]
-    held = re.fullmatch(r"error: --device-memory: got 60; a rank takes about ([\d.]+) GiB", what)
+    held = re.fullmatch(
+        r"error: --device-memory: got 60; a rank takes ([\d.]+) GiB by its plan", what
+    )
     assert held
-    assert f"\nestimated memory per rank: {held[1]} GiB (" in printed.out
+    assert f" GiB allocated, {held[1]} reserved (" in printed.out
+    assert "; it does not fit: " in printed.out
     assert printed.out.startswith("on 16 ranks: "), "not valid for that device"
-    found = re.fullmatch(r"  use (--world-size .*) \(([\d.]+) GiB\)", fix)
-    assert found
-    assert float(found[2]) <= 60 < float(held[1])
-    assert main(["check", *LARGE, *found[1].split(), "--device-memory", "60"]) == 0
-    assert f"\nestimated memory per rank: {found[2]} GiB (" in capsys.readouterr().out
+    first, second, third = re.findall(r"(--[^(]*) \(([\d.]+) GiB reserved\)", fix)
+    for flags, size in (first, second, third):
+        assert float(size) <= 60 < float(held[1]), flags
+    assert main(["check", *LARGE, *first[0].split(), "--device-memory", "60"]) == 0
+    assert f" GiB allocated, {first[1]} reserved (" in capsys.readouterr().out
     assert main(["check", *LARGE, "--device-memory", "1"]) == 2
-    assert "\n  reduce it by a smaller batch" in capsys.readouterr().err
+    assert "no change was found after which it fits: use at least " in capsys.readouterr().err
     assert main(["check", *LARGE, "--device-memory", "0"]) == 2
     assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
 
@@ -424,7 +428,7 @@ def completed(
         ("check --w", ["--world-size"]),
         ("train --proc", ["--processes"]),
         ("train --training.se", ["--training.seq_len"]),
-        ("verify-resume r.toml --data.shuf", ["--data.shuffle"]),
+        ("verify-resume r.toml --data.shuf", ["--data.shuffle_window", "--data.shuffle"]),
         ("migrate --data.shuf", []),
         ("train r.toml --optimizer.name Mu", ["Muon"]),
         ("train --optimizer.name = Mu", ["Muon"]),  # as bash divides --optimizer.name=Mu
@@ -565,7 +569,7 @@ def test_help_has_every_setting(
         for key, field in settings.model_fields.items():
             if kind_of(field) is field:
                 assert f"│ --{path}.{key}  (" in output
-                assert f"│     {field.description} " in output
+                assert f"│     {descriptions(settings)[key]} " in output
     for name, choice in CONVERTERS.items():
         assert f'─ [[convert]] with name = "{name}" ─' in output
         assert all(f"│ --convert.0.{key}  (" in output for key in choice.model_fields)

@@ -103,7 +103,8 @@ def test_a_copy_is_the_same_recipe(name: str, capsys: pytest.CaptureFixture[str]
 
 
 def read(path: Path) -> object:
-    exempt = ["model.tokenizer_path", "data.dataset_path"]
+    sources = [f"data.sources.{number}.path" for number in range(7)]
+    exempt = ["model.tokenizer_path", "data.dataset_path", *sources]
     return load_job(path, [], None, "cuda", exempt=exempt).config
 
 

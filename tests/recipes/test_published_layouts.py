@@ -19,7 +19,9 @@ from torchtitan.tools.verify.ranks import EXEMPT
 
 # A rank of each kind: the first, and in a pipeline the last too.
 SLOW = [("llama3_70b", 0), ("llama3_405b", 511)]
-CASES = [(name, 0) for name in RANKS if name not in ("debug_model", "llama3_70b")] + SLOW
+SLOW += [(f"qwen3_{size}", 0) for size in ("1.7b", "4b", "8b", "32b")]
+LARGE = [(name, 0) for name in RANKS if "debug" not in name]
+CASES = [*LARGE, ("llama3_405b", 511)]
 
 
 def step_of(path: Path, ranks: int, rank: int) -> dict[str, int]:

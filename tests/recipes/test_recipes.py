@@ -31,10 +31,11 @@ def main_road(pattern: str) -> list[Path]:
 RECIPES = main_road("*.toml")
 BASES = main_road("base/*.toml")
 every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-LLAMAS = [path for path in RECIPES if path.stem.startswith("llama3")]
-every_llama = pytest.mark.parametrize("path", LLAMAS, ids=lambda path: path.stem)
+LARGE = [path for path in RECIPES if "debug" not in path.stem]
+every_large = pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 # Ranks that each is meant for.
 RANKS = {
+    "debug_mixture": 1,
     "debug_model": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
@@ -42,9 +43,16 @@ RANKS = {
     "llama3_70b": 256,
     "llama3_8b": 8,
     "llama3_8b_long": 64,
+    "qwen3_0.6b": 8,
+    "qwen3_1.7b": 8,
+    "qwen3_14b": 16,
+    "qwen3_32b": 64,
+    "qwen3_4b": 8,
+    "qwen3_8b": 8,
+    "qwen3_debug": 1,
 }
-FLAVORS = {name: name.removeprefix("llama3_").removesuffix("_long").upper() for name in RANKS}
-PUBLISHED_RATES = {"llama3_8b": 3e-4, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}
+FLAVORS = {name: name.removesuffix("_long").rpartition("_")[2].upper() for name in RANKS}
+RATES = {"llama3_70b": 1.5e-4, "llama3_405b": 8e-5, "qwen3_32b": 1.5e-4}  # others: 3e-4
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +82,15 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     assert main(words) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
-    assert re.search(r"llama3 .*: [\d,]+ parameters, ", output)
+    assert re.search(r"(llama3|qwen3) .*: [\d,]+ parameters, ", output)
 
 
-@every_llama
+@every_large
 def test_settings(path: Path, tokenizer: str) -> None:
     ranks = RANKS[path.stem]
     job = load_job(path, ["--model.tokenizer_path", tokenizer], ranks, "cuda").config
-    assert job.model.flavor == FLAVORS[path.stem]
-    assert job.optimizer.lr == PUBLISHED_RATES.get(path.stem, 3e-4)
+    assert (job.model.name, job.model.flavor) == (path.stem.split("_")[0], FLAVORS[path.stem])
+    assert job.optimizer.lr == RATES.get(path.stem, 3e-4)
     assert job.lr_scheduler.warmup_steps == min(8000, job.training.steps // 50)
     assert job.data.dataset == "c4"
     assert job.job.dump_folder == f"outputs/{path.stem}"
@@ -92,7 +100,7 @@ def test_settings(path: Path, tokenizer: str) -> None:
     assert job.activation_checkpoint.mode != "none"
 
 
-@every_llama
+@every_large
 def test_comment_says_what_it_needs(path: Path) -> None:
     assert_comment_says_what_it_needs(path, RANKS[path.stem])
 

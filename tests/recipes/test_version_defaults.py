@@ -11,7 +11,7 @@ from torchtitan.config import RecipeError
 from torchtitan.convert import Float8
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
-from torchtitan.models.llama3.model import RopeScaling
+from torchtitan.models.layers import RopeScaling
 from torchtitan.tools.cli import main
 from torchtitan.train import main as train
 from torchtitan.train import problems_of_task
@@ -216,7 +216,7 @@ def test_migrated_recipe_says_all(version: str) -> None:
     assert not [line for line in after.notices if "TorchTitan" in line]
 
 
-@pytest.mark.parametrize("name", ["llama4", "deepseek_v3", "qwen3", "lama3"])
+@pytest.mark.parametrize("name", ["llama4", "deepseek_v3", "qwen3_vl", "lama3"])
 def test_migrating_a_recipe_of_a_model_that_is_not_here(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +227,16 @@ def test_migrating_a_recipe_of_a_model_that_is_not_here(
     assert "  allowed: llama3" in printed.err
     assert ("did you mean llama3?" in printed.err) == (name == "lama3")
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "0.6B"])
+def test_migrating_a_recipe_of_qwen(flavor: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.toml").write_text(f'{V0_2_2}name = "qwen3"\nflavor = "{flavor}"\n')
+    assert main(["migrate", "r.toml"]) == 0
+    printed = capsys.readouterr()
+    assert 'name = "qwen3"' in printed.out
+    said = "the debugmodel of qwen3 may have other sizes in TorchTitan" in printed.err
+    assert said == (flavor == "debugmodel")
 
 
 def test_migrating_a_recipe_that_cannot_be_trained_here(

@@ -12,6 +12,7 @@ from tests.layouts import (
     OPERATORS,
     RING,
     SECOND,
+    ULYSSES,
     ZBV,
     Case,
     case,
@@ -64,6 +65,8 @@ ALL: dict[str, Case] = {
     "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
     "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
     "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
+    "CP 2, attention in Float8, Ulysses": case(cp=2, convert=BY_HEAD, **ULYSSES),
+    "CP 2, Ulysses, losses of latents": case(cp=2, auxiliary=BESIDE_LATENT, **ULYSSES),
     "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
     "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
     "TP 2 x PP 2, losses of latents": case(2, tp=2, auxiliary=BESIDE_LATENT),
@@ -107,6 +110,9 @@ ALL: dict[str, Case] = {
     "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
     "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
     "rotated 2, copies 2": case(replicate=2, shard=2, sharding=ROTATED),
+    "rotated 2, documents, window": case(shard=2, documents=True, sharding=ROTATED).of(
+        sliding_window=9
+    ),
     "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
     "rotated 2, in place, every second block recomputed": case(
         shard=2, recompute=SECOND, sharding=IN_PLACE

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
-from tests.layouts import case
+from tests.layouts import BY_DOCUMENTS, case
 from tests.ranks import run_ranks
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES, SIMPLE
 from tests.runs import compare, trace
@@ -72,6 +72,15 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 1, 3)]
     said = " ".join(message for _, message in found)
     assert "a weight that changes at once: warmup_steps = 0" in said
+
+
+def test_rows_that_are_cut_differently_are_refused() -> None:
+    """A rank would not know where the successor of a position is."""
+    key = "parallelism.context_parallel_load_balancer"
+    for layout, count in ((case(cp=2, **BY_DOCUMENTS), 1), (case(cp=2, documents=True), 0)):
+        found = tiny.problems(recipe(NextLatentLoss(), layout=layout), ranks=2)
+        assert [problem.path for problem in found] == [key] * count
+        assert all("pieces that are the same for all rows" in one.message for one in found)
 
 
 def test_a_recipe_finds_it_by_name() -> None:

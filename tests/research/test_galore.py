@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan.config import Context
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import Llama3Args
+from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import (
     AdamW,
@@ -281,7 +281,7 @@ def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:
     assert [states[f"{name}.exp_avg"].shape for name in "ab"] == [(8, 2), (8, 3)]
 
 
-LLAMA_7B = Llama3Args(
+LLAMA_7B = DecoderArgs(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008, vocab_size=32_000
 )
 OPTIMIZERS_OF_7B: dict[str, tuple[type[OptimizerConfig], dict[str, Any]]] = {

@@ -26,6 +26,8 @@ from tests.research.layouts import SIMPLE, installed
 from tests.runs import Trace, compare, losses, off, trace, train
 from tests.tiers import tiers
 from tests.training.test_optimizers import a_rate_trains_the_debug_model
+from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.recording import Kernel
 from torchtitan.job import JobConfig
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
@@ -232,6 +234,19 @@ def test_moments_in_few_bits() -> None:
     ((expected,),) = run_ranks(traces, 1, [one])
     found = [rank[0] for rank in run_ranks(traces, 2, [two])]
     assert off(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("name", tiers(["FSDP 2 x TP 2", "TP 2 x PP 2"], ["FSDP 2 x TP 2"]))
+def test_a_plan_is_of_a_step_between_refreshes(name: str) -> None:
+    layout = LAYOUTS[name]
+    often, rarely = (
+        {event.name for event in found.recording.events if isinstance(event, Kernel)}
+        for found in (
+            record(job(layout, refresh_period=period), layout.ranks) for period in (1, 200)
+        )
+    )
+    assert {each for each in often if "eigh" in each}
+    assert not {each for each in rarely if "eigh" in each}
 
 
 def test_what_it_sends_is_in_no_formula() -> None:

@@ -97,6 +97,18 @@ def test_without_a_model_it_is_refused(
 
 
 @pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
+def test_rows_that_are_cut_differently_are_not_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    p = "--parallelism.context_parallel_"
+    balanced = (
+        f"{p}degree=2",
+        f"{p}load_balancer=documents",
+        "--model.attn_mask_type=block_causal",
+    )
+    assert verify(MODELLED["QSDP"], *balanced) == 2
+    assert "the simulation to compare them with cuts all rows alike" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
 def test_states_in_host_memory_are_verified_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Weights that replicas agree on are those that the next update of the host changes."""
     flags = ("--steps", "3", "--optimizer.offload_states")

@@ -20,7 +20,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention, document_mask
 from torchtitan.optim import AdamW, Muon, name_parameters
 from torchtitan.parallel import SHARDING, Launch, open_world
-from torchtitan.parallel.context import Cut
+from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parts import resume_policy
 from torchtitan.research.qk_clip import attention_logits
 from torchtitan.research.qk_clip.attention_logits import attentions, largest_logits
@@ -38,11 +38,11 @@ def inputs(groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, torch.randint(0, 2, (BATCH, LENGTH)).cumsum(1)
 
 
-def dense(q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+def dense(q: Tensor, k: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
     q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.mT / DIM**0.5
     one = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    seen = document_mask(one if documents is None else documents)[:, None]
+    seen = document_mask(one if documents is None else documents, window)[:, None]
     return scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
 
 
@@ -53,15 +53,19 @@ def test_they_are_those_of_all_scores(
 ) -> None:
     monkeypatch.setattr(attention_logits, "TILE", tile)
     q, k, documents = inputs(groups)
-    for of in (None, documents):
-        found = largest_logits(q, k, of, "", "allgather", "headtail")
-        torch.testing.assert_close(found.double(), dense(q, k, of), rtol=1e-6, atol=0)
+    for of, window in itertools.product((None, documents), (0, 3)):
+        found = largest_logits(q, k, of, "", "allgather", "headtail", window)
+        torch.testing.assert_close(found.double(), dense(q, k, of, window), rtol=1e-6, atol=0)
     rounded = q.bfloat16(), k.bfloat16()
     found = largest_logits(*rounded, documents, "", "allgather", "headtail")
     torch.testing.assert_close(found.double(), dense(*rounded, documents), rtol=1e-6, atol=0)
 
 
-WAYS = list(itertools.product(["allgather", "ring"], ["headtail", "none"], [False, True]))
+WAYS = [
+    *itertools.product(["allgather", "ring"], ["headtail", "none"], [False, True], [0]),
+    *itertools.product(["ring"], ["documents"], [True], [0, 5]),
+    ("allgather", "headtail", False, 5),
+]
 
 
 def of_parts() -> list[Tensor]:
@@ -69,18 +73,18 @@ def of_parts() -> list[Tensor]:
     q, k, documents = inputs(2)
     group = torch.distributed.group.WORLD
     rank, found = group.rank(), []
-    for rotation, balancing, has_documents in WAYS:
-        cut = Cut(2, balancing)
-        mine = [cut.part(x.transpose(1, 2), rank).transpose(1, 2) for x in (q, k)]
+    for rotation, balancing, has_documents, window in WAYS:
+        at = [row.positions(rank) for row in Cut(2, balancing).rows(documents, window)]
+        mine = [torch.stack([x[:, p] for x, p in zip(w, at, strict=True)]) for w in (q, k)]
         of = documents if has_documents else None
-        found.append(largest_logits(*mine, of, group.group_name, rotation, balancing))
+        found.append(largest_logits(*mine, of, group.group_name, rotation, balancing, window))
     return found
 
 
 def test_ranks_that_share_a_sequence_find_them_together() -> None:
     q, k, documents = inputs(2)
-    for (*_, has_documents), *found in zip(WAYS, *run_ranks(of_parts, 2), strict=True):
-        expected = dense(q, k, documents if has_documents else None)
+    for (*_, has_documents, window), *found in zip(WAYS, *run_ranks(of_parts, 2), strict=True):
+        expected = dense(q, k, documents if has_documents else None, window)
         torch.testing.assert_close(torch.maximum(*found).double(), expected, rtol=1e-6, atol=0)
         assert not torch.equal(*found)
 
@@ -97,7 +101,7 @@ def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared: bool) -> None:
         """Of each head of each layer, (layers, heads)."""
         found = []
 
-        def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
             found.append(largest_logits(q, k, documents, "", "allgather", "headtail"))
             return torch.zeros_like(q)  # so that what comes after does not depend on them
 

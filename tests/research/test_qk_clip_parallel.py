@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.layouts import FULL, OPERATORS, RING, ZBV, Case, case
+from tests.layouts import BY_DOCUMENTS, FULL, OPERATORS, RING, ULYSSES, ZBV, Case, case
 from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
@@ -28,6 +28,8 @@ LAYOUTS = {
     "TP 2": case(tp=2),
     "CP 2, documents": case(cp=2, documents=True),
     "CP 2, ring, operators recomputed": case(cp=2, recompute=OPERATORS, **RING),
+    "CP 2, balanced by documents": case(cp=2, **BY_DOCUMENTS),
+    "CP 2, Ulysses, documents": case(cp=2, documents=True, **ULYSSES),
     "PP 2": case(2, batch=4),
     "PP 2, ZBVZeroBubble": case(2, batch=8, **ZBV),
     "FSDP 2 x TP 2": case(shard=2, tp=2),

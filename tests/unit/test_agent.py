@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -139,10 +141,16 @@ def test_rank_that_fails_while_it_is_stopped_is_not_started_again(tmp_path: Path
     run_ranks(fails_to_save, 1, tmp_path / "ready")
 
 
+@contextmanager
+def unused_port() -> Iterator[int]:
+    """A port that refuses connections: it is bound, so no other process can listen to it."""
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        yield held.getsockname()[1]
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
+    with unused_port() as port:
         return port
 
 
@@ -153,7 +161,8 @@ def finds_no_store(port: int) -> None:
 
 
 def test_node_without_a_rendezvous_gives_up_at_its_limit() -> None:
-    run_ranks(finds_no_store, 1, free_port())
+    with unused_port() as port:
+        run_ranks(finds_no_store, 1, port)
 
 
 def finds_that_all_is_done(port: int) -> None:
@@ -163,7 +172,8 @@ def finds_that_all_is_done(port: int) -> None:
 
 
 def test_node_does_not_wait_for_others_that_have_finished() -> None:
-    run_ranks(finds_that_all_is_done, 1, free_port())
+    with unused_port() as port:
+        run_ranks(finds_that_all_is_done, 1, port)
 
 
 def is_stopped_while_it_waits(port: int) -> None:
@@ -174,7 +184,8 @@ def is_stopped_while_it_waits(port: int) -> None:
 
 
 def test_signal_ends_the_wait_for_the_rendezvous() -> None:
-    run_ranks(is_stopped_while_it_waits, 1, free_port())
+    with unused_port() as port:
+        run_ranks(is_stopped_while_it_waits, 1, port)
 
 
 def finds_nobody() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from torchtitan.build import Run
 from torchtitan.job import JobConfig
 from torchtitan.losses import squared_normalizer
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import Block, Llama3, Llama3Args, RotaryEmbedding
+from torchtitan.models.decoder import Decoder, DecoderArgs, TransformerBlock
+from torchtitan.models.layers import RotaryEmbedding
 from torchtitan.models.output import AuxiliaryLoss
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.tools.check import summary
@@ -164,7 +166,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 def test_what_a_pipeline_hands_on_is_told() -> None:
-    said = {pp: [*summary(recipe(MultiToken(depth=2), layout=case(pp)), pp)] for pp in (1, 2)}
+    jobs = {pp: recipe(MultiToken(depth=2), layout=case(pp)) for pp in (1, 2)}
+    said = {pp: [*summary(job, pp, "not planned")] for pp, job in jobs.items()}
     line = "each stage hands on 3 times as much in training: later tokens too"
     assert line in said[2]
     assert line not in said[1]
@@ -237,10 +240,10 @@ def compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
     assert found.losses == pytest.approx(eager.losses, rel=1e-5)
 
 
-class Active(Block):
+class Active(TransformerBlock):
     """A block with a loss of its own."""
 
-    def __init__(self, args: Llama3Args, rope: RotaryEmbedding) -> None:
+    def __init__(self, args: DecoderArgs, rope: RotaryEmbedding) -> None:
         super().__init__(args, rope)
         self.activity = AuxiliaryLoss("activity", 0.1)
 
@@ -249,11 +252,7 @@ class Active(Block):
         return self.activity(x, x.float().square().mean(-1).sum())
 
 
-def build_active(args: Llama3Args, seq_len: int) -> Llama3:
-    network = Llama3(args, seq_len)
-    for name in network.layers:
-        network.layers[name] = Active(args, network.rope)
-    return network
+build_active = partial(Decoder, block=Active)
 
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}

@@ -1,6 +1,7 @@
 """Devices: the table of peaks, and what a CPU answers."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -109,7 +110,6 @@ def test_a_cpu_answers_every_question():
     assert cpu.name
     assert cpu.capability is None
     assert cpu.peak_flops() is None
-    assert cpu.allocation_retries() == 0
     # A process that imported torch holds more than 50 MiB, and less than the machine has.
     assert 0.05 < cpu.memory_peak() < cpu.memory_capacity()
 
@@ -221,3 +221,15 @@ def test_stamps_of_cuda_measure_the_device_not_the_host():
     # 20 x 2 x 8192^3 FLOPs take milliseconds on any device, queueing them takes far less.
     assert cuda.seconds(begin, end) > 1e-3
     assert 0 < cuda.memory_peak() < cuda.memory_capacity()
+
+
+@pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_settings_of_the_environment_win(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in device.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "max_split_size_mb:100" if name == variable else "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    Device("cuda").make_current()
+    expected = "max_split_size_mb:100" if variable else "expandable_segments:True"
+    assert device.allocator_settings() == os.environ["PYTORCH_ALLOC_CONF"] == expected

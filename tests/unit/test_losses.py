@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.losses import LossConfig, cross_entropy, linear_cross_entropy
+from torchtitan.losses import LossConfig, cross_entropy, linear_losses
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.model import Llama3Args
+from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
@@ -59,7 +59,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 ) -> None:
     hidden, weight, targets = inputs(dtype)
     expected = whole(hidden, weight, targets)
-    found = linear_cross_entropy(hidden, weight, targets, chunk, None, VOCABULARY)
+    found = linear_losses(hidden, weight, targets, chunk, None, VOCABULARY)[0]
     # Logits are rounded at the same place; what follows is precise, but for a last rounding.
     torch.testing.assert_close(found, expected, rtol=min(tolerance, 1e-6), atol=0)
     for ours, theirs in zip(
@@ -72,13 +72,13 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 def test_targets_that_do_not_count() -> None:
     hidden, weight, targets = inputs(torch.float32)
     of_hidden, _ = gradients(
-        linear_cross_entropy(hidden, weight, targets, 10, None, VOCABULARY), (hidden, weight)
+        linear_losses(hidden, weight, targets, 10, None, VOCABULARY)[0], (hidden, weight)
     )
     assert (of_hidden[0, :3] == 0).all()
     assert (of_hidden[0, 3:] != 0).any(-1).all()
 
     none = torch.full_like(targets, -100)
-    value = linear_cross_entropy(hidden, weight, none, 10, None, VOCABULARY)
+    value = linear_losses(hidden, weight, none, 10, None, VOCABULARY)[0]
     assert value == 0
     assert all((gradient == 0).all() for gradient in gradients(value, (hidden, weight)))
 
@@ -86,7 +86,7 @@ def test_targets_that_do_not_count() -> None:
 def test_large_logits_overflow_nowhere() -> None:
     hidden, weight, targets = inputs(torch.float32)
     hidden, weight = hidden.detach() * 1e3, weight.detach() * 1e3
-    found = linear_cross_entropy(hidden, weight, targets, 10, None, VOCABULARY)
+    found = linear_losses(hidden, weight, targets, 10, None, VOCABULARY)[0]
     torch.testing.assert_close(found, whole(hidden, weight, targets))
 
 
@@ -120,7 +120,7 @@ def test_a_model_gives_its_loss(flavor: str) -> None:
 
 
 def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(args: Llama3Args, seq_len: int) -> nn.Module:
+    def build(args: DecoderArgs, seq_len: int) -> nn.Module:
         model = tiny.LLAMA3.build(args, seq_len)
         model.loss = nn.Identity()
         return model
@@ -178,7 +178,7 @@ def count(dtype: torch.dtype, chunk: int, backend: str) -> tuple[int, int]:
 
     def step() -> None:
         if chunk:
-            value = linear_cross_entropy(hidden, weight, targets, chunk, None, v, backend)
+            value = linear_losses(hidden, weight, targets, chunk, None, v, backend)[0]
         else:
             value = of_logits(F.linear(hidden, weight), targets)
         value.backward()

@@ -4,9 +4,7 @@ import os
 import signal
 import socket
 import threading
-import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from tests.ranks import run_ranks
+from tests.ranks import freeze, run_ranks
 from torchtitan.resilience import rendezvous
 from torchtitan.resilience.rendezvous import Backend, Store, is_ours
 
@@ -68,9 +66,7 @@ def goes_and_comes(port: int) -> None:
     dist.barrier()
     if dist.get_rank() == 1 and pids[0] is not None:
         assert store.get("key") == b"value"
-        os.kill(pids[0], signal.SIGSTOP)
-        while not is_stopped(pids[0]):  # each of its threads, of which one would answer
-            time.sleep(0.01)
+        freeze(pids[0])
         for _ in range(2):
             with pytest.raises(RendezvousConnectionError, match=f"127.0.0.2:{port} cannot be rea"):
                 store.get("key")
@@ -78,11 +74,6 @@ def goes_and_comes(port: int) -> None:
         os.kill(pids[0], signal.SIGCONT)
         assert store.get("key") == b"value"
     dist.barrier()
-
-
-def is_stopped(pid: int) -> bool:
-    states = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(state.read_text().rpartition(")")[2].split()[0] == "T" for state in states)
 
 
 def test_store_goes_and_comes(port: int) -> None:

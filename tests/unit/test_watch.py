@@ -14,7 +14,7 @@ from rich.console import Console
 
 from torchtitan.tools import cli
 from torchtitan.tools.history import RunHistory
-from torchtitan.tools.watch.view import View, sparkline, state
+from torchtitan.tools.watch import View, sparkline, state
 
 NOW = 1_800_000_000.0
 RECIPE = """

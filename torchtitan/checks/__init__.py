@@ -55,6 +55,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     model.sizes,
     model.tensor_parallelism,
     model.context_parallelism,
+    model.ulysses,
     model.content,
     model.lengths,
     pipelining.pipeline,
@@ -89,8 +90,12 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.whole,
     validating.held_out,
     validating.picture,
-    memory_limits.fits,
+    memory_limits.samples,
 )
+
+
+TOKENIZER = "model.tokenizer_path"
+"""Key of a file that need not be there to check or plan a recipe."""
 
 
 def load_job(
@@ -111,7 +116,7 @@ def load_job(
         ranks: a range is checked for each of its numbers, as the run may change between them.
         is_here: whether capabilities that this machine lacks are mistakes, too.
         may_restart: whether failed processes are restarted; with a range they are.
-        local_ranks: number of ranks that share this machine, whose memory must suffice.
+        local_ranks: number of ranks that are started on this machine.
         exempt: keys that need not fit the others and this machine.
         over: settings that win over those of the recipe.
 

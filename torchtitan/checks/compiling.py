@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from torchtitan.checks.auxiliary import in_graphs
+from torchtitan.checks.model import attention_of
 from torchtitan.checks.shard_groups import others_in_graph
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
 
-SECTIONS = ("compile", "parallelism", "training", "sharding")
+SECTIONS = ("compile", "parallelism", "training", "sharding", "model")
 OVERWRITE = (
     "would each overwrite the results of the one before it "
     "(https://github.com/pytorch/pytorch/issues/169545)"
@@ -84,6 +85,16 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
         yield (
             "the sums of auxiliary losses in graphs of the model move in each step; remove "
             "these losses"
+        )
+    if job.model.separates_documents:
+        yield (
+            "documents start at other tokens in each batch, and a recorded graph repeats those of "
+            'its first; use model.attn_mask_type = "causal"'
+        )
+    elif (shape := attention_of(job)) and shape.window_in(t.seq_len):
+        yield (
+            "attention in a sliding window makes tensors on the host, which cannot be recorded; "
+            "use model.sliding_window = 0"
         )
     if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
         yield (

@@ -1,7 +1,7 @@
 """Checks that degrees, sequences and batches are divisible by the number of ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig, in_words
@@ -72,8 +72,10 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         factors["tensor_parallel_degree"] = p.tensor_parallel_degree
     if p.context_parallel_degree > 1:
         factors["context_parallel_degree"] = p.context_parallel_degree
-        if p.context_parallel_load_balancer == "headtail":
+        if p.balancing == "headtail":
             factors["2 (each rank has a part from the head and one from the tail)"] = 2
+        if p.balancing == "documents":
+            factors["2 (each rank has at least two pieces)"] = 2
     parts = math.prod(factors.values())
     lengths = {"training.seq_len": job.training.seq_len}
     if job.validation.enable and job.validation.seq_len:
@@ -123,5 +125,9 @@ def _nearest(batch: int, ranks: int, local: int) -> str:
 
 
 def divisors(count: int) -> str:
-    found = [str(n) for n in range(1, count + 1) if count % n == 0]
+    return alternatives(n for n in range(1, count + 1) if count % n == 0)
+
+
+def alternatives(numbers: Iterable[int]) -> str:
+    found = [str(n) for n in numbers]
     return " or ".join(filter(None, [", ".join(found[:-1]), found[-1]]))

@@ -1,17 +1,18 @@
 """Checks that the model exists, and can be sharded."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchtitan.checks.divisibility import DEGREES, SHARD, divisors
-from torchtitan.config import PlannedWorld, Problem, allowed_names
+from torchtitan.checks.divisibility import DEGREES, SHARD, alternatives, divisors
+from torchtitan.config import PlannedWorld, Problem, allowed_names, nearest
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
-from torchtitan.models.spec import ModelSpec, build_empty
+from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
 from torchtitan.tasks import TASKS
 
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -37,6 +38,12 @@ def model_of(job: JobConfig) -> RecipeModel | None:
     return RecipeModel(spec, job.model_args(), f"{spec.name} {flavor}")
 
 
+def attention_of(job: JobConfig) -> AttentionShape | None:
+    """Return the sizes of attention of a recipe's model, if they are known."""
+    model = model_of(job)
+    return model.spec.attention(model.args) if model else None
+
+
 def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the family has the flavor, and that its sizes are valid."""
     flavors = MODELS[job.model.name].flavors
@@ -59,6 +66,7 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         )
         yield Problem(TENSOR, message, ("model",))
         return
+    yield from _unmatched(model)
     if not TASKS[model.spec.task].splits_sequences and not p.disable_sequence_parallel:
         message = (
             "between matrices, tensor-parallel ranks would split each sample, and samples of "
@@ -90,6 +98,15 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
             yield Problem(SHARD, message, ("model", *DEGREES))
 
 
+def _unmatched(model: RecipeModel) -> Iterator[Problem]:
+    """Find patterns of the tensor plan without a module, whose weights would not be split."""
+    network = model.empty()
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in network.named_modules()}
+    for pattern in model.spec.unmatched(network):
+        message = f'in its tensor_plan, "{pattern}" matches no module{nearest(pattern, modules)}'
+        yield Problem("model.name", f"{message}; correct the plan of {model.spec.name}", (TENSOR,))
+
+
 def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that attention can span ranks, and that batches can be split over a sequence."""
     model, key = model_of(job), "parallelism.context_parallel_degree"
@@ -101,6 +118,38 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
     if not TASKS[model.spec.task].splits_sequences:
         message = f"batches of the task {model.spec.task} cannot be split over a sequence; use 1"
         yield Problem(key, message, ("model",))
+    if job.parallelism.balancing == "documents" and not job.model.separates_documents:
+        message = (
+            'with model.attn_mask_type = "causal" a sequence is one document; use "headtail", or '
+            '"block_causal" for the mask'
+        )
+        yield Problem("parallelism.context_parallel_load_balancer", message, (key, "model"))
+
+
+def ulysses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Check that the ranks that share sequences can share the heads of attention."""
+    p, model, method = job.parallelism, model_of(job), "parallelism.context_parallel_rotate_method"
+    degree, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    if degree == 1 or p.context_parallel_rotate_method != "ulysses" or model is None:
+        return
+    shape = model.spec.attention(model.args)
+    if shape is None or shape.heads % tp or shape.kv_heads % tp:
+        return  # reported by other rules
+    heads, kv = shape.heads // tp, shape.kv_heads // tp
+    possible = [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (n % kv, kv % n)]
+    if degree not in possible:
+        each = " of each tensor-parallel rank" * (tp > 1)
+        message = (
+            f'with {method} = "ulysses", ranks share the {heads} heads and {kv} key/value heads'
+            f"{each} of {model.title}, and it does not divide them; use {alternatives(possible)}"
+        )
+        yield Problem("parallelism.context_parallel_degree", message, (method, "model", TENSOR))
+    if job.sharding.never_whole:
+        message = (
+            f'sharding.name = "{job.sharding.name}" computes attention with one shard of the heads '
+            'after another, so ranks cannot exchange them; use "ring" or "allgather"'
+        )
+        yield Problem(method, message, ("sharding", *DEGREES))
 
 
 def lengths(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

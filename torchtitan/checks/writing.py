@@ -4,9 +4,9 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.checkpoint.remote import is_url
 from torchtitan.config import PlannedWorld, Problem, local_path
 from torchtitan.job import JobConfig
+from torchtitan.remote import is_url
 
 FOLDERS = (
     "checkpoint.folder",

@@ -3,7 +3,6 @@
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,7 +44,8 @@ class GradientsConfig(Config):
     is_exact: ClassVar[bool] = False
     """Whether it returns the exact sum over ranks."""
 
-    name: str = Field(description="Method: a key of torchtitan.comm.GRADIENTS.")
+    name: str
+    """Method: a key of torchtitan.comm.GRADIENTS."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         """Open a reducer for the gradients of `unit` over `group`."""
@@ -61,7 +61,8 @@ class PlainGradients(GradientsConfig):
 
     is_exact: ClassVar[bool] = True
 
-    name: Literal["plain"] = Field("plain", description="Method of reduction.")
+    name: Literal["plain"] = "plain"
+    """Method of reduction."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         return PlainReduce(group)

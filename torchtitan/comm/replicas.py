@@ -46,7 +46,8 @@ class SumReducer(ReplicaReducer):
 class ReplicasConfig(Config):
     """Settings of an agreement; `name` picks the subclass."""
 
-    name: str = Field(description="Method: a key of torchtitan.comm.REPLICAS.")
+    name: str
+    """Method: a key of torchtitan.comm.REPLICAS."""
 
     @property
     def in_backward(self) -> bool:
@@ -92,16 +93,12 @@ class ReplicasConfig(Config):
 class AgreementConfig(ReplicasConfig):
     """Settings shared by all agreements."""
 
-    every: int = Field(
-        1,
-        ge=1,
-        description="Steps between synchronizations. 1: replicas reduce the gradients of each "
-        "step; n: each replica updates its weights independently, and after every "
-        "n-th step they reduce the changes of their weights.",
-    )
-    verify_steps: int = Field(
-        100, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
-    )
+    every: int = Field(1, ge=1)
+    """Steps between synchronizations. 1: replicas reduce the gradients of each step; n: each
+    replica updates its weights independently, and after every n-th step they reduce the changes of
+    their weights."""
+    verify_steps: int = Field(100, ge=0)
+    """Steps between comparisons of the replicas' weights; 0: never."""
 
     @property
     def steps_apart(self) -> int | None:
@@ -115,17 +112,13 @@ class AgreementConfig(ReplicasConfig):
 class AllReduce(AgreementConfig):
     """Gradients are summed; or, with `every`, weights are averaged."""
 
-    name: Literal["all_reduce"] = Field(
-        "all_reduce", description=("Method of synchronizing replicas.")
-    )
-    overlap: bool = Field(
-        True,
-        description="Reduce gradients during the backward, as soon as those of a block are "
-        "complete; false: after the backward.",
-    )
-    verify_steps: int = Field(
-        0, ge=0, description="Steps between comparisons of the replicas' weights; 0: never."
-    )
+    name: Literal["all_reduce"] = "all_reduce"
+    """Method of synchronizing replicas."""
+    overlap: bool = True
+    """Reduce gradients during the backward, as soon as those of a block are complete; false: after
+    the backward."""
+    verify_steps: int = Field(0, ge=0)
+    """Steps between comparisons of the replicas' weights; 0: never."""
 
     @property
     def is_exact(self) -> bool:
@@ -146,7 +139,8 @@ class AllReduce(AgreementConfig):
 class Nothing(ReplicasConfig):
     """No synchronization: each replica trains its own model."""
 
-    name: Literal["none"] = Field("none", description="Method of synchronizing replicas.")
+    name: Literal["none"] = "none"
+    """Method of synchronizing replicas."""
 
     @property
     def steps_apart(self) -> int | None:

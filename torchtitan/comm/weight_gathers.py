@@ -3,7 +3,6 @@
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,7 +42,8 @@ class WeightsConfig(Config):
     is_exact: ClassVar[bool] = False
     """Whether all ranks receive the owners' values exactly."""
 
-    name: str = Field(description="Method: a key of torchtitan.comm.WEIGHTS.")
+    name: str
+    """Method: a key of torchtitan.comm.WEIGHTS."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         """Open a communicator that gathers `unit` over `group`."""
@@ -59,7 +59,8 @@ class PlainWeights(WeightsConfig):
 
     is_exact: ClassVar[bool] = True
 
-    name: Literal["plain"] = Field("plain", description="Method of gathering.")
+    name: Literal["plain"] = "plain"
+    """Method of gathering."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         return PlainGather(group)

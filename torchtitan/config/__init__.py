@@ -5,16 +5,11 @@ from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import HelpSection, help_sections, json_schema, sections
 from torchtitan.config.load import Gathered, Recipe, load, merge
-from torchtitan.config.packaged import (
-    find_recipe,
-    packaged_folder,
-    packaged_name,
-    packaged_recipes,
-)
+from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry
 from torchtitan.config.reporting import print_error, print_message
-from torchtitan.config.schema import find, flat
+from torchtitan.config.schema import descriptions, find, flat
 from torchtitan.config.settings import (
     CannotRun,
     Config,
@@ -34,6 +29,7 @@ from torchtitan.config.words import (
     listed,
     local_path,
     located,
+    near_names,
     nearest,
     shorten,
     show,
@@ -60,6 +56,7 @@ __all__ = [
     "Unreachable",
     "allowed_names",
     "between",
+    "descriptions",
     "exists",
     "extended",
     "find",
@@ -72,6 +69,7 @@ __all__ = [
     "local_path",
     "located",
     "merge",
+    "near_names",
     "nearest",
     "packaged_folder",
     "packaged_name",

@@ -16,14 +16,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.schema import (
-    NOUNS,
-    Kind,
-    describe,
-    field_schema,
-    find,
-    json_types,
-)
+from torchtitan.config.schema import NOUNS, Kind, describe, field_schema, find, json_types
 from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
 from torchtitan.config.words import dotted, shorten
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ModelSchema
 
 from torchtitan.config.schema import (
     describe,
+    descriptions,
     field_schema,
     json_types,
     kind_of,
@@ -57,7 +60,7 @@ def sections(
             continue
         shown.add((path, settings))
         entries = [
-            _entry(f"{path}.{key}", info)
+            _entry(f"{path}.{key}", info, descriptions(settings).get(key, ""))
             for key, info in settings.model_fields.items()
             if isinstance(kind_of(info), FieldInfo)
         ]
@@ -106,7 +109,7 @@ def _about(section: HelpSection, about: str) -> HelpSection | None:
 
 def json_schema(schema: type[Config]) -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a recipe, for editors."""
-    tree = schema.model_json_schema()
+    tree = schema.model_json_schema(schema_generator=_DescribedSchema)
     extends = {"type": "string", "description": "Recipe to inherit from, relative to this one."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -115,10 +118,19 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
     }
 
 
-def _entry(path: str, info: FieldInfo) -> HelpEntry:
-    assert info.description, f"{path} has no help text"
+class _DescribedSchema(GenerateJsonSchema):
+    def model_schema(self, schema: ModelSchema) -> dict[str, Any]:
+        found, settings = super().model_schema(schema), cast(type[Config], schema["cls"])
+        for key, text in descriptions(settings).items():
+            if text:
+                found["properties"][key].setdefault("description", text)
+        return found
+
+
+def _entry(path: str, info: FieldInfo, text: str) -> HelpEntry:
+    assert text, f"{path} has no help text"
     default = "none" if info.default is None else show(info.default)
     default = "required" if info.is_required() else default
     schema = field_schema(info)
     values = names(schema) or ["true", "false"] * ("boolean" in json_types(schema))
-    return HelpEntry(path, describe(schema), default, info.description, list(map(str, values)))
+    return HelpEntry(path, describe(schema), default, text, list(map(str, values)))

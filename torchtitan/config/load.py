@@ -15,13 +15,7 @@ from typing import Any, Generic, TypeVar
 from torchtitan.config.faults import validate_all
 from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
-from torchtitan.config.settings import (
-    CannotRun,
-    Config,
-    KeyPath,
-    RecipeError,
-    Setting,
-)
+from torchtitan.config.settings import CannotRun, Config, KeyPath, RecipeError, Setting
 from torchtitan.config.words import dotted, holds_sections, located, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -47,7 +47,7 @@ class PlannedWorld:
     may_restart: bool = False
     """Whether failed processes are restarted."""
     local_ranks: int | None = None
-    """Number of ranks that share this machine's memory; None skips the memory check."""
+    """Number of ranks that are started on this machine, as far as known."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
 """Lookup of sections and fields in a tree of settings, and descriptions of their values."""
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter
@@ -126,6 +131,38 @@ def flat(config: Config) -> dict[KeyPath, Any]:
             below = flat(part) if isinstance(part, Config) else {(): dump[key]}
             values |= {(*path, *rest): leaf for rest, leaf in below.items()}
     return values
+
+
+@cache
+def descriptions(settings: type[Config]) -> Mapping[str, str]:
+    """Return the description of each field: the docstring below it, or pydantic's `description`.
+
+    Source files are read for this, which pydantic would do when the class is defined.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        found |= _docstrings(kind.__module__).get(kind.__name__, {})
+    fields = settings.model_fields.items()
+    return {key: info.description or found.get(key, "") for key, info in fields}
+
+
+@cache
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the docstrings of the fields of each class in a module."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # there is no source
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for field, below in pairwise(kind.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found.setdefault(kind.name, {})[name] = " ".join(text.split())
+    return found
 
 
 def field_schema(info: FieldInfo) -> dict[str, Any]:

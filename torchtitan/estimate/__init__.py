@@ -1,6 +1,12 @@
-"""Estimates of a run's cost before it starts: the memory of a rank, and the traffic of a step.
+"""Plans of a run before it starts: the memory, the traffic and the time of a step.
 
-Each technique supplies its own formulas as methods (`ShardingConfig.memory` and `messages`,
-`ReplicasConfig.messages`, `OptimizerConfig.sent_bytes`), given the work of a rank
-(`torchtitan.parallel.work`). They are added up here, over a layout and the order of its pipeline.
+recording, fake_rank   a step of one rank, run on fake tensors: kernels, messages, allocations
+cuda_operators, compiled, fusion   the operators and the compiled graphs of a CUDA device
+expansion              the whole step, from a recording of its repeated parts
+allocator              memory that the caching allocator reserves
+hardware, kernel_time, message_time   devices and links, and the time of a kernel or a collective
+device_streams, speed  the time of a step: streams, exposed communication, the pipeline
+plan, changes          all of it together, and the changes that make a run fit
+fitting                whether a run fits in this machine, in the words of other verbs
+traffic                traffic by formula, given the work of a rank (`torchtitan.parallel.work`)
 """

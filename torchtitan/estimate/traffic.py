@@ -134,16 +134,27 @@ def _of_attention(part: Part) -> Iterator[Traffic]:
     modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
     # Selective recomputation keeps attention.
     again = 0 if work.recomputation.by_operator else sum(map(part.recomputations, modules))
-    heads = work.args.n_kv_heads // degrees.tp if modules else 0
-    keys = work.tokens() * heads * work.spec.head_dim(work.args)
-    ring = work.parallelism.context_parallel_rotate_method == "ring"
+    shape = work.spec.attention(work.args)
+    assert shape is not None, "the recipe was checked"
+    method, times = work.parallelism.context_parallel_rotate_method, len(modules) * work.times
+    if method == "ulysses":
+        yield from formulas.of_heads(
+            work.tokens() * shape.head_dim * compute,
+            ranks=degrees.cp,
+            heads=shape.heads // degrees.tp,
+            kv_heads=shape.kv_heads // degrees.tp,
+            forwards=times + again,
+            backwards=times,
+        )
+        return
+    keys = work.tokens() * shape.kv_heads // degrees.tp * shape.head_dim
     yield from formulas.of_keys_and_values(
         2 * keys,
         ranks=degrees.cp,
         compute=compute,
-        fetches=2 * len(modules) * work.times + again,
-        returns=len(modules) * work.times,
-        ring=ring,
+        fetches=2 * times + again,
+        returns=times,
+        ring=method == "ring",
     )
 
 

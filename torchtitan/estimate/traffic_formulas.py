@@ -92,6 +92,22 @@ def of_keys_and_values(
         yield Traffic("cp", "their gradients", "reduce_scatter", ranks * back, returns)
 
 
+def of_heads(
+    head: int, *, ranks: int, heads: int, kv_heads: int, forwards: int, backwards: int
+) -> Iterator[Traffic]:
+    """Yield the exchange of parts of sequences for heads (arXiv:2309.14509), and of gradients.
+
+    Args:
+        head: bytes of a head of one rank's positions, (b, s, E).
+        heads: number of query heads; the output has as many.
+        kv_heads: number of key/value heads, which are repeated if they are fewer than the ranks.
+        forwards, backwards: number in a step; recomputed forwards count.
+    """
+    inputs, times = heads + 2 * max(kv_heads, ranks), forwards + backwards
+    yield Traffic("cp", "queries, keys and values", "all_to_all", inputs * head, times)
+    yield Traffic("cp", "outputs of attention", "all_to_all", heads * head, times)
+
+
 def of_stages(hidden: int, *, onwards: int, back: int) -> Iterator[Traffic]:
     """Yield a pipeline's hidden states forward and their gradients back (arXiv:1811.06965).
 

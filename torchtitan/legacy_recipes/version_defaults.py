@@ -103,6 +103,12 @@ def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Tr
         result.notices.append(
             f"{recipe}: debug.seed: TorchTitan would draw one at random; here it is 0"
         )
+    name, flavor = _value(settings, "model.name"), _value(settings, "model.flavor", "debugmodel")
+    if name not in (None, "llama3") and flavor == "debugmodel":
+        result.notices.append(
+            f"{recipe}: model.flavor: the debugmodel of {name} may have other sizes in TorchTitan; "
+            "set them in [model] to train the same network"
+        )
     initial = settings.get(("checkpoint", "initial_load_path"))
     if initial and initial.value and not _value(settings, "checkpoint.enable"):
         result.problems.append(

@@ -43,52 +43,38 @@ SINKS: Final[dict[str, type[Sink]]] = {
 class MetricsConfig(Config):
     """Frequency and destinations of the reports of a run."""
 
-    log_freq: int = Field(10, ge=1, description="Steps between reports.")
-    precision_freq: int = Field(
-        0,
-        ge=0,
-        description="Steps between reports of underflow, saturation and scale of the tensors that "
-        "converted layers round; each report takes one more microbatch; 0: never.",
-    )
-    statistics_freq: int = Field(
-        0,
-        ge=0,
-        description="Steps between reports of the root mean square, largest value, mean, fraction "
-        "of zeros and number of non-finite values of the activations, gradients and "
-        "weights of each layer; each report takes one more forward pass; 0: never.",
-    )
-    straggler_pct: float = Field(
-        10.0,
-        ge=0,
-        description="Warn about a rank that, in several reports in a row, takes longer in a "
-        "phase than the median rank, by more than this percentage of the step "
-        "time; 0: never.",
-    )
-    run_name: str | None = Field(
-        None,
-        description="Name of the run, in Weights & Biases for example (default: the name of its "
-        "dump folder).",
-    )
-    tags: tuple[str, ...] = Field((), description="Tags of the run, shown next to its name.")
-    enable_tensorboard: bool = Field(False, description="Write TensorBoard event files.")
-    disable_color_printing: bool = Field(False, description="Print no colors, even on a terminal.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe messages to log; --log-level sets it."
-    )
-    save_tb_folder: str = Field("tb", description="TensorBoard's folder, inside job.dump_folder.")
-    save_for_all_ranks: bool = Field(
-        False, description="Also write metrics.rank{r}.jsonl for every other rank."
-    )
-    save_events: bool = Field(
-        True,
-        description="Write an event log of every rank, with the time of each phase of its steps, "
-        "to events/rank{r}.jsonl.",
-    )
-    enable_wandb: bool = Field(
-        False,
-        description="Report to Weights & Biases (project: WANDB_PROJECT, or torchtitan; "
-        "WANDB_MODE=offline needs no network).",
-    )
+    log_freq: int = Field(10, ge=1)
+    """Steps between reports."""
+    precision_freq: int = Field(0, ge=0)
+    """Steps between reports of underflow, saturation and scale of the tensors that converted layers
+    round; each report takes one more microbatch; 0: never."""
+    statistics_freq: int = Field(0, ge=0)
+    """Steps between reports of the root mean square, largest value, mean, fraction of zeros and
+    number of non-finite values of the activations, gradients and weights of each layer; each report
+    takes one more forward pass; 0: never."""
+    straggler_pct: float = Field(10.0, ge=0)
+    """Warn about a rank that, in several reports in a row, takes longer in a phase than the median
+    rank, by more than this percentage of the step time; 0: never."""
+    run_name: str | None = None
+    """Name of the run, in Weights & Biases for example (default: the name of its dump folder)."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, shown next to its name."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    disable_color_printing: bool = False
+    """Print no colors, even on a terminal."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages to log; --log-level sets it."""
+    save_tb_folder: str = "tb"
+    """TensorBoard's folder, inside job.dump_folder."""
+    save_for_all_ranks: bool = False
+    """Also write metrics.rank{r}.jsonl for every other rank."""
+    save_events: bool = True
+    """Write an event log of every rank, with the time of each phase of its steps, to
+    events/rank{r}.jsonl."""
+    enable_wandb: bool = False
+    """Report to Weights & Biases (project: WANDB_PROJECT, or torchtitan; WANDB_MODE=offline needs
+    no network)."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         for package, title in {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}.items():

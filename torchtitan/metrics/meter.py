@@ -10,6 +10,7 @@ What a row holds, besides every value that was recorded under a name of its own:
 |---|---|
 | loss, grad_norm, lr | of this step, not a mean since the last row |
 | skipped | optimizer steps skipped since the last row |
+| samples, data_hash | read so far by all ranks, and their running hash; null: unknown |
 | tokens | trained so far, over all ranks, from the first step of the run; or the unit of the task |
 | step_time | seconds a step, mean over the steps since the last row, pauses excluded |
 | tps | tokens / second / device since the last row, pauses excluded; or the rate of the task |
@@ -19,6 +20,8 @@ What a row holds, besides every value that was recorded under a name of its own:
 | time/<phase> | seconds a step that went into a phase, mean over ranks; see `torchtitan.timeline` |
 | slowest/<phase> | with several ranks: which of them worked longest in it |
 | slowest/<phase>_pct | how much longer than the median rank, in percent of the time of a step |
+| tokens/<source>, epochs/<source> | read so far from each source of a mixture |
+| data_padding_pct, data_cut_pct | shares of `shares`, in percent, of all ranks |
 | eta_s | seconds left, from a smoothed time a step, pauses included |
 | checkpoint_s, validation_s, ... | seconds of each pause entered since the last row |
 
@@ -26,10 +29,11 @@ Training makes no progress in a pause of the timeline. step_time, memory and dat
 the worst rank; with several ranks, `rank_step_time` and the like hold this rank's own.
 """
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -37,6 +41,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torchtitan.data.running_hash import shown
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
@@ -60,8 +65,11 @@ class Meter:
     `unit` is the unit that the task counts and `rate` the key of its speed; `units_per_step` is for
     information, as units are counted from the values that `record` is given.
     `flops_per_unit` covers forward and backward, `peak_flops` is the dense peak of one device.
+    `data` returns the samples that all ranks have read so far, and this rank's term of their hash,
+    a sum modulo 2^64 over all ranks; None if it is unknown.
     `gather` turns a float64 vector (n,) on the device into one row for each rank, (ranks, n); it is
-    called on due steps only, and by every rank. None: there is one rank.
+    called on due steps only, and by every rank. None: there is one rank. `shares` returns this
+    rank's part and whole of each share, by name, counted since its last call.
     """
 
     def __init__(
@@ -80,20 +88,24 @@ class Meter:
         rank: int = 0,
         start_step: int = 0,
         start_units: int = 0,
+        data: Callable[[], tuple[int, int | None]] | None = None,
         gather: Callable[[Tensor], Tensor] | None = None,
         timeline: Timeline | None = None,
         events: EventLog | None = None,
         stragglers: StragglerWatch | None = None,
+        shares: Callable[[], Mapping[str, tuple[int, int]]] = dict,
+        sources: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sinks, self.unit, self.rate = sinks, unit, rate
         self.log_freq, self.total_steps = log_freq, total_steps
         self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
         self.peak_flops, self.devices, self.device = peak_flops, devices, device
-        self.rank, self.gather, self.clock = rank, gather, clock
+        self.rank, self.data, self.gather, self.clock = rank, data, gather, clock
         self.timeline = timeline or Timeline(device, clock)
         self.events = events or EventLog(None, rank)
         self.stragglers = stragglers or StragglerWatch(0)
+        self.shares, self.sources = shares, sources
         self._late: list[Straggler] = []
         self.resume(start_step, start_units)
 
@@ -242,7 +254,9 @@ class Meter:
         spent = self.timeline.take()
         pauses = {name: seconds.wall for name, seconds in spent.items() if name not in PHASES}
         wall = now - self._row_time
-        worst, own = self._over_ranks((wall - sum(pauses.values())) / steps, spent, steps)
+        step_time = (wall - sum(pauses.values())) / steps
+        samples, term = self.data() if self.data else (0, None)
+        worst, own, data_hash = self._over_ranks(step_time, spent, steps, term)
         seconds = worst["step_time"] or 0.0
 
         units, skipped = int(values.pop("units")), int(values.pop("skipped"))
@@ -253,6 +267,8 @@ class Meter:
             "grad_norm": None,
             "lr": None,
             **values,
+            **({"samples": samples, "data_hash": data_hash} if self.data else {}),
+            **self.sources(),
             self.unit: self._units,
             self.rate: rate,
             "mfu": self._mfu(rate),
@@ -330,9 +346,11 @@ class Meter:
         return values | dict(zip(tensors, stacked.tolist(), strict=True))
 
     def _over_ranks(
-        self, step_time: float, spent: dict[str, Spent], steps: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Gather the values that differ between ranks; and this rank's own if there are others."""
+        self, step_time: float, spent: dict[str, Spent], steps: int, term: int | None
+    ) -> tuple[dict[str, float], dict[str, float], str | None]:
+        """Gather the values that differ between ranks; this rank's own if there are others; the
+        sum of their terms of the data's hash.
+        """
         memory = self.device.memory_peak()
         in_phases = [spent.get(name, Spent(0.0, 0.0)) for name in PHASES]
         waited = in_phases[PHASES.index("data")].wall / steps
@@ -349,24 +367,32 @@ class Meter:
             ),
             strict=True,
         )
-        table = [[*own.values(), *walls, *busy]]
+        shares = self.shares()
+        # Two halves, since float64 has 53 bits; unknown if not a number.
+        halves = [math.nan] * 2 if term is None else [float(half) for half in divmod(term, 2**32)]
+        table = [[*own.values(), *walls, *busy, *itertools.chain(*shares.values()), *halves]]
         if self.gather is not None:
             where = self.device.torch_device
             # One transfer for all ranks.
             table = self.gather(torch.tensor(table[0], dtype=torch.float64, device=where)).tolist()
-        columns = list(zip(*table, strict=True))
+        *columns, high, low = zip(*table, strict=True)
+        is_known = math.isfinite(sum(high))
+        data_hash = shown(int(sum(high)) * 2**32 + int(sum(low))) if is_known else None
         worst = dict(zip(own, map(max, columns), strict=False))
         mean = [statistics.fmean(column) for column in columns[len(own) :]]
         worst |= {f"time/{name}": each for name, each in zip(PHASES, mean, strict=False) if each}
+        sums = map(sum, columns[len(own) + 2 * len(PHASES) :])
+        for name, part, whole in zip(shares, sums, sums, strict=False):
+            worst[name] = 100 * part / whole if whole else 0.0
         if self.gather is None:
-            return worst, {}
-        all_worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=True))
+            return worst, {}, data_hash
+        all_worked = dict(zip(PHASES, columns[len(own) + len(PHASES) :], strict=False))
         work = {phase: all_worked[phase] for phase in WORK}
         found = self.stragglers.slowest(work, worst["step_time"])
         self._late = self.stragglers.look(found)
         for one in found:
             worst |= {f"slowest/{one.phase}": one.rank, f"slowest/{one.phase}_pct": one.percent}
-        return worst, {f"rank_{name}": value for name, value in own.items()}
+        return worst, {f"rank_{name}": value for name, value in own.items()}, data_hash
 
     def _mfu(self, rate: float | None) -> float | None:
         if rate is None or self.peak_flops is None:

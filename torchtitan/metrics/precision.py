@@ -33,11 +33,7 @@ class PrecisionWatch:
     """Measures how the converted layers of a model round, when due."""
 
     def __init__(
-        self,
-        every: int,
-        converters: Sequence[ConverterConfig],
-        model: ParallelModel,
-        world: World,
+        self, every: int, converters: Sequence[ConverterConfig], model: ParallelModel, world: World
     ) -> None:
         """`every`: number of steps between reports; 0 disables them."""
         self.every = every

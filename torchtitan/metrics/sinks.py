@@ -155,11 +155,15 @@ class Jsonl:
         self.file = FileIO(self.path, "a")
 
     def write(self, step: int, metrics: Metrics) -> None:
-        assert self.file is not None, "Jsonl.write before open"
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3), **metrics}
         lost = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         if lost:
             row |= dict.fromkeys(lost) | {"non_finite": lost}
+        self.append(row)
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write a row, or keep it until the disk has room."""
+        assert self.file is not None, "a row before `open`"
         self.waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self._write_out()
@@ -360,6 +364,8 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
     ]
     if is_waiting:
         parts.append(f"data {waiting:.0f}%")
+    if isinstance(padding := metrics.get("data_padding_pct"), float):
+        parts.append(f"padding {padding:.1f}%")
     if metrics["skipped"]:
         parts.append(f"skipped {metrics['skipped']}")
     return "  ".join(parts)

@@ -32,13 +32,7 @@ from torchtitan.optim.settings import (
 from torchtitan.optim.sgd import SGD
 
 OPTIMIZERS = Registry[type[OptimizerConfig]](
-    "optimizer",
-    {
-        "AdamW": AdamW,
-        "Adam": Adam,
-        "SGD": SGD,
-        "Muon": Muon,
-    },
+    "optimizer", {"AdamW": AdamW, "Adam": Adam, "SGD": SGD, "Muon": Muon}
 )
 
 OPTIMIZER_KEYS = Registry[type[OptimizerConfig]]("optimizer_key", {})

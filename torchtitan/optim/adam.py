@@ -73,14 +73,15 @@ class AdamRule(Implemented):
     decoupled: ClassVar[bool]
     """Whether weight decay is decoupled from the gradient."""
 
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Term added to the root of the second moment.")
-    state_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = Field(
-        "parameter",
-        description="Format of the moments: the dtype of the parameters (training.dtype), or a "
-        "format of fewer bits; a run may resume with another.",
-    )
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Term added to the root of the second moment."""
+    state_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = "parameter"
+    """Format of the moments: the dtype of the parameters (training.dtype), or a format of fewer
+    bits; a run may resume with another."""
 
     @property
     def storage(self) -> MomentStorage:
@@ -142,26 +143,21 @@ class AdamWRule(AdamRule):
 class AdamGroup(GroupConfig):
     """Settings of Adam and AdamW that differ for some parameters; the first match applies."""
 
-    beta1: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the first moment (default: the optimizer's)."
-    )
-    beta2: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the second moment (default: the optimizer's)."
-    )
-    eps: float | None = Field(
-        None,
-        gt=0,
-        description="Term added to the root of the second moment (default: the optimizer's).",
-    )
+    beta1: float | None = Field(None, ge=0, lt=1)
+    """Decay of the first moment (default: the optimizer's)."""
+    beta2: float | None = Field(None, ge=0, lt=1)
+    """Decay of the second moment (default: the optimizer's)."""
+    eps: float | None = Field(None, gt=0)
+    """Term added to the root of the second moment (default: the optimizer's)."""
 
 
 class AdamW(AdamWRule, OptimizerConfig):
     """Adam with weight decay decoupled from the gradient."""
 
-    name: Literal["AdamW"] = Field("AdamW", description="Name of the optimizer.")
-    groups: tuple[AdamGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
+    name: Literal["AdamW"] = "AdamW"
+    """Name of the optimizer."""
+    groups: tuple[AdamGroup, ...] = ()
+    """Settings that differ for some parameters."""
 
 
 class Adam(AdamRule, OptimizerConfig):
@@ -169,7 +165,7 @@ class Adam(AdamRule, OptimizerConfig):
 
     decoupled = False
 
-    name: Literal["Adam"] = Field("Adam", description="Name of the optimizer.")
-    groups: tuple[AdamGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
+    name: Literal["Adam"] = "Adam"
+    """Name of the optimizer."""
+    groups: tuple[AdamGroup, ...] = ()
+    """Settings that differ for some parameters."""

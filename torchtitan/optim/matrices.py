@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.torch_private.collectives import timeout_of
-from torchtitan.torch_private.dtensor import extents
+from torchtitan.torch_private.dtensor import extents, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -335,7 +335,7 @@ def over(mesh: "DeviceMesh") -> dist.ProcessGroup | None:
         return everyone
     # Ranks of other meshes may have no matrices and need not take part.
     group: dist.ProcessGroup = dist.new_group(
-        sorted(mesh.mesh.flatten().tolist()),
+        sorted(ranks_of(mesh).flatten().tolist()),
         timeout=timeout_of(mesh.get_group(used[0]), mesh.device_type),
         use_local_synchronization=True,
         group_desc="matrices",
@@ -346,4 +346,5 @@ def over(mesh: "DeviceMesh") -> dist.ProcessGroup | None:
 def _coordinates(mesh: "DeviceMesh", group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
     """Return the mesh coordinates of each rank of a group, or of this rank."""
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    return [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]
+    everyone = ranks_of(mesh)
+    return [tuple(int(at[0]) for at in (everyone == rank).nonzero()) for rank in ranks]

@@ -36,20 +36,17 @@ MIB = 2**20
 class MuonGroup(AdamGroup):
     """Settings of Muon that differ for some parameters; the first match applies."""
 
-    momentum: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the running gradient (default: the optimizer's)."
-    )
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Decay of the running gradient (default: the optimizer's)."""
 
 
 class AdamWPart(AdamWRule):
     """AdamW, for the parameters that Muon does not update."""
 
-    lr: float | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="Peak learning rate (default: the optimizer's)."
-    )
-    weight_decay: float | None = Field(  # type: ignore[assignment]
-        None, ge=0, description="Weight decay (default: the optimizer's)."
-    )
+    lr: float | None = Field(None, gt=0)  # type: ignore[assignment]
+    """Peak learning rate (default: the optimizer's)."""
+    weight_decay: float | None = Field(None, ge=0)  # type: ignore[assignment]
+    """Weight decay (default: the optimizer's)."""
 
     def over(self, optimizer: UpdateRule) -> AdamWRule:
         """Return this rule, with unset values taken from `optimizer`."""
@@ -64,45 +61,32 @@ class Muon(OptimizerConfig):
     multiplies_matrices: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 
-    name: Literal["Muon"] = Field("Muon", description="Name of the optimizer.")
-    roles: tuple[str, ...] = Field(
-        ("matrix",),
-        min_length=1,
-        description="Roles of the two-dimensional parameters that Muon updates; AdamW updates the "
-        "rest.",
-    )
-    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the running gradient.")
-    nesterov: bool = Field(
-        True, description="Nesterov's momentum: look a step ahead (needs momentum > 0)."
-    )
-    scale: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw",
-        description="Factor of the learning rate of a matrix: 0.2 sqrt(max(rows, columns)), which "
-        "suits rates of AdamW; or sqrt(max(1, rows / columns)), which suits rates of "
-        "about 0.02.",
-    )
-    ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz iterations per update.")
-    ns_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16",
-        description="Dtype of the iterations, and of matrices that are sent; with bfloat16, "
-        "layouts differ by rounding.",
-    )
-    whole_mib: int = Field(
-        64,
-        ge=0,
-        description="MiB of unsharded matrices of one shape that a rank updates at once; a larger "
-        "matrix is updated alone; 0: each matrix alone. As many MiB are being "
-        "received, and sent.",
-    )
-    by_head: bool = Field(
-        False,
-        description="Treat each attention head as a separate matrix: rows of queries, keys "
-        "and values, columns of the output.",
-    )
-    adamw: AdamWPart = Field(AdamWPart(), description="For parameters other than matrices.")
-    groups: tuple[MuonGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
+    name: Literal["Muon"] = "Muon"
+    """Name of the optimizer."""
+    roles: tuple[str, ...] = Field(("matrix",), min_length=1)
+    """Roles of the two-dimensional parameters that Muon updates; AdamW updates the rest."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the running gradient."""
+    nesterov: bool = True
+    """Nesterov's momentum: look a step ahead (needs momentum > 0)."""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix: 0.2 sqrt(max(rows, columns)), which suits rates of
+    AdamW; or sqrt(max(1, rows / columns)), which suits rates of about 0.02."""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations per update."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the iterations, and of matrices that are sent; with bfloat16, layouts differ by
+    rounding."""
+    whole_mib: int = Field(64, ge=0)
+    """MiB of unsharded matrices of one shape that a rank updates at once; a larger matrix is
+    updated alone; 0: each matrix alone. As many MiB are being received, and sent."""
+    by_head: bool = False
+    """Treat each attention head as a separate matrix: rows of queries, keys and values, columns of
+    the output."""
+    adamw: AdamWPart = AdamWPart()
+    """For parameters other than matrices."""
+    groups: tuple[MuonGroup, ...] = ()
+    """Settings that differ for some parameters."""
 
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         return self if parameter.role in self.roles else self.adamw.over(self)
@@ -229,21 +213,13 @@ class MuonOptimizer(torch.optim.Optimizer):
     """Muon over two-dimensional parameters, with any placement on a mesh."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        config: Muon,
-        parameters: Sequence[NamedParameter],
+        self, groups: list[dict[str, Any]], config: Muon, parameters: Sequence[NamedParameter]
     ) -> None:
         super().__init__(groups, {})
         self.config = config
         self.iterate: Callable[[Tensor, int], Tensor] = newton_schulz
         self.factors = {p.tensor: config.factor(*config.matrices(p)[0].shape) for p in parameters}
-        self.exchange = Exchange(
-            parameters,
-            config.matrices,
-            config.cost,
-            limit=config.limit,
-        )
+        self.exchange = Exchange(parameters, config.matrices, config.cost, limit=config.limit)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -16,28 +16,18 @@ from torchtitan.config import Config, Registry
 class ScheduleConfig(Config):
     """Settings of the learning rate schedule."""
 
-    name: str = Field("warmup_stable_decay", description="Name of the schedule.")
-    warmup_steps: int = Field(
-        200,
-        ge=0,
-        description="Steps of linear warm-up to the peak rate; at most all of the schedule.",
-    )
-    total_steps: int | None = Field(
-        None, ge=1, description="Length of the schedule in steps (default: training.steps)."
-    )
-    decay_ratio: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Fraction of the steps that decay, at most all after the warm-up (default: all "
-        "of these).",
-    )
-    decay_type: Literal["linear", "sqrt", "cosine"] = Field(
-        "linear", description="Shape of the decay."
-    )
-    min_lr_factor: float = Field(
-        0.0, ge=0, le=1, description="Fraction of the peak rate at which the decay ends."
-    )
+    name: str = "warmup_stable_decay"
+    """Name of the schedule."""
+    warmup_steps: int = Field(200, ge=0)
+    """Steps of linear warm-up to the peak rate; at most all of the schedule."""
+    total_steps: int | None = Field(None, ge=1)
+    """Length of the schedule in steps (default: training.steps)."""
+    decay_ratio: float | None = Field(None, ge=0, le=1)
+    """Fraction of the steps that decay, at most all after the warm-up (default: all of these)."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(0.0, ge=0, le=1)
+    """Fraction of the peak rate at which the decay ends."""
 
     def shares(self, steps: int) -> tuple[int, int]:
         """Return the number of warm-up and of decay steps; the rate is stable between them.
@@ -52,17 +42,11 @@ class ScheduleConfig(Config):
 class WarmupStableDecay(ScheduleConfig):
     """Warm-up, stable phase and decay of any length and shape."""
 
-    name: Literal["warmup_stable_decay"] = Field(
-        "warmup_stable_decay", description="Name of the schedule."
-    )
+    name: Literal["warmup_stable_decay"] = "warmup_stable_decay"
+    """Name of the schedule."""
 
 
-SCHEDULES = Registry[type[ScheduleConfig]](
-    "schedule",
-    {
-        "warmup_stable_decay": WarmupStableDecay,
-    },
-)
+SCHEDULES = Registry[type[ScheduleConfig]]("schedule", {"warmup_stable_decay": WarmupStableDecay})
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:

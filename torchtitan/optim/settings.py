@@ -26,8 +26,10 @@ Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
 class UpdateRule(Config):
     """Settings of an update rule, and the optimizer built from them."""
 
-    lr: float = Field(8e-4, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay.")
+    lr: float = Field(8e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Weight decay."""
 
     def options(self) -> dict[str, Any]:
         """Return the options of an update by their torch names; they may differ by group."""
@@ -125,20 +127,16 @@ PEAK = "peak_lr"
 class GroupConfig(Config):
     """Settings that differ for some parameters; each parameter is in the first group it matches."""
 
-    roles: tuple[str, ...] = Field(
-        (),
-        description="Roles of the parameters: embedding, matrix, norm, bias, head, or others that "
-        "the model has.",
-    )
-    names: tuple[str, ...] = Field(
-        (),
-        description="Names of the parameters, where * matches anything; with roles, a parameter "
-        "must match both.",
-    )
-    lr_factor: float = Field(1.0, ge=0, description="Factor of the learning rate.")
-    weight_decay: float | None = Field(
-        None, ge=0, description="Weight decay (default: the optimizer's)."
-    )
+    roles: tuple[str, ...] = ()
+    """Roles of the parameters: embedding, matrix, norm, bias, head, or others that the model
+    has."""
+    names: tuple[str, ...] = ()
+    """Names of the parameters, where * matches anything; with roles, a parameter must match
+    both."""
+    lr_factor: float = Field(1.0, ge=0)
+    """Factor of the learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Weight decay (default: the optimizer's)."""
 
     def matches(self, parameter: NamedParameter) -> bool:
         """Whether a parameter has one of the roles and one of the names."""
@@ -162,22 +160,17 @@ class OptimizerConfig(UpdateRule):
     sends: ClassVar[bool] = False
     """Whether ranks that share parameters communicate for an update."""
 
-    name: str = Field(description="Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS.")
-    no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = Field(
-        (), description="Parameters that are not decayed: norms (1-D parameters), embeddings."
-    )
-    groups: tuple[GroupConfig, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
-    early_step_in_backward: bool = Field(
-        False,
-        description="Update each parameter during the backward, as soon as its gradient is "
-        "complete, and free the gradient; without clipping, accumulation and skipped "
-        "steps.",
-    )
-    offload_states: bool = Field(
-        False, description="Keep the states in host memory, and compute the updates there."
-    )
+    name: str
+    """Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS."""
+    no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = ()
+    """Parameters that are not decayed: norms (1-D parameters), embeddings."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Settings that differ for some parameters."""
+    early_step_in_backward: bool = False
+    """Update each parameter during the backward, as soon as its gradient is complete, and free the
+    gradient; without clipping, accumulation and skipped steps."""
+    offload_states: bool = False
+    """Keep the states in host memory, and compute the updates there."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -244,11 +237,8 @@ class OptimizerConfig(UpdateRule):
 class Implemented(UpdateRule):
     """Settings of an optimizer with three implementations in torch."""
 
-    implementation: Literal["fused", "foreach", "for-loop"] = Field(
-        "fused",
-        description="Implementation: a fused kernel, a loop over lists of tensors, or a loop over "
-        "tensors.",
-    )
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Implementation: a fused kernel, a loop over lists of tensors, or a loop over tensors."""
 
     def how(self) -> dict[str, bool]:
         """Return the flags that select torch's implementation."""

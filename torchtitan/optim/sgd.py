@@ -15,24 +15,24 @@ from torchtitan.torch_private.optimizers import without_compiler
 class SGDGroup(GroupConfig):
     """Settings of SGD that differ for some parameters; the first match applies."""
 
-    momentum: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the running gradient (default: the optimizer's)."
-    )
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Decay of the running gradient (default: the optimizer's)."""
 
 
 class SGD(OptimizerConfig):
     """Gradient descent with optional momentum."""
 
     # torch's fused SGD does not accept FSDP's sharded parameters.
-    implementation: Literal["foreach", "for-loop"] = Field(
-        "foreach", description="Implementation: a loop over lists of tensors, or over tensors."
-    )
-    name: Literal["SGD"] = Field("SGD", description="Name of the optimizer.")
-    groups: tuple[SGDGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
-    momentum: float = Field(0.0, ge=0, lt=1, description="Decay of the running gradient.")
-    nesterov: bool = Field(False, description="Nesterov's momentum (needs momentum > 0).")
+    implementation: Literal["foreach", "for-loop"] = "foreach"
+    """Implementation: a loop over lists of tensors, or over tensors."""
+    name: Literal["SGD"] = "SGD"
+    """Name of the optimizer."""
+    groups: tuple[SGDGroup, ...] = ()
+    """Settings that differ for some parameters."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Decay of the running gradient."""
+    nesterov: bool = False
+    """Nesterov's momentum (needs momentum > 0)."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)

@@ -5,10 +5,4 @@ from torchtitan.profiling.out_of_memory import Evidence
 from torchtitan.profiling.profiler import ON_REQUEST, REQUEST_FILE, Profiler
 from torchtitan.profiling.settings import ProfilingConfig
 
-__all__ = [
-    "ON_REQUEST",
-    "REQUEST_FILE",
-    "Evidence",
-    "Profiler",
-    "ProfilingConfig",
-]
+__all__ = ["ON_REQUEST", "REQUEST_FILE", "Evidence", "Profiler", "ProfilingConfig"]

@@ -10,23 +10,20 @@ from torchtitan.config import Config, Context, Problem
 class ProfilingConfig(Config):
     """Traces and memory snapshots during training; both slow it down."""
 
-    enable_profiling: bool = Field(False, description="Write Chrome traces.")
-    save_traces_folder: str = Field(
-        "profile_traces", description="Folder of the traces, inside job.dump_folder."
-    )
-    profile_freq: int = Field(
-        10, ge=1, description="Steps between traces, and between memory snapshots."
-    )
-    profiler_active: int = Field(1, ge=1, description="Number of steps in a trace.")
-    profiler_warmup: int = Field(
-        3, ge=0, description="Steps that the profiler runs before a trace without recording."
-    )
-    enable_memory_snapshot: bool = Field(
-        False, description="Write memory snapshots, also on running out of memory (CUDA only)."
-    )
-    save_memory_snapshot_folder: str = Field(
-        "memory_snapshot", description="Folder of the memory snapshots, inside job.dump_folder."
-    )
+    enable_profiling: bool = False
+    """Write Chrome traces."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: int = Field(10, ge=1)
+    """Steps between traces, and between memory snapshots."""
+    profiler_active: int = Field(1, ge=1)
+    """Number of steps in a trace."""
+    profiler_warmup: int = Field(3, ge=0)
+    """Steps that the profiler runs before a trace without recording."""
+    enable_memory_snapshot: bool = False
+    """Write memory snapshots, also on running out of memory (CUDA only)."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots, inside job.dump_folder."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         busy = self.profiler_warmup + self.profiler_active

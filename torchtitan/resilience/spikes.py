@@ -30,26 +30,16 @@ History = dict[str, list[float]]
 class SpikesConfig(Config):
     """Conditions for skipping steps, and the reaction to many of them in a row."""
 
-    sigma: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Skip a step whose loss or gradient norm is more than this many standard "
-        "deviations above its mean over the window; 0: only if it is not finite.",
-    )
-    window: int = Field(
-        128,
-        ge=2,
-        description="Number of previous good steps over which mean and deviation are computed; "
-        "until there are that many, only non-finite steps are skipped.",
-    )
-    max_rollbacks: int = Field(
-        0,
-        ge=0,
-        description="Maximum number of rollbacks in a run: after training.max_skipped_steps in a "
-        "row, training returns to the checkpoint before them and continues with the "
-        "data after them. Beyond this number the run ends.",
-    )
+    sigma: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Skip a step whose loss or gradient norm is more than this many standard deviations above its
+    mean over the window; 0: only if it is not finite."""
+    window: int = Field(128, ge=2)
+    """Number of previous good steps from which mean and deviation are computed; until there are
+    that many, only non-finite steps are skipped."""
+    max_rollbacks: int = Field(0, ge=0)
+    """Maximum number of rollbacks in a run: after training.max_skipped_steps in a row, training
+    returns to the checkpoint before them and continues with the data after them. Beyond this number
+    the run ends."""
 
 
 class Usual(NamedTuple):

@@ -5,11 +5,6 @@ from torchtitan.data.batch import Batch
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.tasks.task import Task
 
-TASKS = Registry[type[Task]](
-    "task",
-    {
-        "next_token": NextToken,
-    },
-)
+TASKS = Registry[type[Task]]("task", {"next_token": NextToken})
 
 __all__ = ["TASKS", "Batch", "NextToken", "Task"]

@@ -10,9 +10,9 @@ Special tokens have no bytes, but their loss counts: a model has to know where a
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchtitan.config import ConfigError
 from torchtitan.data import (
+    BatchStream,
     DataConfig,
     Tokenizer,
     check_local,
@@ -32,12 +33,21 @@ from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.token_bytes import BytesUnknown
+from torchtitan.data.tokens.mixed_sources import (
+    check_way,
+    open_token_sources,
+    shards_of,
+    untokenized,
+)
+from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.logging import logger
 from torchtitan.losses import IGNORED, cross_entropy, vocabulary_parallel_cross_entropy
 from torchtitan.models.settings import ModelConfig, TextConfig
 from torchtitan.tasks.task import LossFunction, Task
 
 AHEAD = ("ahead_tokens", "ahead_targets")
+PADDING = 128
+"""Number of tokens in a document of padding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +60,14 @@ class TokenBatch(Batch):
     positions: Tensor
     """Position of each token in its sequence."""
     documents: Tensor | None = None
-    """Document of each token in its sequence: 0, 1, ...; None: attention does not need it."""
+    """Document of each token in its sequence: 0, 1, ..., negative for padding; None: attention does
+    not need it. On the host, where attention reads its boundaries without waiting for a device."""
     ahead_tokens: Tensor | None = None
     """Tokens that follow each, as far as auxiliary losses need: (B, S, A); 0 beyond the end."""
     ahead_targets: Tensor | None = None
     """Target of each of `ahead_tokens`: (B, S, A); -100 beyond the end, or in another document."""
+
+    on_host: ClassVar = frozenset({"documents"})
 
     @property
     def inputs(self) -> Tensor:
@@ -89,6 +102,8 @@ class PackedTokens:
     """Whether a batch has the document of each token."""
     ahead: int = 0
     """Number of tokens after the next that a batch provides for each."""
+    vocab_size: int | None = None
+    """Size of the model's vocabulary. Default: that of the tokenizer."""
 
     @property
     def identity(self) -> Identity:
@@ -97,22 +112,39 @@ class PackedTokens:
             "tokenizer": self.tokenizer.fingerprint,
             "add_bos": self.add_bos,
             "add_eos": self.add_eos,
+            "bos": self.tokenizer.bos,
+            "eos": self.tokenizer.eos,
         }
 
     def lane(self, number: int, documents: Iterator[Document], start: SampleStart | None) -> Lane:
         """Open a lane at its saved state."""
-        rows = tokenized(documents, self.tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
+        rows = tokenized(
+            *(documents, self.tokenizer),
+            add_bos=self.add_bos,
+            add_eos=self.add_eos,
+            vocab_size=self.vocab_size,
+        )
         return Lane(number, rows, self.seq_len, start)
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Join samples into a batch."""
-        tokens = _stacked([sample.tokens for sample in samples])
-        documents = _stacked([sample.documents for sample in samples])
+        targets = _stacked([sample.tokens[1:] for sample in samples])
+        for row, sample in zip(targets, samples, strict=True):
+            if sample.documents[-1] == ENDED:  # padding is at the end
+                row[torch.from_numpy(sample.documents[1:] == ENDED)] = IGNORED
+            if places := [place - 1 for place in sample.repeated if place]:
+                row[places] = IGNORED
+        positions = torch.arange(self.seq_len).repeat(len(samples), 1)
+        documents = None
+        if self.has_documents:
+            documents = _stacked([sample.documents[:-1] for sample in samples])
+            # In one piece, padding would cost as much attention as a document of its length.
+            documents = torch.where(documents == ENDED, ENDED - positions // PADDING, documents)
         batch = TokenBatch(
-            tokens=tokens[:, :-1].contiguous(),
-            targets=tokens[:, 1:].masked_fill(documents[:, 1:] == ENDED, IGNORED),
-            positions=torch.arange(self.seq_len).repeat(len(samples), 1),
-            documents=documents[:, :-1].contiguous() if self.has_documents else None,
+            tokens=_stacked([sample.tokens[:-1] for sample in samples]),
+            targets=targets,
+            positions=positions,
+            documents=documents,
         )
         return look_ahead(batch, self.ahead) if self.ahead else batch
 
@@ -135,7 +167,7 @@ def _later(rows: Tensor, positions: int, beyond: int) -> Tensor:
 
 
 def _stacked(rows: Sequence[Any]) -> Tensor:
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
+    return torch.from_numpy(np.stack(rows, dtype=np.int64))
 
 
 class NextToken(Task):
@@ -149,13 +181,23 @@ class NextToken(Task):
         assert isinstance(model, TextConfig), "the settings of a text model are a TextConfig"
         self.tokenizer = load_tokenizer(model.tokenizer_path)
         check_vocabulary(self.tokenizer, args.vocab_size)
-        self.has_documents = model.attn_mask_type == "block_causal"
+        self.vocab_size: int = args.vocab_size
+        self.has_documents = model.separates_documents
         self.ahead: int = getattr(args, "ahead", 0)
         self._bytes: Tensor | None = None
 
     @classmethod
     def units(cls, seq_len: int) -> int:
         return seq_len
+
+    @classmethod
+    def blank_batch(cls, size: int, seq_len: int, args: Any, has_documents: bool) -> TokenBatch:
+        """Return texts of zeros, each a single document."""
+        tokens, targets, positions, documents = torch.zeros(4, size, seq_len, dtype=torch.int64)
+        batch = TokenBatch(tokens, targets, positions, documents if has_documents else None)
+        ahead = getattr(args, "ahead", 0)
+        batch = look_ahead(batch, ahead) if ahead else batch
+        return batch._map(torch.Tensor.clone)  # with a storage for each tensor
 
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> PackedTokens:
         if config.add_bos and self.tokenizer.lost_bos:
@@ -164,23 +206,57 @@ class NextToken(Task):
             *(self.tokenizer, seq_len, config.add_bos, config.add_eos),
             has_documents=self.has_documents,
             ahead=self.ahead,
+            vocab_size=self.vocab_size,
         )
+
+    def open_stream(
+        self,
+        config: DataConfig,
+        *,
+        seed: int,
+        seq_len: int,
+        once: bool = False,
+        steps: int | None = None,
+        **part: Any,
+    ) -> BatchStream:
+        check_way(config)
+        sources = open_token_sources(config, self.tokenizer, self.vocab_size)
+        if sources is None:
+            return super().open_stream(config, seed=seed, seq_len=seq_len, once=once, **part)
+        packing = self.packing(config, seq_len, seed)
+        run = partial(TokenStream, seq_len=seq_len, seed=seed, steps=steps, once=once)
+        return run(config, sources, packing, **part)
+
+    def is_tokenized(self, config: DataConfig) -> bool:
+        return bool(config.sources) or shards_of(config) is not None
+
+    def unprepared(self, config: DataConfig) -> list[str]:
+        return untokenized(config, self.tokenizer)
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
         return open_source(config, self.tokenizer, seed=seed)
 
     @classmethod
     def check_files(cls, config: DataConfig) -> None:
-        check_local(config)
+        check_way(config)
+        if shards_of(config) is None:
+            check_local(config)
 
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, TokenBatch)
         return preview(batch, self.tokenizer)
 
-    def reference(self, config: DataConfig, seed: int) -> str | None:
+    def reference(
+        self, config: DataConfig, seed: int, open_stream: Callable[[], BatchStream]
+    ) -> str | None:
         if not config.report_unigram_loss:
             return None
-        loss = unigram_loss(self.open_source(config, seed), self.tokenizer)
+        if self.is_tokenized(config):
+            # Padding, which is token 0, is no target.
+            targets = (batch.targets[batch.targets != IGNORED] for batch in open_stream())
+            loss = entropy(self.vocab_size, targets)
+        else:
+            loss = unigram_loss(self.open_source(config, seed), self.tokenizer)
         return f"a unigram model of this text has loss {loss:.3f}"
 
     @classmethod
@@ -238,13 +314,23 @@ def unigram_loss(source: Source, tokenizer: Tokenizer, max_tokens: int = 2**20) 
     """Return the nats per token of a model that knows only the frequency of each token.
 
     It is the entropy of the tokens of the first documents, about `max_tokens` of them, BOS and EOS
-    included: H = -sum p log p.
+    included.
     """
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
     documents = source.read({0: None}, 1)[0]
-    for _, tokens in tokenized(documents, tokenizer, add_bos=True, add_eos=True):
-        counts += np.bincount(tokens, minlength=len(counts))
-        if counts.sum() >= max_tokens:
+    found = tokenized(documents, tokenizer, add_bos=True, add_eos=True)
+    return entropy(tokenizer.vocab_size, (tokens for _, tokens in found), max_tokens)
+
+
+def entropy(vocab_size: int, tokens: Iterable[Any], max_tokens: int = 2**20) -> float:
+    """Return the entropy of the first `max_tokens` tokens, in nats: H = -sum p log p.
+
+    Args:
+        tokens: arrays of them; an empty one is the end.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for part in tokens:
+        counts += np.bincount(part, minlength=len(counts))
+        if not len(part) or counts.sum() >= max_tokens:
             break
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.data import DataConfig, DataStream, build_stream, open_source
+from torchtitan.data import BatchStream, DataConfig, build_stream, open_source
 from torchtitan.data.batch import Batch
 from torchtitan.data.order import Once, Source
 from torchtitan.data.stream import Packing
@@ -59,6 +59,11 @@ class Task:
         """Return the maximum number of units of a sample."""
         return 1
 
+    @classmethod
+    def blank_batch(cls, size: int, seq_len: int, args: Any, has_documents: bool) -> Batch:
+        """Return a microbatch of `size` samples of zeros on the host, for estimates."""
+        raise NotImplementedError
+
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> Packing:
         """Return the conversion of documents to samples, and of samples to batches.
 
@@ -72,13 +77,21 @@ class Task:
         return open_source(config, None, seed=seed)
 
     def open_stream(
-        self, config: DataConfig, *, seed: int, seq_len: int, once: bool = False, **part: Any
-    ) -> DataStream:
+        self,
+        config: DataConfig,
+        *,
+        seed: int,
+        seq_len: int,
+        once: bool = False,
+        steps: int | None = None,
+        **part: Any,
+    ) -> BatchStream:
         """Open the stream of one data-parallel rank; `part` is for `build_stream`.
 
         Args:
             once: read each document once; the stream is still endless, but without targets at the
                 end.
+            steps: length of the run; None if unknown.
         """
         source = self.open_source(config, seed)
         packing = self.packing(config, seq_len, seed)
@@ -99,12 +112,26 @@ class Task:
             ConfigError: if they cannot be read, with the reason.
         """
 
+    def is_tokenized(self, config: DataConfig) -> bool:
+        """Whether the section reads tokens that are stored, or are when the run starts."""
+        return False
+
+    def unprepared(self, config: DataConfig) -> list[str]:
+        """Return the names of sources that are converted to tokens when the run starts.
+
+        Raises:
+            ConfigError: if they cannot be read.
+        """
+        return []
+
     @classmethod
     def left_out(cls, config: DataConfig) -> str | None:
         """Return the metric that counts skipped documents; None if none are ever skipped."""
         return None
 
-    def reference(self, config: DataConfig, seed: int) -> str | None:
+    def reference(
+        self, config: DataConfig, seed: int, open_stream: Callable[[], BatchStream]
+    ) -> str | None:
         """Describe a baseline loss that needs no model, if the recipe requests it."""
         return None
 
@@ -154,8 +181,8 @@ def previewed(
     batches: Iterator[Batch], task: Task, is_resumed: Callable[[], bool]
 ) -> Iterator[Batch]:
     """Yield the batches, logging the first sample of the first one; for debugging on a resume."""
-    first, level = next(batches), logging.DEBUG if is_resumed() else logging.INFO
+    first, level = [next(batches)], logging.DEBUG if is_resumed() else logging.INFO
     if logger.isEnabledFor(level):
-        logger.log(level, "first %s: %s", task.sample, task.preview(first))
-    yield first
+        logger.log(level, "first %s: %s", task.sample, task.preview(first[0]))
+    yield first.pop()  # a variable would keep it
     yield from batches

@@ -1,16 +1,14 @@
 """Validate a recipe without starting anything; print its mistakes, or its size and batch."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from torchtitan import config
-from torchtitan.checks import load_job, section_problems
-from torchtitan.checks.memory_limits import SMALLER, of_rank, room
+from torchtitan.checks import TOKENIZER, load_job, section_problems
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
@@ -20,19 +18,25 @@ from torchtitan.config import (
     print_error,
     print_message,
 )
-from torchtitan.device import GIB, Device, pick
+from torchtitan.device import Device, DeviceType, pick
+from torchtitan.estimate.fitting import in_words, misfits, peak_of, remedy, room
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import describe_rules, name_parameters
 from torchtitan.parallel import stages
-from torchtitan.parts import resume_policy
+from torchtitan.parts import open_task, resume_policy
 from torchtitan.provenance import to_toml
 from torchtitan.tasks import TASKS
-from torchtitan.tools.options import Choice, Count, Recipe, RecipeVerb, number, verb
-from torchtitan.train import problems_of_files, problems_of_task, require_recipe
-
-TOKENIZER = "model.tokenizer_path"
+from torchtitan.tools.options import Choice, Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
+from torchtitan.train import (
+    problems_of_files,
+    problems_of_stream,
+    problems_of_task,
+    require_recipe,
+)
 
 app = verb()
 
@@ -49,12 +53,7 @@ def check(
     ] = None,
     device_memory: Annotated[
         float | None,
-        typer.Option(
-            parser=number("GiB, a number > 0", lambda found: found > 0),
-            metavar="GIB",
-            help="Refuse a recipe whose estimated memory per rank exceeds that of a device.",
-            show_default=False,
-        ),
+        DeviceMemory("Refuse a recipe whose planned memory per rank exceeds that of a device."),
     ] = None,
     here: Annotated[
         bool,
@@ -72,13 +71,14 @@ def check(
         return 0
     path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
     require_recipe(path, flags, "check")
-    device = device or pick().type
+    chosen, device = device, device or pick().type
 
-    def load(
-        ranks: int | None, *more: str, exempt: Sequence[str] = (TOKENIZER,)
-    ) -> config.Recipe[JobConfig]:
+    def elsewhere(ranks: int, more: Sequence[str]) -> JobConfig:
+        return load_job(path, [*flags, *more], ranks, device, exempt=(TOKENIZER,)).config
+
+    def load(ranks: int | None, exempt: Sequence[str] = (TOKENIZER,)) -> config.Recipe[JobConfig]:
         local = (ranks or sys.maxsize) if here else None
-        words = (path, [*flags, *more], ranks, device)
+        words = (path, flags, ranks, device)
         return load_job(*words, is_here=here, local_ranks=local, exempt=exempt)
 
     try:
@@ -87,20 +87,45 @@ def check(
         load(world_size, exempt=())  # reports the tokenizer too
         raise
     job, ranks = found.config, world_size or found.config.parallelism.least_ranks
+    if here:
+        found.refuse(misfits(job, ranks, ranks, device, elsewhere))
     sections = section_problems(job, job, PlannedWorld(world_size, device))
     missing = [problem for problem in sections if problem.path == TOKENIZER]
     # The facts are printed even so, since downloading a tokenizer may need a permission.
     wrong = [found.line(problem) for problem in (*missing, *problems_of_files(job))]
     wrong += map(found.line, [] if wrong else problems_of_task(job))
-    if device_memory:
-        wrong += excess(device_memory, ranks, load)
+    untokenized = [] if wrong else open_task(job).unprepared(job.data)
+    wrong += map(
+        found.line, [] if wrong or untokenized else problems_of_stream(job, ranks, is_new=True)
+    )
+    planned: Plan | str = ""
+    if device_memory or not resolved:
+        with progress(f"planning {ranks:,} ranks") as count:
+            on = device if here else chosen
+            planned = plan_or_reason(job, ranks, on, device_memory, count)
+    if device_memory and isinstance(planned, str):
+        wrong += [f"--device-memory: got {device_memory:g}; {planned}"]
+    elif device_memory and isinstance(planned, Plan) and not planned.fits:
+        with progress("looking for changes after which it fits"):
+            fix = remedy(planned, elsewhere)
+        needs = f"{peak_of(planned).device:.1f} GiB"
+        wrong += [
+            f"--device-memory: got {device_memory:g}; a rank takes {needs} by its plan; {fix}"
+        ]
     notices = found.notices
+    if untokenized:
+        named = ", ".join(untokenized)
+        notices += (
+            f"data.sources: the run tokenizes {named} first; until then the amounts of "
+            "tokens are not checked",
+        )
     if here and device == pick().type == "cpu":  # of CUDA devices none is this process's own
-        notices += map(found.line, room(job, ranks, ranks, Device("cpu")))
+        peak = peak_of(planned) if isinstance(planned, Plan) else None
+        notices += map(found.line, room(job, ranks, ranks, Device("cpu"), peak))
     start = [] if missing else beginning(found, here)
     if wrong:
         print_error(RecipeError(wrong))
-    facts = [*summary(job, world_size, not wrong), *start]
+    facts = [*summary(job, world_size, planned, not wrong), *start]
     # In one piece, so that `| head` does not close the pipe in between.
     print(to_toml(job) if resolved else "".join(f"{line}\n" for line in facts), end="")
     for notice in notices:
@@ -108,33 +133,50 @@ def check(
     return 2 if wrong else 0
 
 
-def excess(
-    limit: float, ranks: int, load: Callable[..., config.Recipe[JobConfig]]
-) -> Iterator[str]:
-    """Yield the mistake that a rank takes more than `limit` GiB, with what takes less."""
+def plan_or_reason(
+    job: JobConfig,
+    ranks: int,
+    device_type: str | None,
+    capacity_gib: float | None,
+    count: Callable[[int], None],
+) -> Plan | str:
+    """Plan a recipe for the hardware that it states, or for another type of device.
 
-    def taken(ranks: int, *flags: str) -> float:
-        try:
-            needs = of_rank(load(ranks, *flags).config, ranks)
-        except RecipeError:
-            needs = None
-        return needs.estimate().on_device / GIB if needs else math.inf
+    Returns the reason if it cannot be planned.
+    """
+    try:
+        stated = job.job.hardware
+        hardware = find_hardware(stated, "job.hardware") if stated else None
+        if hardware and device_type not in (None, hardware.device_type):
+            hardware = None
+        return plan(
+            job,
+            ranks,
+            hardware,
+            device_type=cast(DeviceType, device_type or pick().type),
+            capacity_gib=capacity_gib,
+            count=count,
+        )
+    except RecipeError as error:
+        return error.lines[0]
 
-    held = taken(ranks)
-    if held <= limit:
-        return
-    recomputed, single = "--activation_checkpoint.mode full", "--training.local_batch_size 1"
-    less = [(ranks, flags) for flags in (recomputed, single, f"{recomputed} {single}")]
-    more = [(ranks << n, flags) for flags in ("", recomputed) for n in range(1, 11)]
-    uses = []
-    for choices in (less, more):
-        for on, flags in choices:
-            if (size := taken(on, *flags.split())) <= limit:
-                words = f"--world-size {on} {flags}" if on > ranks else flags
-                uses.append(f"{words.strip()} ({size:.1f} GiB)")
-                break
-    fix = f"use {', or '.join(uses)}" if uses else SMALLER
-    yield f"--device-memory: got {limit:g}; a rank takes about {held:.1f} GiB; {fix}"
+
+def memory(planned: Plan | str) -> str:
+    """Describe the memory of the fullest rank."""
+    if isinstance(planned, str):
+        return f"planned memory: unknown, as {planned}"
+    of, device = "of the fullest rank" if len(planned.kinds) > 1 else "of a rank", planned.hardware
+    room, capacity, fits = planned.room_gib, planned.capacity_gib, ""
+    if room is not None:
+        fits = f"; {room:.1f} of {capacity:.1f} remain"
+        if room < 0:
+            fits = f"; it does not fit: {-room:.1f} too much for {capacity:.1f}"
+    outside = f", {planned.outside_gib:.1f} outside the allocator" if planned.outside_gib else ""
+    return (
+        f"planned memory {of} on {device.name if device else planned.device_type}: "
+        f"{planned.allocated_gib.value:.1f} GiB allocated, {planned.reserved_gib.value:.1f} "
+        f"reserved{outside} ({in_words(planned.by_kind_gib)}){fits}"
+    )
 
 
 def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
@@ -159,7 +201,9 @@ def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
     return [f"{what} {start.path}", *start.changes]
 
 
-def summary(job: JobConfig, world_size: int | None, is_valid: bool = True) -> Iterator[str]:
+def summary(
+    job: JobConfig, world_size: int | None, planned: Plan | str, is_valid: bool = True
+) -> Iterator[str]:
     """Summarize a recipe: ranks, model, memory, batch."""
     ranks = world_size or job.parallelism.least_ranks
     degrees, t = job.degrees(ranks), job.training
@@ -174,9 +218,7 @@ def summary(job: JobConfig, world_size: int | None, is_valid: bool = True) -> It
         f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"
     )
-    if needs := of_rank(job, ranks):
-        least = f"{needs.least().total / GIB:.1f} GiB"
-        yield f"estimated memory per rank: {needs.estimate()}; lower bound: {least}"
+    yield memory(planned)
     yield (
         f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} per optimizer step: "
         f"{job.local_batch(degrees)} at a time x {job.accumulation(degrees)} accumulated x "

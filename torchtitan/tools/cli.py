@@ -21,17 +21,13 @@ from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
-from torchtitan.tools.commands import (
-    CompletedVerb,
-    CompletionTable,
-    VerbGroup,
-    cached_table,
-)
+from torchtitan.tools.commands import CompletedVerb, CompletionTable, VerbGroup, cached_table
 
 VERBS: Final = {
     "Train": {"train": "train"},
     "Recipes": {
         "check": "check",
+        "plan": "plan.command",
         "compare": "compare.command",
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",
@@ -46,11 +42,11 @@ VERBS: Final = {
         "profile": "profile",
         "trace": "trace",
     },
-    "Weights, checkpoints, tokenizers": {
+    "Data": {"data": "data.command", "tokenizer": "tokenizer"},
+    "Weights, checkpoints": {
         "checkpoint": "checkpoint",
         "generate": "generate",
         "evaluate": "evaluate.command",
-        "tokenizer": "tokenizer",
     },
 }
 """The module of each verb, in the groups that `torchtitan --help` shows."""

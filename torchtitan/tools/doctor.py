@@ -60,9 +60,7 @@ class Finding(NamedTuple):
 
 
 @app.command(cls=Verb, help=__doc__)
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
     device = pick()
     found = [*versions(), *devices(device), *backends(device), *features(device), *system(device)]
     if as_json:

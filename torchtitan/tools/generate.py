@@ -36,10 +36,9 @@ def generate(
     samples: Annotated[int, Count("Number of samples per prompt (default: 1).")] = 1,
     temperature: Annotated[
         float,
-        typer.Option(
+        Text(
+            *("X", "Divisor of the logits; 0: always take the most likely token (default: 1)."),
             parser=TEMPERATURE,
-            metavar="X",
-            help="Divisor of the logits; 0: always take the most likely token (default: 1).",
         ),
     ] = 1.0,
     top_k: Annotated[
@@ -47,13 +46,12 @@ def generate(
     ] = None,
     top_p: Annotated[
         float,
-        typer.Option(
+        Text(
+            *("X", "Sample from the most likely tokens with this total probability (default: 1)."),
             parser=SHARE,
-            metavar="X",
-            help="Sample from the most likely tokens with this total probability (default: 1).",
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed (default: 0).")] = 0,
+    seed: Annotated[int, Text("N", "Random seed (default: 0).")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     format: Format = None,
     model: Model = None,

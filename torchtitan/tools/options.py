@@ -1,7 +1,9 @@
 """Options that the verbs of the command line share, and the flags of a recipe."""
 
 import importlib
-from collections.abc import Callable, Collection, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,6 +119,21 @@ def import_modules(names: Iterable[str], where: str) -> None:
             raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None
 
 
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal that work is in progress; the value shows the number of recorded ranks."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    def show(recorded: int) -> None:
+        status.update(f"{what}: {recorded} recorded")
+
+    with Console(stderr=True).status(what) as status:
+        yield show
+
+
 def verb(**settings: Any) -> typer.Typer:
     """A verb, or a group of verbs."""
     return typer.Typer(cls=VerbGroup, add_completion=False, **settings)
@@ -124,7 +141,13 @@ def verb(**settings: Any) -> typer.Typer:
 
 def Count(help: str, metavar: str = "N") -> Any:
     """An option that is an integer above 0."""
-    return typer.Option(parser=count, metavar=metavar, help=help)
+    return Text(metavar, help, parser=count)
+
+
+def DeviceMemory(help: str) -> Any:
+    """An option that is the memory of a device in GiB."""
+    read = number("GiB, a number > 0 and <= 8192", lambda found: 0 < found <= 8192)
+    return typer.Option(parser=read, metavar="GIB", help=help, show_default=False)
 
 
 def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
@@ -138,9 +161,9 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
     )
 
 
-def Text(metavar: str, help: str, *spellings: str) -> Any:
-    """An option that is any text."""
-    return typer.Option(*spellings, metavar=metavar, help=help)
+def Text(metavar: str, help: str, *spellings: str, **settings: Any) -> Any:
+    """An option that is any text, or what its `parser` makes of it."""
+    return typer.Option(*spellings, metavar=metavar, help=help, **settings)
 
 
 Recipe = Annotated[

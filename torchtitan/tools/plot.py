@@ -15,7 +15,7 @@ import typer
 
 from torchtitan.config import ConfigError
 from torchtitan.tools.history import Row, RunHistory
-from torchtitan.tools.options import Verb, verb
+from torchtitan.tools.options import Text, Verb, verb
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 48, 620, 20, 316
 COLORS: Final = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
@@ -34,26 +34,18 @@ def plot(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="File to write (default: loss.svg in the first run's folder).",
+        Text(
+            *("FILE", "File to write (default: loss.svg in the first run's folder)."),
+            *("--output", "-o"),
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Metric to plot, such as grad_norm; may be repeated (default: loss).",
-        ),
+        Text("KEY", "Metric to plot, such as grad_norm; may be repeated (default: loss)."),
     ] = None,
     reference: Annotated[
         float | None,
-        typer.Option(
-            metavar="LOSS",
-            help="Loss to compare with, drawn as a line, such as the unigram loss.",
-        ),
+        Text("LOSS", "Loss to compare with, drawn as a line, such as the unigram loss."),
     ] = None,
 ) -> None:
     metrics = metric or ["loss"]

@@ -15,8 +15,7 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def trace(
     folder: Annotated[
-        Path,
-        typer.Argument(help="Folder of a run (job.dump_folder), or of its traces: outputs/x."),
+        Path, typer.Argument(help="Folder of a run (job.dump_folder), or of its traces: outputs/x.")
     ],
 ) -> None:
     traces = RunHistory(folder).rank_traces_folder

@@ -57,8 +57,7 @@ def train(
         str | None, Launched("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
     ] = None,
     max_restarts: Annotated[
-        int | None,
-        Launched("N", f"Restarts after failures (default: {SAVES}).", integer(0)),
+        int | None, Launched("N", f"Restarts after failures (default: {SAVES}).", integer(0))
     ] = None,
     rejoin_minutes: Annotated[
         float | None,
@@ -70,8 +69,7 @@ def train(
         ),
     ] = None,
     log_rank: Annotated[
-        str | None,
-        Launched("N", "Ranks of this node whose output is shown: 0,1 (default: 0)."),
+        str | None, Launched("N", "Ranks of this node whose output is shown: 0,1 (default: 0).")
     ] = None,
 ) -> int:
     words = [*([recipe] if recipe else []), *context.args]

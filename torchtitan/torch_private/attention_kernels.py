@@ -25,7 +25,7 @@ def attention_forward(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=bias
         )
-    elif _flash_can(q, bias):
+    elif bias is None and flash_can(q.dtype, q.shape[-1]):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
     else:
         keys, values, bias = _for_efficient(q, k, v, bias)
@@ -59,7 +59,7 @@ def attention_backward(
         )
         return grads[0], grads[1], grads[2]
     no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)  # in place of a random state
-    if _flash_can(q, bias):
+    if bias is None and flash_can(q.dtype, q.shape[-1]):
         # The kernel assumes without a check that `lse` is contiguous.
         grads = aten._scaled_dot_product_flash_attention_backward(
             *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]),
@@ -79,8 +79,10 @@ def attention_backward(
     return grad_q, grad_k.unflatten(1, heads).sum(2), grad_v.unflatten(1, heads).sum(2)
 
 
-def _flash_can(q: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and q.dtype in (torch.bfloat16, torch.float16)
+def flash_can(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash kernel takes heads of `head_dim` elements, without a bias."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and head_dim % 8 == 0 and head_dim <= 256
 
 
 def _for_efficient(

@@ -1,5 +1,6 @@
 """Process groups and collectives, whose names differ between versions of torch."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,8 @@ def set_timeout(group: ProcessGroup | None, timeout: timedelta) -> None:
 
 def timeout_of(group: ProcessGroup, device_type: str) -> timedelta:
     """Return the time limit of collectives of `group`."""
-    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    options = group._get_backend(torch.device(device_type)).options
+    timeout: timedelta = options._timeout if options else dist.default_pg_timeout
     return timeout
 
 
@@ -52,17 +54,17 @@ def max_over(tensor: Tensor, group_name: str) -> Tensor:
     return largest
 
 
-def columns_to_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def columns_to_rows(tensor: Tensor, group: ProcessGroup, widths: Sequence[int]) -> Tensor:
     """Redistribute a matrix from sharded columns to sharded rows.
 
     Args:
         tensor: (rows, this rank's columns); all ranks have the same rows, and columns in order.
+        widths: number of columns of each rank.
 
     Returns:
         (this rank's share of the rows, columns of all ranks)
     """
-    columns = all_gather(tensor.new_tensor([tensor.shape[1]], dtype=torch.int64), group).flatten()
-    widths = [int(width) for width in columns.tolist()]
+    assert tensor.shape[1] == widths[group.rank()], f"{tensor.shape[1]} columns of {widths}"
     rows = [len(part) for part in tensor.tensor_split(len(widths))]
     mine = rows[group.rank()]
     got = tensor.new_empty(mine * sum(widths))

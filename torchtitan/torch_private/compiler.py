@@ -2,14 +2,17 @@
 
 import os
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 
 def any_number_of_shapes() -> AbstractContextManager[None]:
@@ -96,6 +99,83 @@ def set_activation_memory_budget(budget: float) -> None:
     # From torch 2.13 on, a DTensor's mesh is an input of the graph, of negligible size.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def compile_until_code(
+    receive: Callable[[GraphModule, bool], Callable[[list[Any]], list[Any]]],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Return a backend of torch.compile that compiles as inductor does, but generates no code.
+
+    Args:
+        receive: makes a function of its inputs from each graph, and whether it is the backward.
+        options: inductor's.
+    """
+    with warnings.catch_warnings():  # what torch deprecates of its own
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._functorch import config as autograd
+        from torch._functorch import partitioners
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.output_code import OutputCode
+
+    class Received(OutputCode):
+        def __init__(self, graph: GraphModule, is_backward: bool) -> None:
+            self.run = receive(graph, is_backward)
+            self._boxed_call = True  # it takes a list, and empties it
+
+        def __call__(self, inputs: Any) -> Any:
+            return self.run(inputs)
+
+        def post_compile(self, *_: Any) -> None:
+            """Do nothing."""
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None:
+            """Do nothing."""
+
+    def receive_graph(
+        graph: GraphModule, *_: Any, is_backward: bool = False, **__: Any
+    ) -> OutputCode:
+        with without_modes():
+            if merge := options.get("post_grad_custom_post_pass"):
+                merge(graph.graph)
+            return Received(graph, is_backward)
+
+    def without_states(joint: Any, forward: Any, backward: Any, *_: Any) -> Any:
+        return forward, backward
+
+    def backend(graph: GraphModule, inputs: list[Any]) -> Any:
+        # The states of generators, with which dropout is recomputed, are small.
+        with (
+            mock.patch.object(partitioners, "functionalize_rng_ops", without_states),
+            autograd.patch(enable_autograd_cache=False),
+        ):
+            return compile_fx(graph, inputs, receive_graph, dict(options))
+
+    return backend
+
+
+@contextmanager
+def forgotten_compilations() -> Iterator[None]:
+    """Forget the compilations of this context at its end, and do not count them."""
+    from torch._dynamo import reset, utils
+
+    counts = {topic: Counter(counter) for topic, counter in utils.counters.items()}
+    metrics = [*utils._compilation_metrics]
+    try:
+        yield
+    finally:
+        reset()
+        utils.counters.clear()
+        utils.counters.update(counts)
+        utils._compilation_metrics.clear()
+        utils._compilation_metrics.extend(metrics)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Leave all dispatch modes within this context."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def counts_once_where_recomputed() -> bool:

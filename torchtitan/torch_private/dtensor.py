@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -34,6 +37,12 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     model._apply(empty)  # type: ignore[no-untyped-call]
+
+
+def ranks_of(mesh: DeviceMesh) -> "NDArray[np.int64]":
+    """Return the rank at each coordinate of a mesh, also where tensors have no values."""
+    with _disable_current_modes():
+        return mesh.mesh.numpy()
 
 
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:

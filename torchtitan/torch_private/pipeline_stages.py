@@ -1,10 +1,12 @@
 """Private parts of torch's pipeline schedules and stages."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 
 def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[int, list[str]]:
@@ -52,6 +54,93 @@ def _inside(
     return timed
 
 
+def mark_actions(stage: Any, mark: Callable[[int, str, int], None]) -> None:
+    """Call `mark` with the stage, the kind and the microbatch at the start of each action."""
+
+    def marked(method: str, kind: Callable[[bool], str]) -> None:
+        function = getattr(stage, method)
+
+        def run(number: int, *args: Any, **settings: Any) -> Any:
+            mark(stage.stage_index, kind(settings.get("full_backward", True)), number)
+            return function(number, *args, **settings)
+
+        setattr(stage, method, run)
+
+    marked("forward_one_chunk", lambda _: "F")
+    marked("backward_one_chunk", lambda is_full: "B" if is_full else "I")
+    marked("backward_weight_one_chunk", lambda _: "W")
+
+
+@contextmanager
+def kept_messages(before_wait: Callable[[], None]) -> Iterator[None]:
+    """Keep the tensors that a schedule sends until it waits for them, as real process groups do.
+
+    Schedules with several stages per rank wait for all of them at the end of a pass.
+    """
+    from torch.distributed.pipelining import schedules
+
+    batch: Any = schedules._batch_p2p
+
+    def keeping(operations: Any, *args: Any, **settings: Any) -> list[Any]:
+        kept = [each.tensor for each in operations]
+        works = batch(operations, *args, **settings)
+        return [*works, SimpleNamespace(wait=before_wait, tensors=kept)] if works else works
+
+    with mock.patch.object(schedules, "_batch_p2p", keeping):
+        yield
+
+
+def mark_reductions(stage: Any, mark: Callable[[Any], None], mark_end: Callable[[], None]) -> None:
+    """Call `mark` with each unit of FSDP2 before its gradients are reduced at the end.
+
+    `mark_end` is called when the default stream has waited for all of them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    reduce_all = stage.perform_reduce_grad
+
+    def run(*args: Any) -> None:
+        with ExitStack() as patched:
+            for module in stage.submod.modules():
+                state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+                if state and (group := state._fsdp_param_group) is not None:
+                    reduced = partial(_after, partial(mark, module), group.post_backward)
+                    patched.enter_context(mock.patch.object(group, "post_backward", reduced))
+            reduce_all(*args)
+        if isinstance(stage.submod, FSDPModule):
+            mark_end()
+
+    stage.perform_reduce_grad = run
+
+
+def _after(first: Callable[[], None], then: Callable[..., Any], *args: Any) -> Any:
+    first()
+    return then(*args)
+
+
+def buffers(stage: Any) -> dict[int, list[Any]]:
+    """Return the buffers in which a stage receives, by microbatch; none before its first step."""
+    found: dict[int, list[Any]] = {}
+    for number, messages in (*stage.args_recv_info.items(), *stage.grad_recv_info.items()):
+        found.setdefault(number, []).extend(
+            each.buffer for each in messages if getattr(each, "buffer", None) is not None
+        )
+    return found
+
+
+def abridge(schedule: Any, orders: Mapping[int, Sequence[str]], microbatches: int) -> None:
+    """Let a schedule run the actions of all ranks in `orders`, of few microbatches."""
+    schedule._n_microbatches = microbatches
+    if hasattr(schedule, "_prepare_schedule_with_comms"):
+        from torch.distributed.pipelining.schedules import _Action
+
+        schedule._prepare_schedule_with_comms(
+            {rank: [_Action.from_str(each) for each in row] for rank, row in orders.items()}
+        )
+    else:  # one stage per rank: 1F1B has a forward for each later stage before its first backward
+        schedule._num_stages = min(schedule._num_stages, schedule._stage.stage_index + 2)
+
+
 def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any:
     """Build a pipeline schedule over `stages` that follows the order in a file."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -59,3 +148,15 @@ def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any
     schedule: Any = _PipelineScheduleRuntime(stages, **settings)  # type: ignore[no-untyped-call]
     schedule._load_csv(str(path))
     return schedule
+
+
+def skip_shape_inference(schedule: Any) -> None:
+    """Skip torch 2.13's agreement of the stages on who knows its shapes, by values: ours all do."""
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
+
+        def decide(stages: list[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = decide

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ import pytest
 
 from tests.unit.explain.folders import log, note, row, steps, write_run
 from tests.unit.explain.test_trace import event, step
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
 from torchtitan.tools import cli
 from torchtitan.tools.explain.advice import MEASURING, RULES, Advice, advise
 from torchtitan.tools.explain.facts import Facts, Traces, read_facts
 from torchtitan.tools.explain.page import page
+from torchtitan.tools.explain.predicted import Prediction
 from torchtitan.tools.explain.slowest_ranks import Slowest, slowest_by_phase
+from torchtitan.tools.history import RunHistory
 
 RECIPE = """
 [model]
@@ -69,7 +75,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_facts_are_those_of_the_steps_after_the_first(whole: Path) -> None:
-    facts = read_facts(whole)
+    facts = read_facts(RunHistory.open(whole))
     assert facts.layout == {"dp_shard": 4, "tp": 2}
     assert (facts.step, facts.units, facts.units_a_step) == (20, 2000, 100)
     assert (facts.rate, facts.unit) == (100.0, "tokens")
@@ -96,18 +102,18 @@ def test_validations_after_the_last_report_count(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [*rows, {"step": 20, "validation_loss": 1.9}])
     pauses = {"validation": 1.5, "checkpoint": 0.5}
     log(folder, 0, {"step": 20, "event": "end", "stopped_by": None, "pauses": pauses})
-    facts = read_facts(folder)
+    facts = read_facts(RunHistory.open(folder))
     assert facts.validations == 2
     assert facts.pauses == {"validation": 2.5, "checkpoint": 0.5}
-    assert "validation 2.5 s (2 times, " in page(facts, [])
+    assert "validation 2.5 s (2 times, " in page(facts, [], Prediction())
 
 
 def test_logs_of_ranks_that_are_no_more_do_not_count(whole: Path) -> None:
     start = {"step": 1, "event": "start", "first_step_s": 99.0}
     log(whole, 8, start)
-    assert read_facts(whole).first_step_s == 10.0
+    assert read_facts(RunHistory.open(whole)).first_step_s == 10.0
     log(whole, 1, {**start, "first_step_s": 99.0}, {**start, "first_step_s": 30.0})
-    assert read_facts(whole).first_step_s == 30.0
+    assert read_facts(RunHistory.open(whole)).first_step_s == 30.0
 
 
 def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +161,8 @@ def test_the_numbers_as_json(whole: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_run_that_left_little_gets_what_can_be_said(
     rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    facts = read_facts(write_run(tmp_path, rows))
-    told = page(facts, advise(facts))
+    facts = read_facts(RunHistory.open(write_run(tmp_path, rows)))
+    told = page(facts, advise(facts), Prediction())
     assert "unknown" in told
     assert "There are no numbers to give advice from." in told
 
@@ -165,7 +171,7 @@ def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError):
-        read_facts(tmp_path)
+        read_facts(RunHistory.open(tmp_path))
     assert cli.main(["explain", str(tmp_path / "nothing")]) == 2
     assert "nothing: is not a folder\n  wanted the job.dump_folder" in capsys.readouterr().err
 
@@ -329,3 +335,69 @@ def test_reports_of_an_earlier_launch_do_not_count() -> None:
 
 def test_one_rank_has_no_slowest() -> None:
     assert slowest_by_phase({0: [steps(n, {"forward": 1.0}) for n in range(5)]}) == []
+
+
+CPU = """
+[job]
+hardware = "cpu"
+[model]
+name = "llama3"
+flavor = "debugmodel"
+[training]
+seq_len = 64
+local_batch_size = 2
+"""
+
+
+def predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    """The JSON of a run's prediction, and the page."""
+    assert cli.main(["explain", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["prediction"]
+    assert cli.main(["explain", str(folder)]) == 0
+    return found, " ".join(capsys.readouterr().out.split())
+
+
+def test_predicted_is_next_to_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(1), row(2, **{"time/backward": 2.0, "time/clip": 0.2, "time/optimizer": 0.3})]
+    device = {"ranks": 2, "device": "some CPU", "device_type": "cpu"}
+    found, told = predicted(write_run(tmp_path / "run", rows, CPU, device), capsys)
+    by_name = {each["quantity"].strip(): each for each in found["rows"]}
+    assert found["hardware"] == "cpu"
+    job = load_job(tmp_path / "run/recipe.toml", (), 2, "cpu").config
+    planned = plan(job, 2, find_hardware("cpu"))
+    assert planned.time is not None
+    peak = by_name["process at the peak"]
+    assert peak["predicted"] == planned.reserved_gib.value + 0.3
+    assert peak["low"] < peak["predicted"] < peak["high"]
+    assert peak["measured"] == 1.0
+    assert by_name["speed"]["measured"] == 100.0
+    assert by_name["step"]["predicted"] == planned.time.seconds
+    parts = [each for each in found["rows"] if each["quantity"].startswith("  ")]
+    assert sum(each["predicted"] or 0 for each in parts) == pytest.approx(planned.time.seconds)
+    assert by_name["forwards and backwards"]["measured"] == 3.0
+    assert by_name["gradient norm and update"]["measured"] == 0.5
+    assert by_name["agreement of ranks"]["measured"] is None
+    assert "Prediction by the plan of its recipe on cpu, with limits, and measurement:" in told
+    assert re.search(r"step [\d.]+ \([\d.]+ to [\d.]+\) 1 s ", told)
+
+
+def test_of_unknown_hardware_only_memory_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"ranks": 1, "device": "NVIDIA Unknown", "device_type": "cuda"}
+    recipe = CPU.replace('"cpu"', '"h100"')
+    found, told = predicted(write_run(tmp_path / "run", [row(1), row(2)], recipe, device), capsys)
+    names = ["tensors at the peak", "reserved at the peak"]
+    assert [each["quantity"] for each in found["rows"]] == names
+    assert found["hardware"] is None
+    assert "note: the hardware is unknown (the recipe states h100), so neither time" in told
+
+
+def test_a_run_without_a_plan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, told = predicted(write_run(tmp_path / "run", [row(1), row(2)]), capsys)
+    assert not found["rows"]
+    assert "note: there is no prediction, as its recipe or ranks are unknown" in told
+    device = {"ranks": 3, "device": "some CPU", "device_type": "cpu"}
+    recipe = CPU + "[parallelism]\ntensor_parallel_degree = 2\n"
+    _, told = predicted(write_run(tmp_path / "run", [row(1), row(2)], recipe, device), capsys)
+    assert "note: there is no prediction: " in told

@@ -238,6 +238,26 @@ def test_the_worst_rank_is_shown_beside_this_one():
     assert len(calls) == 2
 
 
+def test_shares_are_those_of_all_ranks_since_the_last_row():
+    counted = iter([{"cut_pct": (1, 4), "padding_pct": (0, 8)}, {"cut_pct": (0, 0)}])
+
+    def gather(vector):
+        other = vector.clone()
+        places = [i for i, value in enumerate(vector.tolist()) if value in (1, 4)]
+        other[places[-2:]] = torch.tensor([5.0, 8.0], dtype=torch.float64)
+        return torch.stack([vector, other])
+
+    meter, kept, clock = make(gather=gather, shares=lambda: next(counted))
+    with meter:
+        run(meter, clock, [1], seconds=2.0)
+        meter.gather = None
+        run(meter, clock, range(2, 11), seconds=2.0)
+    first, second = (row for _, row in kept.rows)
+    assert (first["cut_pct"], first["padding_pct"]) == (50.0, 0.0)
+    assert second["cut_pct"] == 0.0
+    assert "padding_pct" not in second
+
+
 def test_memory_is_a_share_of_the_device():
     meter, kept, clock = make()
     with meter:
@@ -465,3 +485,34 @@ def test_rank_0_says_once_how_mfu_is_computed(caplog, peak, ending):
         pass
     [message] = caplog.messages
     assert message == f"1,000 tokens a step on 2 x {Device('cpu').name}{ending}"
+
+
+def test_the_hash_of_the_data_is_summed_over_ranks_to_the_bit():
+    terms = iter([2**64 - 1, 2**53 + 1, 12345])
+
+    def gather(vector):
+        other = vector.clone()
+        other[-2:] = torch.tensor([float(half) for half in divmod(2**62 + 3, 2**32)])
+        return torch.stack([vector, other, other])
+
+    meter, kept, clock = make(gather=gather, log_freq=1, data=lambda: (8, next(terms)))
+    with meter:
+        run(meter, clock, range(1, 4))
+    sums = [term + 2 * (2**62 + 3) for term in (2**64 - 1, 2**53 + 1, 12345)]
+    assert [row["data_hash"] for _, row in kept.rows] == [f"{s % 2**64:016x}" for s in sums]
+    assert kept.rows[0][1]["samples"] == 8
+
+
+def test_the_hash_of_the_data_is_null_where_a_rank_does_not_know_it():
+    meter, kept, clock = make(data=lambda: (8, None))
+    with meter:
+        run(meter, clock, [1])
+    assert kept.rows[0][1]["data_hash"] is None
+    assert "samples" not in _row_without_data()
+
+
+def _row_without_data():
+    meter, kept, clock = make()
+    with meter:
+        run(meter, clock, [1])
+    return kept.rows[0][1]

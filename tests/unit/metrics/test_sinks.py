@@ -100,6 +100,11 @@ def test_console_row_says_that_it_waits_for_data():
     assert lines[1] == f"{lines[0]}  data 12%"
 
 
+def test_console_row_has_padding_only_where_there_can_be_some():
+    lines = [row_line(12, 1000, ROW | more) for more in ({}, {"data_padding_pct": 0.02})]
+    assert lines[1] == f"{lines[0]}  padding 0.0%"
+
+
 def test_console_row_without_what_is_not_known():
     row = ROW | {"mfu": None, "grad_norm": None, "lr": None, "skipped": 3}
     assert row_line(1000, 1000, row) == (

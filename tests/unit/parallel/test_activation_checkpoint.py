@@ -25,6 +25,7 @@ from torchtitan.parallel.activation_checkpoint import apply
 LENGTH = 32
 BLOCKS = [f"layers.{number}" for number in range(11)]
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+DOCUMENTS = "torchtitan.document_attention.default"
 
 
 def config(mode: str, **options: Any) -> ActivationCheckpointConfig:
@@ -100,13 +101,15 @@ def block_and_inputs() -> tuple[nn.Module, tuple[Tensor, Tensor, None]]:
 def test_what_the_backward_computes_again(
     chosen: ActivationCheckpointConfig, products: int, attention: int
 ) -> None:
-    block, inputs = block_and_inputs()
+    block, (x, positions, _) = block_and_inputs()
     apply({"layers.0": block}, ["layers.0"], chosen)
-    loss = block(*inputs).sum()
-    with Operators() as backward:
-        loss.backward()
-    assert backward.counts["aten.mm.default"] == 14 + products
-    assert backward.counts[ATTENTION] == attention
+    documents = torch.arange(LENGTH).expand(2, -1) // 10
+    for mask, operator in ((None, ATTENTION), (documents, DOCUMENTS)):
+        loss = block(x, positions, mask).sum()
+        with Operators() as backward:
+            loss.backward()
+        assert backward.counts["aten.mm.default"] == 14 + products
+        assert backward.counts[operator] == attention
 
 
 def kept(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Tensor]:

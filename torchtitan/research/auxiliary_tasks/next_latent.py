@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.auxiliary_losses import ModelLossConfig
+from torchtitan.config import Context, Problem, between
 from torchtitan.losses import sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context
@@ -77,10 +78,20 @@ class NextLatentLoss(ModelLossConfig):
 
     argument: ClassVar[str] = "auxiliary_heads"
 
-    name: Literal["next_latent"] = Field("next_latent", description="Name of the loss.")
-    weight: float = Field(
-        0.1, ge=0, description="Weight of this loss in the total; 0 removes it from the model."
-    )
+    name: Literal["next_latent"] = "next_latent"
+    """Name of the loss."""
+    weight: float = Field(0.1, ge=0)
+    """Weight of this loss in the total; 0 removes it from the model."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
+        p = context.recipe.parallelism if context.recipe is not None else None
+        if p is not None and p.balancing == "documents" and p.context_parallel_degree > 1:
+            key = "parallelism.context_parallel_load_balancer"
+            message = (
+                'the loss next_latent needs pieces that are the same for all rows; use "headtail"'
+            )
+            yield from between([Problem(key, message, (context.key,))])
 
     def wanted(self, has: tuple[AuxiliaryHead, ...]) -> tuple[AuxiliaryHead, ...]:
         return has if HEAD in has else (*has, HEAD)
@@ -117,7 +128,7 @@ class NextLatentLoss(ModelLossConfig):
             if work.splits_stream:
                 yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
             if ranks > 1:
-                chunks = ranks * (2 if parallelism.context_parallel_load_balancer != "none" else 1)
+                chunks = ranks * (2 if parallelism.balancing != "none" else 1)
                 row = work.sequences * work.args.dim * work.precision.compute.itemsize
                 yield Traffic("cp", "latents", "all_gather", chunks * row, work.times)
 

@@ -31,7 +31,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Degrees, Launch, open_world
-from torchtitan.parallel.context import Cut
+from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parts import lay_out, open_stream, open_task
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
@@ -145,7 +145,7 @@ class ModelledRun:
         self.ranks = _ranks(job, degrees, found)
         self.steps_apart = 0
         self.agreed = self._weights_of(runs[0])
-        self.context = Cut(degrees.cp, job.parallelism.context_parallel_load_balancer)
+        self.context = Cut(degrees.cp, job.parallelism.balancing)
         task = open_task(job)
         self.streams = [
             iter(

@@ -27,13 +27,12 @@ Bucket = Annotated[int, Field(ge=GROUP), AfterValidator(_in_groups)]
 class Quantized(Config):
     """Settings of low-bit messages."""
 
-    bits: int = Field(8, ge=2, le=8, description="Bits per communicated value.")
-    bucket: Bucket = Field(
-        1024, description=("Number of values that share a scale; a multiple of 8.")
-    )
-    scales: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype of the scales that are sent with the values."
-    )
+    bits: int = Field(8, ge=2, le=8)
+    """Bits per communicated value."""
+    bucket: Bucket = 1024
+    """Number of values that share a scale; a multiple of 8."""
+    scales: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the scales that are sent with the values."""
 
     def wire_format(self, unit: Unit, form: Form) -> WireFormat:
         """Return the format in which `unit` is sent."""

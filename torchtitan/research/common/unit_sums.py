@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
-from torchtitan.torch_private.dtensor import is_dtensor, local_extent
+from torchtitan.torch_private.dtensor import is_dtensor, local_extent, ranks_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def sharing(parameters: Sequence[NamedParameter]) -> dist.ProcessGroup | None:
     here = most.mesh.get_coordinate()
     assert here is not None
     index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
-    ranks = most.mesh.mesh[index].flatten().tolist()
+    ranks = ranks_of(most.mesh)[index].flatten().tolist()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)

@@ -37,10 +37,10 @@ from torchtitan.torch_private.collectives import all_gather
 class DecoupledConfig(AgreementConfig):
     """Settings that all choices of the part to send have in common."""
 
-    decay: float = Field(0.999, ge=0, lt=1, description="Decay of the momentum from step to step.")
-    sign: bool = Field(
-        True, description="Update by the sign of the replicas' sum; false: by its value."
-    )
+    decay: float = Field(0.999, ge=0, lt=1)
+    """Decay of the momentum from step to step."""
+    sign: bool = True
+    """Update by the sign of the replicas' sum; false: by its value."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.sign and self.every > 1:
@@ -91,15 +91,13 @@ class Decoupled(ReplicaReducer):
 class Demo(DecoupledConfig):
     """DeMo with the largest coefficients of a cosine transform."""
 
-    name: Literal["demo"] = Field("demo", description="Method of synchronizing replicas.")
-    chunk: int = Field(
-        64,
-        ge=2,
-        le=128,
-        description="Maximum side of the tiles that are transformed: the side is the largest "
-        "divisor of each dim up to it.",
-    )
-    top_k: int = Field(32, ge=1, description="Number of coefficients sent per tile.")
+    name: Literal["demo"] = "demo"
+    """Method of synchronizing replicas."""
+    chunk: int = Field(64, ge=2, le=128)
+    """Maximum side of the tiles that are transformed: the side is the largest divisor of each dim
+    up to it."""
+    top_k: int = Field(32, ge=1)
+    """Number of coefficients sent per tile."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "DemoAgree":
         return DemoAgree(self, unit, group)
@@ -185,9 +183,8 @@ class DemoAgree(Decoupled):
 class Chosen(DecoupledConfig):
     """Settings of a choice that follows from the step alone, so that no indices are sent."""
 
-    rate: float = Field(
-        0.1, gt=0, le=1, description=("Fraction of the values that is sent per step.")
-    )
+    rate: float = Field(0.1, gt=0, le=1)
+    """Fraction of the values that is sent per step."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
         return ChosenAgree(self, unit, group)
@@ -212,7 +209,8 @@ class Random(Chosen):
     draws are the same on every device.
     """
 
-    name: Literal["random"] = Field("random", description="Method of synchronizing replicas.")
+    name: Literal["random"] = "random"
+    """Method of synchronizing replicas."""
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
@@ -224,7 +222,8 @@ class Random(Chosen):
 class Striding(Chosen):
     """DeMo with values at equal distances, shifted by one in each step."""
 
-    name: Literal["striding"] = Field("striding", description="Method of synchronizing replicas.")
+    name: Literal["striding"] = "striding"
+    """Method of synchronizing replicas."""
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
@@ -235,7 +234,8 @@ class Striding(Chosen):
 class Slicing(Chosen):
     """DeMo with a contiguous slice, the next one in each step."""
 
-    name: Literal["slicing"] = Field("slicing", description="Method of synchronizing replicas.")
+    name: Literal["slicing"] = "slicing"
+    """Method of synchronizing replicas."""
 
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)

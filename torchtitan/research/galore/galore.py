@@ -28,14 +28,10 @@ from torchtitan.torch_private.compiler import any_number_of_shapes
 class GaLoreGroup(AdamGroup):
     """Settings of GaLore and its AdamW that differ for some parameters; the first match applies."""
 
-    rank: int | None = Field(
-        None, ge=1, description=("Rank of the projection (default: the optimizer's).")
-    )
-    scale: float | None = Field(
-        None,
-        gt=0,
-        description=("Factor of the updates of projected matrices (default: the optimizer's)."),
-    )
+    rank: int | None = Field(None, ge=1)
+    """Rank of the projection (default: the optimizer's)."""
+    scale: float | None = Field(None, gt=0)
+    """Factor of the updates of projected matrices (default: the optimizer's)."""
 
 
 class GaLore(AdamWRule, OptimizerConfig):
@@ -44,47 +40,32 @@ class GaLore(AdamWRule, OptimizerConfig):
     by_role: ClassVar[bool] = True
     sends: ClassVar[bool] = True
 
-    name: Literal["GaLore"] = Field("GaLore", description="Name of the optimizer.")
-    lr: float = Field(5e-3, gt=0, description="Peak learning rate.")
-    eps: float = Field(1e-6, gt=0, description="Term added to the root of the second moment.")
-    rank: int | None = Field(
-        None,
-        ge=1,
-        description="Rank of the projection, at most the smaller side of a matrix (default: a "
-        "quarter of it).",
-    )
-    refresh_period: int = Field(
-        200, ge=1, description="Steps between refreshes of the bases from the gradients."
-    )
-    scale: float = Field(0.25, gt=0, description="Factor of the updates of projected matrices.")
-    project: Literal["shorter", "longer", "rows", "columns"] = Field(
-        "shorter",
-        description="Side of a matrix that is projected to the rank: the shorter (the columns, "
-        "if both are equal), the longer, its rows or its columns. The moments keep "
-        "the other side.",
-    )
-    svd: Literal["randomized", "exact"] = Field(
-        "randomized", description="Method of computing the singular vectors of a gradient."
-    )
-    power_iterations: int = Field(
-        2,
-        ge=0,
-        description=(
-            "With svd = randomized: number of power iterations, which separate close "
-            "singular values."
-        ),
-    )
-    oversampling: int = Field(
-        8, ge=0, description="With svd = randomized: number of columns in addition to the rank."
-    )
-    moments: Literal["keep", "rotate"] = Field(
-        "keep",
-        description="Treatment of the moments at a refresh: kept unchanged, as published, or "
-        "rotated from the old basis to the new one.",
-    )
-    groups: tuple[GaLoreGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
+    name: Literal["GaLore"] = "GaLore"
+    """Name of the optimizer."""
+    lr: float = Field(5e-3, gt=0)
+    """Peak learning rate."""
+    eps: float = Field(1e-6, gt=0)
+    """Term added to the root of the second moment."""
+    rank: int | None = Field(None, ge=1)
+    """Rank of the projection, at most the smaller side of a matrix (default: a quarter of it)."""
+    refresh_period: int = Field(200, ge=1)
+    """Steps between refreshes of the bases from the gradients."""
+    scale: float = Field(0.25, gt=0)
+    """Factor of the updates of projected matrices."""
+    project: Literal["shorter", "longer", "rows", "columns"] = "shorter"
+    """Side of a matrix that is projected to the rank: the shorter (the columns, if both are equal),
+    the longer, its rows or its columns. The moments keep the other side."""
+    svd: Literal["randomized", "exact"] = "randomized"
+    """Method of computing the singular vectors of a gradient."""
+    power_iterations: int = Field(2, ge=0)
+    """With svd = randomized: number of power iterations, which separate close singular values."""
+    oversampling: int = Field(8, ge=0)
+    """With svd = randomized: number of columns in addition to the rank."""
+    moments: Literal["keep", "rotate"] = "keep"
+    """Treatment of the moments at a refresh: kept unchanged, as published, or rotated from the old
+    basis to the new one."""
+    groups: tuple[GaLoreGroup, ...] = ()
+    """Settings that differ for some parameters."""
 
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         if parameter.role == "matrix":

@@ -92,6 +92,14 @@ class Scatter(NamedTuple):
         return all_gather(padded, self.group).flatten(0, 1)[: self.rows]
 
 
+class Split(NamedTuple):
+    """Axis of a mesh that splits the columns of A."""
+
+    group: ProcessGroup
+    widths: Sequence[int]
+    """Number of columns of each rank."""
+
+
 class Projection:
     """Projection of one matrix, and this rank's part of it."""
 
@@ -111,8 +119,8 @@ class Projection:
         """Groups of all axes of the mesh."""
         self.sharded: list[ProcessGroup] = []
         """Groups of the axes that split the matrix."""
-        self.splitting: list[ProcessGroup] = []
-        """Groups of the axes that split columns of A, starting with the smallest split."""
+        self.splitting: list[Split] = []
+        """Axes that split columns of A, starting with the smallest split."""
         self.scatters: list[Scatter] = []
         self.state_placements: list[Placement] = []
         self.basis_placements: list[Placement] = []
@@ -125,7 +133,7 @@ class Projection:
         """Process the axes of the mesh: rows of A are split first, then those of A Q again."""
         from torch.distributed.tensor import Replicate
 
-        mesh, strided = self.parameter.mesh, list[ProcessGroup]()
+        mesh, strided, splitting = self.parameter.mesh, list[int](), list[int]()
         assert mesh is not None
         for axis, placement in enumerate(self.parameter.placements):
             group, within = mesh.get_group(axis), splits_within(placement)
@@ -137,7 +145,7 @@ class Projection:
             if split_dim(placement) == 1 - self.projected:
                 state = shard_rows(within)
             elif split_dim(placement) == self.projected:
-                (strided if within > 1 else self.splitting).insert(0, group)
+                (strided if within > 1 else splitting).insert(0, axis)
                 basis = shard_rows(within)
                 later = enumerate(self.parameter.placements[axis + 1 :], axis + 1)
                 split = Size(mesh.size(n) for n, p in later if split_dim(p) == 1 - self.projected)
@@ -150,7 +158,12 @@ class Projection:
                     state = shard_rows(parts)
             self.state_placements.append(state)
             self.basis_placements.append(basis)
-        self.splitting = strided + self.splitting
+        whole = self.basis_shape[0]
+        for axis in reversed(strided + splitting):
+            group, share = self.groups[axis], -(-whole // mesh.size(axis))
+            widths = [max(min(share, whole - n * share), 0) for n in range(mesh.size(axis))]
+            self.splitting.insert(0, Split(group, widths))
+            whole = widths[group.rank()]
 
     def state(self, part: Tensor) -> Tensor:
         """Return the distributed tensor of a moment, given this rank's part (rows, rank)."""
@@ -186,8 +199,8 @@ class Projection:
     def turned(self, old: Tensor, new: Tensor) -> Tensor:
         """Return the change of basis (rank, rank), from this rank's parts of both bases."""
         turn = old.T @ new
-        for group in self.splitting:
-            dist.all_reduce(turn, group=group)
+        for split in self.splitting:
+            dist.all_reduce(turn, group=split.group)
         return turn
 
 
@@ -254,8 +267,8 @@ def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
     gradient = projection.parameter.tensor.grad
     assert gradient is not None
     rows = projection.oriented(local(gradient)).double()
-    for group in projection.splitting:
-        rows = columns_to_rows(rows, group)
+    for split in projection.splitting:
+        rows = columns_to_rows(rows, split.group, split.widths)
     size, columns = projection.basis_shape[0], projection.rank + method.oversampling
     if method.exact or columns >= size:
         return Reduced(_summed(rows.T @ rows, projection))

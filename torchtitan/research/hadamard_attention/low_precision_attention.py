@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -58,26 +57,18 @@ SHARING: Mapping[Scales, tuple[str, ...]] = {
 class LowPrecisionAttention(ConverterConfig):
     """Attention with queries, keys and values that are rotated and rounded to 8 bits."""
 
-    name: Literal["low_precision_attention"] = Field(
-        "low_precision_attention", description="Name of the converter."
-    )
-    filter_fqns: tuple[str, ...] = Field(
-        (), description="Attention whose name contains one of these is not converted."
-    )
-    dtype: Format = Field(
-        "float8",
-        description=("Format to which queries, keys and values are rounded: e4m3 or int8."),
-    )
-    scale: Scales = Field(
-        "token",
-        description="Granularity of the scales: one for each token of a head, each head of a "
-        "sequence, or the whole tensor of a sequence.",
-    )
-    rotation: Rotation = Field(
-        "none",
-        description="Tensors that a Hadamard transform rotates before rounding: queries and "
-        "keys, values, or all; the head dim must then be a power of two.",
-    )
+    name: Literal["low_precision_attention"] = "low_precision_attention"
+    """Name of the converter."""
+    filter_fqns: tuple[str, ...] = ()
+    """Attention whose name contains one of these is not converted."""
+    dtype: Format = "float8"
+    """Format to which queries, keys and values are rounded: e4m3 or int8."""
+    scale: Scales = "token"
+    """Granularity of the scales: one for each token of a head, each head of a sequence, or the
+    whole tensor of a sequence."""
+    rotation: Rotation = "none"
+    """Tensors that a Hadamard transform rotates before rounding: queries and keys, values, or all;
+    the head dim must then be a power of two."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.scale != "token":
@@ -125,11 +116,12 @@ class LowPrecisionAttention(ConverterConfig):
                 'or "token"'
             )
             yield Problem(f"{key}.scale", message, ("sharding",))
-        size = model.args.dim // model.args.n_heads if names else 1
+        shape = model.spec.attention(model.args)
+        size = shape.head_dim if shape else 1
         if self.rotation != "none" and not is_power_of_two(size):
             message = (
-                f"a head of {model.title} has {size} elements (dim / n_heads), and a Hadamard "
-                'transform needs a power of two; use "none", or other heads'
+                f"a head of {model.title} has {size} elements, and a Hadamard transform needs a "
+                'power of two; use "none", or other heads'
             )
             yield Problem(f"{key}.rotation", message, ("model",))
 
@@ -148,7 +140,7 @@ class LowPrecisionAttention(ConverterConfig):
                 done.skipped[name] = "converted before"
             else:
                 done.changed.append(name)
-                replace(model, name, RoundedAttention(self, groups))
+                replace(model, name, RoundedAttention(self, groups, module.window))
         return done
 
     def has_converted(self, module: nn.Module) -> bool:
@@ -174,9 +166,11 @@ class LowPrecisionAttention(ConverterConfig):
 class RoundedAttention(SelfAttention):
     """`SelfAttention`, with any core, of rounded queries, keys and values."""
 
-    def __init__(self, config: LowPrecisionAttention, groups: list[ProcessGroup]) -> None:
+    def __init__(
+        self, config: LowPrecisionAttention, groups: list[ProcessGroup], window: int = 0
+    ) -> None:
         """Share scales over the ranks of `groups`, which have parts of their elements."""
-        super().__init__()
+        super().__init__(window)
         self.config, self.groups = config, [group.group_name for group in groups]
         self.watch: Callable[[str, Rounding], None] | None = None
         """Function called with the rounding of each of q, k and v."""
@@ -188,7 +182,7 @@ class RoundedAttention(SelfAttention):
             for name, x in given.items()
         }
         q, k, v = (x.to(q.dtype) for x in self.rounded(*wide.values()))
-        mixed = self.core(q, k, v, documents)
+        mixed = self.core(q, k, v, documents, self.window)
         return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
 
     def rounded(self, *tensors: Tensor) -> list[Tensor]:

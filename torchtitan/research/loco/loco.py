@@ -39,26 +39,18 @@ from torchtitan.torch_private.collectives import all_gather
 class Compensated(Quantized):
     """Settings of low-bit messages with error feedback."""
 
-    bits: int = Field(4, ge=2, le=8, description="Bits per communicated value.")
-    bucket: Bucket = Field(
-        256, description=("Number of values that share a scale; a multiple of 8.")
-    )
-    compensate: bool = Field(
-        True,
-        description=(
-            "Add rounding errors to later messages (error feedback); false: they are lost."
-        ),
-    )
-    beta: float = Field(
-        0.8,
-        ge=0,
-        lt=1,
-        description="Decay of the moving average of errors; 0: only the last error.",
-    )
-    reset_steps: int = Field(
-        1024, ge=0, description="Steps between resets of the errors; 0: never."
-    )
-    error_bits: Literal[8, 32] = Field(8, description="Bits of each stored error.")
+    bits: int = Field(4, ge=2, le=8)
+    """Bits per communicated value."""
+    bucket: Bucket = 256
+    """Number of values that share a scale; a multiple of 8."""
+    compensate: bool = True
+    """Add rounding errors to later messages (error feedback); false: they are lost."""
+    beta: float = Field(0.8, ge=0, lt=1)
+    """Decay of the moving average of errors; 0: only the last error."""
+    reset_steps: int = Field(1024, ge=0)
+    """Steps between resets of the errors; 0: never."""
+    error_bits: Literal[8, 32] = 8
+    """Bits of each stored error."""
 
 
 class Compensation:
@@ -101,7 +93,8 @@ class LoCo(Compensated, QuantizedGradients):
 
     remembers: ClassVar[bool] = True
 
-    name: Literal["loco"] = Field("loco", description="Method of reduction.")
+    name: Literal["loco"] = "loco"
+    """Method of reduction."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
         return LoCoReduce(self, self.wire_format(unit, self.form), group)
@@ -133,7 +126,8 @@ class LoCoReduce(QuantizedReduce):
 class LoCoReplicas(Compensated, AgreementConfig):
     """Low-bit sum of the replicas' gradients, with error feedback."""
 
-    name: Literal["loco"] = Field("loco", description="Method of synchronizing replicas.")
+    name: Literal["loco"] = "loco"
+    """Method of synchronizing replicas."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReducer":
         return LoCoReducer(self, self.wire_format(unit, "symmetric"), group)

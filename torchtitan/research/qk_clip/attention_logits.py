@@ -8,15 +8,16 @@ does not change a maximum.
 Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value heads, E head dim.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.attention import SelfAttention
+from torchtitan.models.attention import Core, SelfAttention
 from torchtitan.parallel.activation_checkpoint import KEPT_OPERATORS
-from torchtitan.parallel.context import Cut
+from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.parallel.context_rotation import ROTATIONS
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.world import World
@@ -24,8 +25,6 @@ from torchtitan.torch_private.collectives import process_group
 
 TILE = 2**24
 """Number of logits in memory at a time: 64 MiB."""
-
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class LargestLogits:
@@ -89,23 +88,32 @@ class Watched:
         self.core, self.largest = core, largest
         is_split = world.degrees.cp > 1
         self.group = world.groups["cp"].group_name if is_split else ""
-        self.rotation = parallelism.context_parallel_rotate_method
-        self.balancing = parallelism.context_parallel_load_balancer
+        is_ring = parallelism.context_parallel_rotate_method == "ring"
+        self.rotation = "ring" if is_ring else "allgather"
+        self.balancing = parallelism.balancing
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+    ) -> Tensor:
         if torch.is_grad_enabled():  # not in evaluation
             found = largest_logits(
                 *(q.detach(), k.detach(), documents),
-                *(self.group, self.rotation, self.balancing),
+                *(self.group, self.rotation, self.balancing, window),
             )
             with torch.no_grad():
                 self.largest.copy_(torch.maximum(self.largest, found))
-        return self.core(q, k, v, documents)
+        return self.core(q, k, v, documents, window)
 
 
 @torch.library.custom_op("torchtitan::largest_logits", mutates_args=())
 def largest_logits(
-    q: Tensor, k: Tensor, documents: Tensor | None, group_name: str, rotation: str, balancing: str
+    q: Tensor,
+    k: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+    rotation: str,
+    balancing: str,
+    window: int = 0,
 ) -> Tensor:
     """Return the largest logit of each of this rank's query heads: (H,), in float32.
 
@@ -114,27 +122,29 @@ def largest_logits(
     Args:
         q: (B, H, S, E).
         k: (B, K, S, E); each serves H/K query heads.
-        documents: (B, whole sequence) int64, the document of each token; None: a single document.
+        documents: (B, whole sequence) int64, the document of each token, on the CPU; None: a
+            single document.
         group_name: name of the group whose ranks share the sequence; empty if there is none.
         rotation: exchange of keys between ranks, a key of `ROTATIONS`.
         balancing: the partitioning used by `context.shard`.
+        window: number of most recent tokens that a token attends to; 0: all.
     """
     group = process_group(group_name) if group_name else None
     rank, cut = (group.rank(), Cut(group.size(), balancing)) if group else (0, Cut(1, balancing))
     fetched = ROTATIONS[rotation][0](k.contiguous(), group) if group else iter([(0, k)])
     largest = q.new_full(q.shape[1:2], -torch.inf, dtype=torch.float32)
+    rows = cut.masked(q, documents, window)
     for owner, keys in fetched:
-        tile = cut.tile(rank, owner, q.shape[2])
-        if tile is None:
-            continue
-        of_queries = of_keys = None
-        if documents is not None:
-            of_queries = cut.part(documents, rank)[:, tile.queries]
-            of_keys = cut.part(documents, owner)[:, tile.keys]
-        found = _largest(
-            q[:, :, tile.queries], keys[:, :, tile.keys], tile.causal, of_queries, of_keys
-        )
-        largest = torch.maximum(largest, found)
+        tile = None if rows else cut.tile(rank, owner, q.shape[2])
+        if tile is not None:
+            shift = 0 if tile.causal else keys.shape[2]
+            found = _largest(q[:, :, tile.queries], keys[:, :, tile.keys], shift)
+            largest = torch.maximum(largest, found)
+        pairs = itertools.chain(*segments(rows, rank, owner, window)) if rows else ()
+        for row, queries, seen, shift, limit in pairs:
+            own, others = q[row, None, :, slice(*queries)], keys[row, None, :, slice(*seen)]
+            found = _largest(own, others, shift + queries[0] - seen[0], limit)
+            largest = torch.maximum(largest, found)
     return largest
 
 
@@ -146,28 +156,22 @@ def _(q: Tensor, *_: object) -> Tensor:
 KEPT_OPERATORS.add(torch.ops.torchtitan.largest_logits.default)
 
 
-def _largest(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    of_queries: Tensor | None,
-    of_keys: Tensor | None,
-) -> Tensor:
-    """Return each head's maximum (H,); documents are (B, S); if causal, query i sees keys to i."""
+def _largest(q: Tensor, k: Tensor, shift: int, window: int = 0) -> Tensor:
+    """Return each head's maximum (H,); query i sees key j as in a `Segment`."""
     (batch, heads, queries, dim), (groups, keys) = q.shape, k.shape[1:3]
     largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
     k = k.float().mT  # (B, K, E, keys)
     step = max(1, TILE // (batch * heads * keys))
     for begin in range(0, queries, step):
         rows = q[:, :, begin : begin + step].float()  # (B, H, rows, E)
-        count, stop = rows.shape[2], begin + rows.shape[2] if causal else keys
+        count, first = rows.shape[2], begin + shift
+        stop = min(first + rows.shape[2], keys)
         logits = rows.reshape(batch, groups, -1, dim) @ k[..., :stop]  # (B, K, H/K rows, keys)
         logits = logits.view(batch, heads, count, stop)
-        if causal:
-            later = torch.ones(count, stop, dtype=torch.bool, device=q.device).triu(begin + 1)
-            logits.masked_fill_(later, -torch.inf)
-        if of_queries is not None and of_keys is not None:
-            other = of_queries[:, begin : begin + step, None] != of_keys[:, None, :stop]
-            logits.masked_fill_(other[:, None], -torch.inf)
+        hidden = torch.ones(count, stop, dtype=torch.bool, device=q.device)
+        if first + 1 < stop:
+            logits.masked_fill_(hidden.triu(first + 1), -torch.inf)
+        if window:
+            logits.masked_fill_(hidden.tril(first - window), -torch.inf)
         largest = torch.maximum(largest, logits.amax((0, 2, 3)))
     return largest / math.sqrt(dim)

@@ -24,13 +24,9 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 class MuonClip(Muon):
     """Orthogonal updates of matrices, with AdamW for other parameters."""
 
-    qk_clip: float = Field(
-        0.0,
-        ge=0,
-        description="Limit of attention logits: if the largest logit of a head in a step exceeds "
-        "it, the update is followed by scaling the head's queries and keys down to "
-        "the limit; 0: no limit.",
-    )
+    qk_clip: float = Field(0.0, ge=0)
+    """Limit of attention logits: if the largest logit of a head in a step exceeds it, the update is
+    followed by scaling the head's queries and keys down to the limit; 0: no limit."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -96,8 +92,9 @@ def _of_keys(part: Part) -> Iterator[Traffic]:
     # Selective recomputation keeps attention.
     again = 0 if work.recomputation.by_operator else sum(map(part.recomputations, modules))
     fetches = len(modules) * work.times + again
-    heads = work.args.n_kv_heads // work.degrees.tp
-    elements = work.tokens() * heads * work.spec.head_dim(work.args)
+    shape = work.spec.attention(work.args)
+    assert shape is not None, "the model attends"
+    elements = work.tokens() * shape.kv_heads // work.degrees.tp * shape.head_dim
     size = elements * work.precision.compute.itemsize
     if work.parallelism.context_parallel_rotate_method == "ring":
         yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)

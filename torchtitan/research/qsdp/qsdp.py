@@ -36,24 +36,13 @@ MOST_BITS = 5
 class WithLevels(Quantized):
     """Settings of levels that may be learned."""
 
-    levels: Literal["uniform", "learned"] = Field(
-        "uniform",
-        description="Quantization levels: equally spaced, or learned from the distribution of "
-        "the numbers; for fewer than 6 bits.",
-    )
-    learn_steps: int = Field(
-        1000,
-        ge=1,
-        description=("Steps between updates of the learned levels (the first at step 1)."),
-    )
-    learn_rate: float = Field(
-        0.01,
-        gt=0,
-        lt=1,
-        description=(
-            "Learning rate of the levels: fraction by which a value moves its nearest level."
-        ),
-    )
+    levels: Literal["uniform", "learned"] = "uniform"
+    """Quantization levels: equally spaced, or learned from the distribution of the numbers; for
+    fewer than 6 bits."""
+    learn_steps: int = Field(1000, ge=1)
+    """Steps between updates of the learned levels (the first at step 1)."""
+    learn_rate: float = Field(0.01, gt=0, lt=1)
+    """Learning rate of the levels: fraction by which a value moves its nearest level."""
 
     def open_levels(self, wire_format: WireFormat, group: ProcessGroup) -> Levels | None:
         """Return the learned levels; None if levels are at equal distances."""
@@ -75,7 +64,8 @@ class QSDPWeights(WithLevels, WeightsConfig):
 
     reads_numbers: ClassVar[bool] = True
 
-    name: Literal["qsdp"] = Field("qsdp", description="Method of gathering.")
+    name: Literal["qsdp"] = "qsdp"
+    """Method of gathering."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
         wire_format = self.wire_format(unit, "minmax")
@@ -118,7 +108,8 @@ class QSDPGather(Clock, Gather):
 class QSDPGradients(WithLevels, QuantizedGradients):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
-    name: Literal["qsdp"] = Field("qsdp", description="Method of reduction.")
+    name: Literal["qsdp"] = "qsdp"
+    """Method of reduction."""
 
     @property
     def form(self) -> Form:

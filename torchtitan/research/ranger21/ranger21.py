@@ -44,63 +44,46 @@ class Ranger21(OptimizerConfig):
 
     sends: ClassVar[bool] = True
 
-    name: Literal["Ranger21"] = Field("Ranger21", description="Name of the optimizer.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment.")
-    eps: float = Field(1e-8, gt=0, description="Term added to the root of the second moment.")
-    adaptive_clip: float = Field(
-        0.01,
-        ge=0,
-        description="Limit of the gradient norm of each unit (a row of a matrix, a whole "
-        "vector), relative to the norm of its weights; 0: no limit.",
-    )
-    adaptive_clip_norm: float = Field(
-        1e-3, gt=0, description="Minimum norm of the weights in adaptive_clip."
-    )
-    centralize_gradients: bool = Field(
-        True, description="Subtract its mean from the gradient of each unit, except vectors."
-    )
-    normalize_gradients: bool = Field(
-        True, description="Divide the gradient of each tensor by its standard deviation."
-    )
-    positive_negative_momentum: bool = Field(
-        True,
-        description=(
-            "Keep separate momenta for odd and even steps, and update along their weighted "
-            "difference."
-        ),
-    )
-    beta0: float = Field(
-        0.9, ge=0, description="Weight of the other momentum in positive_negative_momentum."
-    )
-    stable_weight_decay: bool = Field(
-        True, description="Divide weight decay by the root mean square of all gradients."
-    )
-    norm_loss: float = Field(
-        1e-4, ge=0, description="Strength of the pull of the norm of each unit to 1; 0: none."
-    )
-    softplus: float = Field(
-        50.0,
-        ge=0,
-        description="Smooth the denominator by a softplus of this slope, so that it is at least "
-        "ln 2 / slope; 0: use it as it is.",
-    )
-    amsgrad: bool = Field(True, description="Use the largest second moment so far.")
-    lookahead_steps: int = Field(
-        5,
-        ge=0,
-        description=(
-            "Steps between averages of the weights with slow weights (Lookahead); 0: none."
-        ),
-    )
-    lookahead_alpha: float = Field(
-        0.5, gt=0, le=1, description="Weight of the new weights in that average."
-    )
-    groups: tuple[AdamGroup, ...] = Field(
-        (), description="Settings that differ for some parameters."
-    )
+    name: Literal["Ranger21"] = "Ranger21"
+    """Name of the optimizer."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Term added to the root of the second moment."""
+    adaptive_clip: float = Field(0.01, ge=0)
+    """Limit of the gradient norm of each unit (a row of a matrix, a whole vector), relative to the
+    norm of its weights; 0: no limit."""
+    adaptive_clip_norm: float = Field(1e-3, gt=0)
+    """Minimum norm of the weights in adaptive_clip."""
+    centralize_gradients: bool = True
+    """Subtract its mean from the gradient of each unit, except vectors."""
+    normalize_gradients: bool = True
+    """Divide the gradient of each tensor by its standard deviation."""
+    positive_negative_momentum: bool = True
+    """Keep separate momenta for odd and even steps, and update along their weighted difference."""
+    beta0: float = Field(0.9, ge=0)
+    """Weight of the other momentum in positive_negative_momentum."""
+    stable_weight_decay: bool = True
+    """Divide weight decay by the root mean square of all gradients."""
+    norm_loss: float = Field(1e-4, ge=0)
+    """Strength of the pull of the norm of each unit to 1; 0: none."""
+    softplus: float = Field(50.0, ge=0)
+    """Smooth the denominator by a softplus of this slope, so that it is at least ln 2 / slope; 0:
+    use it as it is."""
+    amsgrad: bool = True
+    """Use the largest second moment so far."""
+    lookahead_steps: int = Field(5, ge=0)
+    """Steps between averages of the weights with slow weights (Lookahead); 0: none."""
+    lookahead_alpha: float = Field(0.5, gt=0, le=1)
+    """Weight of the new weights in that average."""
+    groups: tuple[AdamGroup, ...] = ()
+    """Settings that differ for some parameters."""
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.checks.model import model_of
@@ -31,7 +30,7 @@ from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
-from torchtitan.parallel.work import Part, Traffic, largest_block, outside_blocks
+from torchtitan.parallel.work import Part, Traffic
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 
@@ -47,13 +46,11 @@ class Rotated(ShardingConfig):
 
     never_whole: ClassVar[bool] = True
 
-    name: Literal["rotated"] = Field("rotated", description="Method of sharding.")
-    in_place: bool = Field(
-        False,
-        description="Replace the shards that were sent with those that arrive, a megabyte at a "
-        "time: this saves memory, but does not overlap communication with "
-        "computation.",
-    )
+    name: Literal["rotated"] = "rotated"
+    """Method of sharding."""
+    in_place: bool = False
+    """Replace the shards that were sent with those that arrive, a megabyte at a time: this saves
+    memory, but does not overlap communication with computation."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from between(self._conflicts(context))
@@ -95,13 +92,6 @@ class Rotated(ShardingConfig):
     def open(self, target: ShardingTarget) -> "Ring":
         group = target.mesh.get_group(target.mesh.ndim - 1)
         return Ring(target, Neighbours(group, self.in_place, PIECE))
-
-    def memory(self, parts: Sequence[Part]) -> float:
-        """Return the bytes of two parts: one in use, and one being received."""
-        work = parts[0].work
-        each = work.precision.compute.itemsize + work.precision.reduce.itemsize
-        largest = max(largest_block(parts), outside_blocks(parts))
-        return 2 * largest / work.degrees.fsdp / work.degrees.tp * each
 
     def messages(self, part: Part) -> Iterator[Traffic]:
         """Yield a message for each part and hop, and the gathers of parameters without a matrix."""

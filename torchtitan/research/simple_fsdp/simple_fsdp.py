@@ -34,15 +34,13 @@ class SimpleFSDP(ShardingConfig):
 
     in_graph: ClassVar[bool] = True
 
-    name: Literal["simple_fsdp"] = Field("simple_fsdp", description="Method of sharding.")
-    bucketing: Bucketing = Field(
-        "none",
-        description="Collectives that are merged into one: none; those of a block; as many as "
-        "fit in bucket_mb (size); or as torch's scheduler decides (auto, CUDA).",
-    )
-    bucket_mb: float = Field(
-        100, gt=0, description="With bucketing = size: maximum megabytes of a bucket."
-    )
+    name: Literal["simple_fsdp"] = "simple_fsdp"
+    """Method of sharding."""
+    bucketing: Bucketing = "none"
+    """Collectives that are merged into one: none; those of a block; as many as fit in bucket_mb
+    (size); or as torch's scheduler decides (auto, CUDA)."""
+    bucket_mb: float = Field(100, gt=0)
+    """With bucketing = size: maximum megabytes of a bucket."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if (

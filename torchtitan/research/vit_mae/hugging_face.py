@@ -93,7 +93,7 @@ def constants(args: ViTMAEArgs) -> dict[str, Tensor]:
 def to_config(args: ViTMAEArgs, seq_len: int | None) -> dict[str, Any]:
     """Return the model's part of config.json."""
     return {
-        "architectures": [HUGGING_FACE.architecture],
+        "architectures": [*HUGGING_FACE.architectures],
         "model_type": "vit_mae",
         **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
         "mask_ratio": args.mask_ratio,
@@ -139,7 +139,7 @@ def from_config(config: Mapping[str, Any]) -> ViTMAEArgs:
 
 
 HUGGING_FACE = WeightFormat(
-    architecture="ViTMAEForPreTraining",
+    architectures=["ViTMAEForPreTraining"],
     config=to_config,
     args=from_config,
     name=name,

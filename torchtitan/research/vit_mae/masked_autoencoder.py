@@ -125,6 +125,15 @@ class MaskedAutoencoder(Task):
         assert isinstance(args, ViTMAEArgs), "the arguments of a masked autoencoder"
         self.args = args
 
+    @classmethod
+    def blank_batch(cls, size: int, seq_len: int, args: Any, has_documents: bool) -> MaskedImages:
+        """Return images of zeros."""
+        return MaskedImages(
+            torch.zeros(size, args.visible, args.patch_numbers),
+            torch.zeros(size, args.masked, args.patch_numbers),
+            torch.zeros(size, args.patches, dtype=torch.int64),
+        )
+
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> MaskedPatches:
         return MaskedPatches(self.args, seed)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from pydantic import Field
+
 from torchtitan.config import Problem
-from torchtitan.models.settings import MAX_LAYERS, ModelConfig, size
+from torchtitan.models.settings import MAX_LAYERS, ModelConfig
 from torchtitan.research.vit_mae.model import ViTMAEArgs
 
 MAX_WIDTH, MAX_SIDE, MAX_BANDS = 2**20, 2**14, 2**12
@@ -13,31 +15,37 @@ MAX_WIDTH, MAX_SIDE, MAX_BANDS = 2**20, 2**14, 2**12
 class ViTMAEConfig(ModelConfig):
     """ViT-MAE: a vision transformer, and the decoder of a masked autoencoder."""
 
-    dim: int | None = size("Width of the encoder; a multiple of 4", gt=0, le=MAX_WIDTH)
-    n_layers: int | None = size("Number of blocks of the encoder", gt=0)
-    n_heads: int | None = size("Number of heads of the encoder, a divisor of dim", gt=0)
-    ffn_dim: int | None = size(
-        "Hidden width of the encoder's feed-forward layers", gt=0, le=MAX_WIDTH
-    )
-    image_size: int | None = size("Height and width of an image, in pixels", gt=0, le=MAX_SIDE)
-    patch_size: int | None = size("Height and width of a patch, a divisor of image_size", gt=0)
-    channels: int | None = size(
-        "Number of channels of an image: 3 for a photograph, more for a raster", gt=0, le=MAX_BANDS
-    )
-    mask_ratio: float | None = size("Fraction of the patches that is masked", gt=0, lt=1)
-    decoder_dim: int | None = size("Width of the decoder; a multiple of 4", gt=0, le=MAX_WIDTH)
-    decoder_layers: int | None = size("Number of blocks of the decoder", gt=0, le=MAX_LAYERS)
-    decoder_heads: int | None = size(
-        "Number of heads of the decoder, a divisor of decoder_dim", gt=0
-    )
-    decoder_ffn_dim: int | None = size(
-        "Hidden width of the decoder's feed-forward layers", gt=0, le=MAX_WIDTH
-    )
-    norm_eps: float | None = size("Term added to the variance in a norm", gt=0)
-    pixel_mean: tuple[float, ...] | None = size("Mean of each channel, subtracted from it")
-    pixel_std: tuple[float, ...] | None = size(
-        "Standard deviation of each channel, a divisor of it"
-    )
+    dim: int | None = Field(None, gt=0, le=MAX_WIDTH)
+    """Width of the encoder; a multiple of 4 (default: the flavor's)."""
+    n_layers: int | None = Field(None, gt=0)
+    """Number of blocks of the encoder (default: the flavor's)."""
+    n_heads: int | None = Field(None, gt=0)
+    """Number of heads of the encoder, a divisor of dim (default: the flavor's)."""
+    ffn_dim: int | None = Field(None, gt=0, le=MAX_WIDTH)
+    """Hidden width of the encoder's feed-forward layers (default: the flavor's)."""
+    image_size: int | None = Field(None, gt=0, le=MAX_SIDE)
+    """Height and width of an image, in pixels (default: the flavor's)."""
+    patch_size: int | None = Field(None, gt=0)
+    """Height and width of a patch, a divisor of image_size (default: the flavor's)."""
+    channels: int | None = Field(None, gt=0, le=MAX_BANDS)
+    """Number of channels of an image: 3 for a photograph, more for a raster (default: the
+    flavor's)."""
+    mask_ratio: float | None = Field(None, gt=0, lt=1)
+    """Fraction of the patches that is masked (default: the flavor's)."""
+    decoder_dim: int | None = Field(None, gt=0, le=MAX_WIDTH)
+    """Width of the decoder; a multiple of 4 (default: the flavor's)."""
+    decoder_layers: int | None = Field(None, gt=0, le=MAX_LAYERS)
+    """Number of blocks of the decoder (default: the flavor's)."""
+    decoder_heads: int | None = Field(None, gt=0)
+    """Number of heads of the decoder, a divisor of decoder_dim (default: the flavor's)."""
+    decoder_ffn_dim: int | None = Field(None, gt=0, le=MAX_WIDTH)
+    """Hidden width of the decoder's feed-forward layers (default: the flavor's)."""
+    norm_eps: float | None = Field(None, gt=0)
+    """Term added to the variance in a norm (default: the flavor's)."""
+    pixel_mean: tuple[float, ...] | None = None
+    """Mean of each channel, subtracted from it (default: the flavor's)."""
+    pixel_std: tuple[float, ...] | None = None
+    """Standard deviation of each channel, a divisor of it (default: the flavor's)."""
 
     def size_problems(self, args: ViTMAEArgs) -> Iterator[Problem]:
         for prefix, heads in (("", args.n_heads), ("decoder_", args.decoder_heads)):

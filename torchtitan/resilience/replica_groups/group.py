@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config import ConfigError
-from torchtitan.data import DataStream
+from torchtitan.data import BatchStream
 from torchtitan.logging import logger
 from torchtitan.parallel import World
 from torchtitan.resilience.replica_groups.settings import LIGHTHOUSE, FaultToleranceConfig
@@ -53,7 +53,7 @@ class ReplicaGroup:
         self,
         config: FaultToleranceConfig,
         world: World,
-        data: DataStream,
+        data: BatchStream,
         *,
         get: Callable[[], dict[str, Any]],
         put: Callable[[dict[str, Any]], None],

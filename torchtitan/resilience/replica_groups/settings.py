@@ -20,25 +20,15 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 class FaultToleranceConfig(Config):
     """Replica groups that keep training when one of them is lost."""
 
-    enable: bool = Field(
-        False,
-        description="Train as one of several replica groups, coordinated by a torchft lighthouse; "
-        f"its address is in the environment variable {LIGHTHOUSE}.",
-    )
-    replica_id: int = Field(0, ge=0, description="Number of this group, counted from 0.")
-    group_size: int = Field(
-        0,
-        ge=0,
-        description="Number of replica groups that share each global batch when all are present.",
-    )
-    min_replica_size: int = Field(
-        1,
-        ge=1,
-        description=(
-            "Minimum number of groups in a step; a step with fewer changes no weight and is "
-            "repeated."
-        ),
-    )
+    enable: bool = False
+    """Train as one of several replica groups, coordinated by a torchft lighthouse; its address is
+    in the environment variable TORCHFT_LIGHTHOUSE."""
+    replica_id: int = Field(0, ge=0)
+    """Number of this group, counted from 0."""
+    group_size: int = Field(0, ge=0)
+    """Number of replica groups that share each global batch when all are present."""
+    min_replica_size: int = Field(1, ge=1)
+    """Minimum number of groups in a step; a step with fewer changes no weight and is repeated."""
 
     @property
     def groups(self) -> int:

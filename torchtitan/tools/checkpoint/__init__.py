@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights import conversion as weights
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
 from torchtitan.logging import logger, on_terminal
 from torchtitan.provenance import versions
+from torchtitan.remote import location
 from torchtitan.tools.checkpoint import inspection
 from torchtitan.tools.options import (
     Choice,
@@ -115,7 +115,11 @@ def convert(
     ] = False,
     imports: Imports = None,
 ) -> None:
-    """Convert weights, or a run, to our format, Hugging Face's, Meta's or TorchTitan's."""
+    """Convert weights, or a run, to our format, Hugging Face's, Meta's or TorchTitan's.
+
+    For weights of Hugging Face or Meta it prints the section [model] of a recipe that starts from
+    them, and writes it to model_section.toml in the new folder.
+    """
     import_modules(imports or (), "--imports")
     options = weights.ConvertOptions(
         source_format=source_format,
@@ -127,7 +131,9 @@ def convert(
         max_shard_size=max_shard_size,
         with_optimizer=with_optimizer,
     )
-    weights.convert(source, destination, options, {"versions": versions()})
+    section = weights.convert(source, destination, options, {"versions": versions()})
+    if section is not None:
+        print(section, end="")
 
 
 def _in_effect(recipe: str) -> dict[str, Any]:

@@ -11,12 +11,12 @@ markdown   the report as text, with its verdict; html_page: the page, with plots
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.checkpoint import lock
-from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import RecipeError
-from torchtitan.device import GIB
+from torchtitan.device import DeviceType, pick
+from torchtitan.estimate.fitting import peak_of, plan_on
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
@@ -65,9 +65,12 @@ def dry_run(study: Study) -> Iterator[str]:
         RecipeError: as `compare`.
     """
     variants = prepare(study)
+    device_type = cast(DeviceType, study.conditions.device or pick().type)
     for ready in variants:
         ranks = f"{ready.plan.ranks} rank{'s' * (ready.plan.ranks > 1)}"
-        told = "cannot run" if ready.problems else foreseen(ready.job, ready.plan.ranks)
+        told = (
+            "cannot run" if ready.problems else foreseen(ready.job, ready.plan.ranks, device_type)
+        )
         yield f"{ready.name}: {ranks}: {told}"
         yield from (f"  {line}" for line in ready.problems)
     todo = tasks(study, variants)
@@ -76,10 +79,15 @@ def dry_run(study: Study) -> Iterator[str]:
     yield f"{len(todo)} runs of {steps} steps, {done} of them there already; in {study.output}"
 
 
-def foreseen(job: JobConfig, ranks: int) -> str:
-    """Estimate the memory of a rank and the bytes that it sends, by formula."""
-    held, sent = of_rank(job, ranks), formulas(job, ranks)
-    memory = "" if held is None else f"about {held.estimate().total / GIB:.3g} GiB a rank"
+def foreseen(job: JobConfig, ranks: int, device_type: DeviceType) -> str:
+    """Plan the memory of a rank, and compute the bytes that it sends."""
+    device = pick().name if device_type == pick().type else ""
+    try:
+        peak = peak_of(plan_on(job, ranks, device_type, device))
+        memory = f"about {peak.device + peak.host:.3g} GiB a rank"
+    except RecipeError as error:
+        memory = error.lines[0]
+    sent = formulas(job, ranks)
     sends = "" if sent is None else byte_size(sum(size for _, size in sent.values()))
     return "; ".join(filter(None, (memory, sends and f"rank 0 sends {sends} a step")))
 

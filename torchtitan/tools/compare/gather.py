@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory_limits import of_rank
-from torchtitan.config import CannotRun
-from torchtitan.device import GIB
+from torchtitan.config import CannotRun, RecipeError
+from torchtitan.estimate.fitting import plan_on, reported_gib
+from torchtitan.estimate.plan import Plan
 from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
 from torchtitan.metrics.startup import NEIGHBORS
@@ -91,7 +91,11 @@ def report(
     """The report; `root` is the folder it will be written to."""
     base = next(each for each in candidates if each.name == baseline)
     differing = _differing(candidates)
-    variants = tuple(_variant(each, base, differing, root) for each in candidates)
+    plans = [_plan(each) for each in candidates]
+    variants = tuple(
+        _variant(each, base, differing, root, planned)
+        for each, planned in zip(candidates, plans, strict=True)
+    )
     machines = [run.history.environment for each in candidates for run in each.runs]
     return Report(
         title=title,
@@ -102,7 +106,7 @@ def report(
         conditions=dict(conditions),
         baseline=baseline,
         variants=variants,
-        notes=tuple(_notes(candidates, variants, machines)),
+        notes=tuple(_notes(candidates, variants, machines, plans)),
     )
 
 
@@ -113,7 +117,9 @@ def _differing(candidates: Sequence[Candidate]) -> list[str]:
     return [key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats)]
 
 
-def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path) -> Variant:
+def _variant(
+    each: Candidate, base: Candidate, differing: list[str], root: Path, planned: Plan | str | None
+) -> Variant:
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
@@ -143,7 +149,8 @@ def _variant(each: Candidate, base: Candidate, differing: list[str], root: Path)
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
-        memory_formula=_memory(each),
+        planned=_figures(planned) if isinstance(planned, Plan) else None,
+        memory_formula=_by_purpose(planned) if isinstance(planned, Plan) else {},
         state_bytes=first.state_bytes if first else None,
         startup_s=median(run.startup_s for run in finished),
         compile_s=median(run.compile_s for run in finished),
@@ -231,13 +238,31 @@ def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, flo
     return found
 
 
-def _memory(each: Candidate) -> dict[str, float]:
-    """Memory of a rank in GiB by formula, by purpose."""
-    plan = of_rank(each.job, each.ranks) if each.job and each.runs else None
-    if plan is None:
-        return {}
-    parts = plan.estimate()._asdict()
-    return {name: size / GIB for name, size in parts.items() if name != "on_host"}
+def _plan(each: Candidate) -> Plan | str | None:
+    """Plan a variant on the device of its runs, or say why it cannot be; None without runs."""
+    if each.job is None or not each.runs:
+        return None
+    history = each.runs[0].history
+    try:
+        return plan_on(each.job, each.ranks, history.device_type, history.device or "")
+    except RecipeError as error:
+        return error.lines[0]
+
+
+def _by_purpose(plan: Plan) -> dict[str, float]:
+    """Return the planned memory, with the keys that reports had before there were plans."""
+    names = ("parameters", "gradients", "states", "gathered", "activations", "logits")
+    found = {kind.removeprefix("optimizer "): size for kind, size in plan.by_kind_gib.items()}
+    return dict.fromkeys(names, 0.0) | found
+
+
+def _figures(plan: Plan) -> dict[str, float]:
+    """Return the planned figures that are measured too."""
+    found = {"memory_gib": reported_gib(plan)}
+    if plan.time:
+        found |= {"tps": plan.time.tokens_per_second_per_device, "step_s": plan.time.seconds}
+        found |= {} if plan.time.mfu is None else {"mfu": plan.time.mfu}
+    return found
 
 
 def _parity(each: Candidate, base: Candidate) -> Parity:
@@ -272,8 +297,17 @@ def _notes(
     candidates: Sequence[Candidate],
     variants: Sequence[Variant],
     machines: Sequence[Mapping[str, Any]],
+    plans: Sequence[Plan | str | None],
 ) -> list[str]:
     notes = []
+    for each, planned in zip(candidates, plans, strict=True):
+        if isinstance(planned, str):
+            notes.append(f"{each.name} has no plan: {planned}.")
+    if any(isinstance(planned, Plan) and planned.hardware is None for planned in plans):
+        notes.append(
+            "Without known hardware (job.hardware), a plan has no speed, and no memory outside the "
+            "allocator."
+        )
     counts = sorted({(v.units_per_step, v.unit) for v in variants if v.units_per_step})
     if len(counts) > 1:
         listed = ", ".join(f"{count:,} {unit}" for count, unit in counts)

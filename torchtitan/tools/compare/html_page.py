@@ -8,6 +8,7 @@ import dataclasses
 import html
 import json
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -21,26 +22,63 @@ from torchtitan.tools.compare.study import slug
 def html_page(report: Report) -> str:
     """Render the page."""
     from markdown_it import MarkdownIt
-    from plotly.offline import get_plotlyjs
 
     parser = MarkdownIt("commonmark").enable("table")
     for rule in (heading_open, html_block, html_inline, table_open, table_close, tr_open):
         parser.add_render_rule(rule.__name__, rule)
     text, found = markdown(report, for_page=True), plots(report)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    folder = files("torchtitan.tools.compare") / "page"
-    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(report.title),
-        style=(folder / "page.css").read_text(encoding="utf-8"),
+    body = Template(page_file("report.html")).substitute(
         sections="".join(f'<li><a href="#{slug(title)}">{title}</a></li>' for title in headings),
-        body=parser.render(text, {"plots": found}),
+        text=parser.render(text, {"plots": found}),
         unit=html.escape(report.unit),
         variants="".join(choice(name, style) for name, style in styles(report).items()),
-        report=script(dataclasses.asdict(report)),
-        plotly=get_plotlyjs().replace("</script", "<\\/script"),
-        figures=script({name: plot.figures for name, plot in found.items()}),
-        script=(folder / "plots.js").read_text(encoding="utf-8"),
     )
+    return page_with_plots(
+        html.escape(report.title),
+        body,
+        {name: plot.figures for name, plot in found.items()},
+        page_file("plots.js"),
+        data=("report", dataclasses.asdict(report)),
+        source="Every number on this page is from <code>report.json</code>, which is inside it.",
+    )
+
+
+def page_with_plots(
+    title: str,
+    body: str,
+    figures: Mapping[str, Any],
+    draw: str,
+    *,
+    data: tuple[str, Any],
+    source: str,
+) -> str:
+    """Return a page of one file that draws figures.
+
+    Args:
+        draw: script with a function `draw`, which calls `plot` for each of `FIGURES`.
+        data: name and content of the JSON inside the page.
+        source: sentence about it.
+    """
+    from plotly.offline import get_plotlyjs
+
+    name, content = data
+    return Template(page_file("page.html")).substitute(
+        title=title,
+        style=page_file("page.css"),
+        body=body,
+        source=source,
+        name=name,
+        data=script(content),
+        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        figures=script(figures),
+        script=page_file("figures.js") + draw,
+    )
+
+
+def page_file(name: str, package: str = "torchtitan.tools.compare") -> str:
+    """Return a file of the pages of a package."""
+    return (files(package) / "page" / name).read_text(encoding="utf-8")
 
 
 def script(value: Any) -> str:

@@ -17,8 +17,6 @@ MOST_ROWS = 40
 """Rows of a curve in a table; `report.json` has them all."""
 CURVES = {"loss": "Loss", "grad_norm": "Gradient norm"}
 EXPOSED = "exposed communication, of a traced step"
-IN_WORDS = {"states": "optimizer states"}
-"""Keys of `Variant.memory_formula` whose names in the table are others."""
 
 Columns = dict[str, Callable[[Variant], str | Sequence[str]]]
 
@@ -39,7 +37,7 @@ def markdown(report: Report, *, for_page: bool = False) -> str:
         "Variants": [variants(report)],
         "Loss and gradient norm": [*curves, parity(report)],
         "Speed": [speed(report), time(report)],
-        "Memory": [memory(report), memory_by_formula(report)],
+        "Memory": [memory(report), planned_memory(report)],
         "Communication": [sent(report), collectives(report)],
         "What differs": [settings(report) or "All variants have the same settings."],
         "Conditions and machine": conditions(report),
@@ -251,21 +249,17 @@ def memory(report: Report) -> str:
     return by_variant("Peak memory of the worst rank", found, columns, plot="memory")
 
 
-def memory_by_formula(report: Report) -> str:
-    """Memory of a rank by formula, next to the measured peak."""
-    found = [each for each in report.ran if any(each.memory_formula.values())]
-    columns = {
-        IN_WORDS.get(name, name): show
-        for name, show in parts(found, lambda each: each.memory_formula, digits).items()
-        if any(each.memory_formula.get(name) for each in found)
-    }
+def planned_memory(report: Report) -> str:
+    """Planned memory of a rank, next to the measured peak."""
+    found = [each for each in report.ran if each.memory_formula]
+    columns = parts(found, lambda each: each.memory_formula, digits)
     columns |= {
-        "sum": lambda each: digits(sum(each.memory_formula.values())),
+        "planned peak": lambda each: digits((each.planned or {}).get("memory_gib")),
         "measured peak": lambda each: digits(each.memory_gib),
         "measured states": lambda each: byte_size(each.state_bytes),
     }
     return by_variant(
-        "Memory of a rank in GiB, by formula; on a CPU the measured peak is of the whole process",
+        "Planned memory of the fullest rank in GiB; on a CPU both peaks are of the whole process",
         found,
         columns,
     )

@@ -18,6 +18,7 @@ import torch
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, Problem, RecipeError
 from torchtitan.device import pick
+from torchtitan.estimate.fitting import misfits
 from torchtitan.job import JobConfig
 from torchtitan.provenance import to_toml, versions
 from torchtitan.tools.compare.study import (
@@ -136,6 +137,8 @@ def _check(study: Study, plan: VariantPlan, decided: dict[str, Any]) -> Ready:
             local_ranks=local,
             over=over,
         )
+        if not own:
+            recipe.refuse(misfits(recipe.config, plan.ranks, plan.ranks, kind))
         recipe.refuse(problems_of_task(recipe.config))
         if not own:
             recipe.refuse(_too_many(plan))

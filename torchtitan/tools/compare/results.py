@@ -127,7 +127,7 @@ class Variant:
     grad_norm: RunCurve | None
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
-    """Estimated memory of a rank in GiB, by purpose."""
+    """Planned memory of the fullest rank at its peak in GiB, by purpose."""
     state_bytes: int | None = None
     """Bytes of optimizer states of rank 0, as its run counted them."""
     planned: dict[str, float] | None = None

@@ -45,49 +45,46 @@ Settings = dict[KeyPath, Setting]
 class Conditions(Config):
     """The keys of a study, which set the conditions of the comparison."""
 
-    title: str = Field("", description="Heading of the report (default: the name of the file).")
-    description: str = Field("", description="What the study is to find out.")
-    recipe: str | None = Field(None, description="The recipe of all variants, relative to this.")
-    ranks: int | None = Field(
-        None, ge=1, description="Number of ranks of each run (default: the minimum of its recipe)."
-    )
-    baseline: str | None = Field(
-        None, description="Name of the variant to compare with (default: the first)."
-    )
-    rounds: int = Field(3, ge=1, description="How often every variant is run.")
-    warmup_steps: int = Field(5, ge=1, description="First steps of a run that are not measured.")
-    steps: int = Field(20, ge=2, description="Steps after those, which are measured.")
-    seeds: tuple[int, ...] = Field(
-        (), description="Further seeds for the baseline: the spread that chance alone has."
-    )
-    seeds_of: tuple[str, ...] = Field(
-        (), description="Variants that are run with them too: those that round otherwise."
-    )
-    trace: bool = Field(
-        True, description="Trace a last step, not measured, for the time spent communicating."
-    )
-    launcher: str = Field(
-        "",
-        description="Command that starts a run, to which recipe and folder are added; {ranks} is "
-        "replaced (default: torchtitan train --processes, on this machine).",
-    )
-    device: str | None = Field(
-        None,
-        pattern="^(cpu|cuda)$",
-        description="Device of the runs of a custom launcher (default: this machine's).",
-    )
-    output: str | None = Field(
-        None,
-        description="Folder of runs and report (default: outputs/studies/ and the file's name).",
-    )
+    title: str = ""
+    """Heading of the report (default: the name of the file)."""
+    description: str = ""
+    """Question that the study answers."""
+    recipe: str | None = None
+    """The recipe of all variants, relative to this."""
+    ranks: int | None = Field(None, ge=1)
+    """Number of ranks of each run (default: the minimum of its recipe)."""
+    baseline: str | None = None
+    """Name of the variant to compare with (default: the first)."""
+    rounds: int = Field(3, ge=1)
+    """Number of runs of each variant."""
+    warmup_steps: int = Field(5, ge=1)
+    """First steps of a run that are not measured."""
+    steps: int = Field(20, ge=2)
+    """Steps after those, which are measured."""
+    seeds: tuple[int, ...] = ()
+    """Further seeds for the baseline: the spread that chance alone has."""
+    seeds_of: tuple[str, ...] = ()
+    """Variants that are run with them too: those that round otherwise."""
+    trace: bool = True
+    """Trace a last step, not measured, for the time spent communicating."""
+    launcher: str = ""
+    """Command that starts a run, to which recipe and folder are added; {ranks} is replaced
+    (default: torchtitan train --processes, on this machine)."""
+    device: str | None = Field(None, pattern="^(cpu|cuda)$")
+    """Device of the runs of a custom launcher (default: this machine's)."""
+    output: str | None = None
+    """Folder of runs and report (default: outputs/studies/ and the file's name)."""
 
 
 class VariantKeys(Config):
     """The keys of a variant that are not settings of its recipe."""
 
-    name: str = Field("", description="What the report calls it.")
-    recipe: str | None = Field(None, description="Another recipe than the study's.")
-    ranks: int | None = Field(None, ge=1, description="Another number of processes.")
+    name: str = ""
+    """Name in the report."""
+    recipe: str | None = None
+    """Another recipe than the study's."""
+    ranks: int | None = Field(None, ge=1)
+    """Another number of processes."""
 
 
 @dataclass(frozen=True)

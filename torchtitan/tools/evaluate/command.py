@@ -20,16 +20,7 @@ from torchtitan.tools.evaluate.subject_options import (
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.options import (
-    Count,
-    Flavor,
-    Imports,
-    Model,
-    Text,
-    Verb,
-    import_modules,
-    verb,
-)
+from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, import_modules, verb
 
 app = verb()
 

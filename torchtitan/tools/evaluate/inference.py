@@ -5,6 +5,7 @@ their sequence is not split (no sequence parallelism). And sampling and scoring 
 vocabulary, so every rank has all logits.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint.placement import differences, load_into
+from torchtitan.checks.divisibility import divisors
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
@@ -100,16 +102,14 @@ def check_ranks(subject: Subject, ranks: int) -> None:
     Raises:
         ConfigError: with the possible numbers.
     """
-    args = subject.network.args
-    fits = [
-        n for n in range(1, args.n_heads + 1) if not args.n_heads % n and not args.n_kv_heads % n
-    ]
-    if not subject.network.spec.tensor_plan:
-        fits = [1]
-    if ranks not in fits:
+    spec, args = subject.network.spec, subject.network.args
+    heads = spec.tensor_splits(args).heads if spec.tensor_plan else {"whole network": 1}
+    shared = math.gcd(*heads.values())
+    if shared % ranks:
         raise ConfigError(
-            f"--tensor-parallel: got {ranks}; {subject.network} has {args.n_heads} heads on "
-            f"{args.n_kv_heads} key/value heads; use {' or '.join(map(str, fits))}"
+            f"--tensor-parallel: got {ranks}; {subject.network} has "
+            f"{' and '.join(f'{count} {what}' for what, count in heads.items())}; "
+            f"use {divisors(shared)}"
         )
 
 

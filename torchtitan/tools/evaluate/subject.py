@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import BYTES
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
@@ -75,7 +75,7 @@ def _open_ours(place: ModelLocation) -> Subject:
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     network = of_text(path, of_recipe(path, recipe, place.model, place.flavor))
-    source, key = Verified(path, SavedTensors(path)), "model.tokenizer_path"
+    source, key = Verified(path), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
         raise ConfigError(f"{path}: it does not record its tokenizer; set it with --tokenizer")
     try:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from torchtitan.checkpoint.remote import location
 from torchtitan.checkpoint.weights.extras import BYTES
 from torchtitan.checkpoint.weights.opening import OPEN
+from torchtitan.remote import location
 from torchtitan.tools.evaluate.subject import DTYPES
 from torchtitan.tools.options import Choice, Count, Text
 

@@ -9,6 +9,8 @@ import typer
 from torchtitan.tools.explain.advice import advise
 from torchtitan.tools.explain.facts import read_facts
 from torchtitan.tools.explain.page import page
+from torchtitan.tools.explain.predicted import predict
+from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import Run, Verb, verb
 
 app = verb()
@@ -19,12 +21,15 @@ def explain(
     run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    facts = read_facts(run)
-    advice = advise(facts)
+    history = RunHistory.open(run)
+    facts = read_facts(history)
+    advice, prediction = advise(facts), predict(history, facts)
     found: dict[str, Any] = dataclasses.asdict(facts) | {"folder": str(facts.folder)}
     del found["recipe"]  # it is in recipe.toml
     found["slowest"] = [one._asdict() for one in facts.slowest]
+    rows = [each._asdict() for each in prediction.rows]
+    found["prediction"] = dataclasses.asdict(prediction) | {"rows": rows}
     found["advice"] = [one._asdict() | {"keys": one.keys} for one in advice]
-    text = json.dumps(found, indent=1) if as_json else page(facts, advice)
+    text = json.dumps(found, indent=1) if as_json else page(facts, advice, prediction)
     # In one piece, so that `| head` does not close the pipe in between.
     print(f"{text}\n", end="")

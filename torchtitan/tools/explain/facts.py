@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.device import peak_flops
 from torchtitan.tools.explain.slowest_ranks import Slowest, slowest_by_phase
 from torchtitan.tools.explain.trace_summary import read_trace
 from torchtitan.tools.history import Row, RunHistory, RunState, median, seconds_of, traces_in
@@ -88,14 +87,9 @@ class Facts:
         return self.pauses.get(name, 0.0) / self.reported_s if self.reported_s else 0.0
 
 
-def read_facts(folder: Path) -> Facts:
-    """Read the facts about a run from its dump folder.
-
-    Raises:
-        ConfigError: if no run has written metrics there.
-    """
-    history = RunHistory.open(folder)
-    recipe, device, logs = history.recipe, history.environment.get("device"), history.rank_events
+def read_facts(history: RunHistory) -> Facts:
+    """Read the facts about a run from its dump folder."""
+    recipe, logs = history.recipe, history.rank_events
     starts = [[row for row in log if row["event"] == "start"] for log in logs.values()]
     last_starts = [of_rank[-1] for of_rank in starts if of_rank]
     # The first report of each process is of a step that also starts up.
@@ -110,12 +104,11 @@ def read_facts(folder: Path) -> Facts:
     last = all_reports[-1] if all_reports else {}
     steps = sum(count for _, count in later)
     return Facts(
-        folder=folder,
+        folder=history.folder,
         recipe=recipe,
         ranks=history.ranks,
-        device=device,
-        on_cuda=history.environment.get("device_type") == "cuda"
-        or (device is not None and peak_flops(device) is not None),
+        device=history.device,
+        on_cuda=history.device_type == "cuda",
         layout=history.layout,
         step=last.get("step", 0),
         state=history.state(),

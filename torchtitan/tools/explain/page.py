@@ -7,6 +7,7 @@ from typing import Final
 
 from torchtitan.tools.explain.advice import Advice
 from torchtitan.tools.explain.facts import Facts, Traces
+from torchtitan.tools.explain.predicted import Prediction
 from torchtitan.tools.explain.slowest_ranks import Slowest
 from torchtitan.tools.history import show
 
@@ -30,9 +31,10 @@ IN_WORDS: Final = {
 """Descriptions of the phases of a step, see `torchtitan.timeline`."""
 
 
-def page(facts: Facts, advice: Sequence[Advice]) -> str:
+def page(facts: Facts, advice: Sequence[Advice], prediction: Prediction) -> str:
     """Write the whole page."""
-    lines = [*_about(facts), "", *_phases(facts), "", *_between_ranks(facts)]
+    lines = [*_about(facts), "", *_phases(facts), "", *_predicted(prediction)]
+    lines += ["", *_between_ranks(facts)]
     return "\n".join([*lines, "", *_advice(advice, facts)])
 
 
@@ -102,6 +104,30 @@ def _phases(facts: Facts) -> Iterator[str]:
     ]
     if long:
         yield f"Between steps: {', '.join(long)}."
+
+
+def _predicted(prediction: Prediction) -> Iterator[str]:
+    """Yield a table of the quantities, predicted and measured."""
+    if prediction.rows:
+        where = f" on {prediction.hardware}" if prediction.hardware else ""
+        yield f"Prediction by the plan of its recipe{where}, with limits, and measurement:"
+        yield f"  {'':<26} {'predicted':>9} {'':<20} {'measured':>9}"
+    for row in prediction.rows:
+        numbers = (_digits(value) for value in row[2:])
+        predicted, measured, low, high = numbers
+        limits = "" if row.low is None else f"({low} to {high})"
+        yield (
+            f"  {row.quantity:<26} {predicted:>9} {limits:<20} {measured:>9} {row.unit}"
+        ).rstrip()
+    for note in prediction.notes:
+        yield textwrap.fill(f"note: {note}", WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _digits(value: float | None) -> str:
+    """Format a number with three digits."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _between_ranks(facts: Facts) -> Iterator[str]:

@@ -69,6 +69,11 @@ def verify(
             "rank, and the simulation to compare it with is not installed; install all of "
             "torchtitan, or use uncompressed communication"
         )
+    if not checked.is_exact and job.parallelism.balancing == "documents":
+        raise ConfigError(
+            "parallelism.context_parallel_load_balancer: the ranks compress what they send, and "
+            'the simulation to compare them with cuts all rows alike; use "headtail" for this check'
+        )
     layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
     console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
     for loss in job.auxiliary_losses:

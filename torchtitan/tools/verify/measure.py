@@ -278,7 +278,9 @@ class StepRecorder:
         data, counted = position["data"], position["train_state"].items()
         counters = {f"train_state.{name}": at for name, at in counted if isinstance(at, int)}
         counters["data.samples"] = data["samples"]
-        counters |= {f"data.lanes.{lane}": at for lane, at in enumerate(data["lanes"])}
+        counters |= {f"data.lanes.{lane}": at for lane, at in enumerate(data.get("lanes", ()))}
+        for source in data.get("sources", ()):
+            counters[f"data.sources.{source['name']}"] = source["position"]
         return Step(run.state.step, loss, grad_norm, names, differences, samples, counters)
 
 
@@ -295,11 +297,7 @@ def _weights(run: Run, row: Row) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 @torch.no_grad()
 def difference(
-    kind: str,
-    name: str,
-    tensor: Tensor,
-    whole: Tensor | SavedTensors,
-    largest: float | None = None,
+    kind: str, name: str, tensor: Tensor, whole: Tensor | SavedTensors, largest: float | None = None
 ) -> TensorDifference | None:
     """Find where this rank's part of a tensor differs most from its place in `whole`.
 

@@ -5,7 +5,6 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
-from torchtitan.logging import on_terminal
+from torchtitan.logging import progress_bar
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.train import problems_of_task
@@ -91,33 +90,10 @@ def run(
         done.value = number
 
     try:
-        with _bar(what, job.training.steps, lambda: done.value) as meanwhile:
+        with progress_bar(what, job.training.steps) as show:
             every = (function, ranks, job, *arguments, at_step)
-            return run_ranks(*every, timeout=RUN_TIMEOUT, meanwhile=meanwhile)
+            return run_ranks(
+                *every, timeout=RUN_TIMEOUT, meanwhile=lambda: show(completed=done.value)
+            )
     except RanksFailed as error:
         raise RanksFailed(f"{what}: {error}", error.codes) from None
-
-
-@contextmanager
-def _bar(what: str, steps: int, done: Callable[[], int]) -> Iterator[Callable[[], None]]:
-    """On a terminal, a bar that the yielded function brings up to date."""
-    if not on_terminal():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # It draws only when called: a thread, or a stream of its own, would not survive the fork.
-    with Progress(
-        console=Console(stderr=True),
-        transient=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as progress:
-        task = progress.add_task(what, total=steps)
-
-        def show() -> None:
-            progress.update(task, completed=done(), refresh=True)
-
-        yield show

@@ -159,6 +159,11 @@ def make_short(draft: Draft, steps: int | None, default: int) -> None:
         draft.from_flags.discard("training.steps")
     draft.set("training.steps", steps or default, "set by --steps")
     draft.set("lr_scheduler.total_steps", None, "the number of steps")
+    for number, source in enumerate(draft.job.data.sources):
+        if source.weight is None:
+            own = f"{source.label}: {source.spec}"
+            draft.tree["data"]["sources"][number] |= source.with_weight().model_dump(mode="json")
+            draft.changes.append(f"data.sources: weight = 1 (was {own}): the run is short")
     draft.lower("lr_scheduler.warmup_steps", 2, "so that weights move")
     draft.from_flags.discard("fault_tolerance.enable")
     draft.set("fault_tolerance.enable", False, "a single replica group is checked")
@@ -217,7 +222,14 @@ def _find_data(draft: Draft) -> None:
     if tokenizer is not None and not _is_there(tokenizer):
         draft.set("model.tokenizer_path", None, "it does not exist; bytes are used")
     why = ""
-    if data.dataset_path is not None and not _is_there(data.dataset_path):
+    absent = [s.label for s in data.sources if not all(map(exists, s.places))]
+    if absent:
+        why = f"the files of {', '.join(absent)} do not exist"
+        draft.set("data.sources", (), why)
+        draft.set("data.stages", (), why)
+    elif data.sources:
+        return
+    elif data.dataset_path is not None and not _is_there(data.dataset_path):
         why = "the files do not exist"
     elif data.dataset in DATASETS and DATASETS[data.dataset].kind == "hub":
         why = "no data is read over a network"

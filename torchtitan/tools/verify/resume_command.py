@@ -24,8 +24,7 @@ def verify_resume(
         Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
     ] = None,
     then_layout: Annotated[
-        str | None,
-        typer.Option(metavar="AXES", help="Other layout to resume in: tp=2,dp_shard=2."),
+        str | None, typer.Option(metavar="AXES", help="Other layout to resume in: tp=2,dp_shard=2.")
     ] = None,
     steps: Annotated[
         int | None, Count("Number of steps before the kill, and after it (default: 3).")

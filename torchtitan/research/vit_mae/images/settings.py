@@ -12,41 +12,25 @@ from torchtitan.data.settings import DataConfig
 class ImagesConfig(Config):
     """Reading of images, and the part of each to train on."""
 
-    crop: Literal["resized", "window", "none"] = Field(
-        "resized",
-        description="Crop of an image. resized: a part of random area and shape, resized to the "
-        "size of the model; window: a part of the size of the model, at a random "
-        "place; none: the whole image, which must have that size.",
-    )
-    min_area: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description='With crop = "resized": minimum fraction of an image\'s area.',
-    )
-    flips: tuple[Literal["horizontal", "vertical"], ...] = Field(
-        ("horizontal",),
-        description=("Directions in which a random half of the images is mirrored."),
-    )
-    augment: bool = Field(
-        True,
-        description="Crop and flip at random, differently in each epoch; false, as in "
-        "validation: crop the center and do not flip.",
-    )
-    bands: tuple[int, ...] = Field(
-        (), description="Bands to read, in this order, counted from 0; empty: all."
-    )
-    max_value: float | None = Field(
-        None,
-        gt=0,
-        description="Value that becomes 1 (default: the largest of an integer type, and 1 of "
-        "floating-point numbers).",
-    )
-    corrupt: Literal["stop", "skip"] = Field(
-        "stop",
-        description="Treatment of an image that cannot be decoded. stop: end the run; skip: log "
-        "its name, count it in the metrics, and skip it.",
-    )
+    crop: Literal["resized", "window", "none"] = "resized"
+    """Crop of an image. resized: a part of random area and shape, resized to the size of the model;
+    window: a part of the size of the model, at a random place; none: the whole image, which must
+    have that size."""
+    min_area: float = Field(0.2, gt=0, le=1)
+    """With crop = "resized": minimum fraction of an image's area."""
+    flips: tuple[Literal["horizontal", "vertical"], ...] = ("horizontal",)
+    """Directions in which a random half of the images is mirrored."""
+    augment: bool = True
+    """Crop and flip at random, differently in each epoch; false, as in validation: crop the center
+    and do not flip."""
+    bands: tuple[int, ...] = ()
+    """Bands to read, in this order, counted from 0; empty: all."""
+    max_value: float | None = Field(None, gt=0)
+    """Value that becomes 1 (default: the largest of an integer type, and 1 of floating-point
+    numbers)."""
+    corrupt: Literal["stop", "skip"] = "stop"
+    """Treatment of an image that cannot be decoded. stop: end the run; skip: log its name, count it
+    in the metrics, and skip it."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if len(set(self.flips)) < len(self.flips):

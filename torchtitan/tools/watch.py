@@ -1,18 +1,63 @@
-"""Shows a run as lines of text: its progress, whether it is alive, its losses, its speed."""
+"""Show the progress of runs, redrawn every few seconds until Ctrl-C.
 
+The run itself is not asked: it may be on another machine, as long as its folder can be read here.
+So whether it is alive is judged by when its last row came, and when the next one is due.
+"""
+
+import contextlib
 import itertools
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from torchtitan.tools.history import Row, RunHistory, show
+from torchtitan.tools.options import Verb, number, verb
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
+
+SECONDS = number("seconds, above 0 and at most 3600", lambda seconds: 0 < seconds <= 3600)
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def watch(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")
+    ],
+    refresh: Annotated[
+        float,
+        typer.Option(
+            parser=SECONDS, metavar="SECONDS", help="Time between two redraws (default: 2)."
+        ),
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    views = [View(RunHistory.open(folder)) for folder in runs]
+    on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    console = Console(width=None if on_terminal else 100, highlight=False)
+    if once or not on_terminal:
+        console.print(*views, sep="\n")
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*views), refresh=True)
+            time.sleep(refresh)
+            for view in views:
+                view.update()
+
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
@@ -42,8 +87,8 @@ class View:
         yield "state", state(self.history, now)
         if self.history.reports:
             yield from numbers(self.history, width - LABEL_WIDTH, now)
-        for number, row in enumerate(incidents(self.history.rows)[-LAST_EVENTS:]):
-            yield "" if number else "events", event_line(row)
+        for place, row in enumerate(incidents(self.history.rows)[-LAST_EVENTS:]):
+            yield "" if place else "events", event_line(row)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
         from rich.text import Text
@@ -93,10 +138,10 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
         done += f", {duration(max(eta - (now - report.get('time', now)), 0.0))} left"
     yield "step", done
     for label, key in (("loss", "loss"), ("grad norm", "grad_norm")):
-        curve = sparkline([number(row.get(key)) for row in history.reports], room)
+        curve = sparkline([reported(row.get(key)) for row in history.reports], room)
         yield label, f"{curve}  {show(report.get(key), '.4f')}"
     if validations := history.validations:
-        best = min(validations, key=lambda row: number(row["validation_loss"], math.inf))
+        best = min(validations, key=lambda row: reported(row["validation_loss"], math.inf))
         last, lowest = (
             f"{show(row['validation_loss'], '.4f')} at step {row['step']:,}"
             for row in (validations[-1], best)
@@ -181,7 +226,7 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(map(block, means))
 
 
-def number(value: object, otherwise: float = math.nan) -> float:
+def reported(value: object, otherwise: float = math.nan) -> float:
     """Convert a reported value, which is null if it was not finite."""
     is_finite = isinstance(value, float | int) and math.isfinite(value)
     return float(value) if is_finite else otherwise  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
     metrics.jsonl      rows: reports, validations, events
     recipe.toml        the resolved recipe of the latest launch
     environment.json   its time, command, ranks, device and versions
+    data_ledger.jsonl  the samples that each session has read
     events/            the event log of each rank
     profile_traces/    traces of the profiler
     comm_traces/       the step that each rank is in, and its traces if it failed
@@ -16,29 +17,32 @@ import json
 import math
 import os
 import socket
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from torchtitan.config import ConfigError, RecipeError, read_file
+from torchtitan.device import DeviceType, peak_flops
 from torchtitan.flight_recorder import RankTrace, read_traces, report
+from torchtitan.metrics.data_ledger import LEDGER_FILE, ledger_rows
 from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
-from torchtitan.tools.history.rows import Row, median, parse_rows, seconds_of, show
+from torchtitan.timeline import PHASES
 
-__all__ = [
-    "METRICS_FILE",
-    "Row",
-    "RunHistory",
-    "RunState",
-    "median",
-    "seconds_of",
-    "show",
-    "traces_in",
-]
+Row = dict[str, Any]
+
+OLD_NAMES: Final = {
+    "agree": "sync",
+    "time/agree": "time/sync",
+    "slowest/agree": "slowest/sync",
+    "slowest/agree_pct": "slowest/sync_pct",
+    "stepped_over": "skipped_samples",
+}
+"""Keys of rows of older versions, and their current names."""
 
 METRICS_FILE = "metrics.jsonl"
 AXES: Final = {
@@ -142,6 +146,23 @@ class RunHistory:
             return {}
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
+
+    @property
+    def device(self) -> str | None:
+        """The name of the device of the latest launch; None if unknown."""
+        return self.environment.get("device")
+
+    @property
+    def device_type(self) -> DeviceType:
+        """The type of that device."""
+        is_known = self.device is not None and peak_flops(self.device) is not None
+        return "cuda" if is_known or self.environment.get("device_type") == "cuda" else "cpu"
+
+    @cached_property
+    def data_ledger(self) -> list[Row]:
+        """The rows of the ledger of samples; empty if there is none."""
+        path = self.folder / LEDGER_FILE
+        return list(ledger_rows(path)) if path.is_file() else []
 
     @property
     def ranks(self) -> int | None:
@@ -248,3 +269,60 @@ def _is_gone(trace: RankTrace) -> bool:
     except PermissionError:
         return False  # somebody else's, so it exists
     return False
+
+
+def parse_rows(text: bytes) -> Iterator[Row]:
+    """Parse lines of JSON, with the current names of keys; incomplete lines are left out."""
+    for line in text.split(b"\n"):
+        try:
+            row = json.loads(line) if line else None
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield in_tokens(renamed(row))
+
+
+def in_tokens(row: Row) -> Row:
+    """Add the keys of tokens to a row whose task counts something else."""
+    rate = rate_key(row)
+    if rate is None or rate == "tps":
+        return row
+    return row | {"tps": row[rate], "tokens": row[unit_of(rate)]}
+
+
+def renamed(row: Row) -> Row:
+    """Rename the keys of a row, and of the dictionaries in it, to the current ones."""
+    return {
+        OLD_NAMES.get(key, key): renamed(value) if isinstance(value, dict) else value
+        for key, value in row.items()
+    }
+
+
+def seconds_of(reports: Iterable[tuple[Row, int]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Sum the seconds of each phase of a step, in order, and of each pause between steps.
+
+    Args:
+        reports: reports, each with the number of steps that it covers.
+    """
+    phases: dict[str, float] = {}
+    pauses: dict[str, float] = {}
+    for row, steps in reports:
+        for key, value in row.items():
+            if key.startswith("time/"):
+                name = key.removeprefix("time/")
+                phases[name] = phases.get(name, 0.0) + value * steps
+            elif key.endswith("_s") and key != "eta_s" and isinstance(value, float):
+                name = key.removesuffix("_s")
+                pauses[name] = pauses.get(name, 0.0) + value
+    return {name: phases[name] for name in PHASES if name in phases}, pauses
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def show(value: Any, spec: str) -> str:
+    """Format a number, if it is known."""
+    return "n/a" if value is None else format(value, spec)

@@ -1,0 +1,279 @@
+"""Predicted memory and speed beside measured ones: published rows, and this project's own card.
+
+    python benchmarks/plan_accuracy.py --output outputs/plan_accuracy.md
+    python benchmarks/plan_accuracy.py --only "8B, 8 GPUs"
+
+The model has physical quantities only, and the same few efficiencies for all rows of a machine. Two
+things were chosen while rows were known. The rate of products of `h100-96`, the H100 of the first
+rows, is that of `h100` times 0.64: the law of power that its file states was chosen among several
+that are possible, knowing those rows. And the bandwidths, the rates of attention and products, and
+the costs of Float8 come from measurements of this project's H100, so its rows say how well they add
+up to a step.
+"""
+
+import argparse
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+from svg import INK, LINE, MUTED, Picture  # noqa: E402
+
+from tests.gpu.fast import MODELS_HERE, ROWS, extended  # noqa: E402
+from torchtitan.checks import load_job  # noqa: E402
+from torchtitan.config import ConfigError  # noqa: E402
+from torchtitan.estimate.hardware import AttentionRate, find_hardware  # noqa: E402
+from torchtitan.estimate.plan import MEMORY_LIMITS, TIME_LIMITS, plan  # noqa: E402
+from torchtitan.job import JobConfig  # noqa: E402
+
+PUBLISHED = ROOT / "benchmarks/published_rows.toml"
+PAGE = ROOT / "benchmarks/results/gpu_h100.md"
+OWN = "this project's H100"
+SCORED = 6
+"""First published rows, which have limits: memory and speed."""
+LIMITS = {"memory": 0.08, "speed": 0.12}
+COLORS = ("#8250df", "#d1570a", "#1f6feb", "#1a7f37", "#bf3989", "#9a6700")
+RECIPE = ("--model.tokenizer_path", "none")
+
+
+class MeasuredRow(NamedTuple):
+    """Measurement, and the recipe that was run."""
+
+    name: str
+    source: str
+    hardware: str
+    ranks: int
+    recipe: Path
+    flags: Sequence[str]
+    tokens_per_second: float
+    """Tokens a second of each device."""
+    gib: float | None = None
+    """Peak reserved by the allocator."""
+    allocator: str = "expandable_segments:True"
+    """Settings of torch's allocator."""
+    attention: tuple[float, float] | None = None
+    """TFLOP/s of the forward and the backward of attention; None: those of the hardware."""
+    note: str = ""
+
+    def job(self) -> JobConfig:
+        """Load the recipe for these ranks."""
+        return load_job(self.recipe, [*self.flags, *RECIPE], self.ranks, "cuda").config
+
+
+class ScoredRow(NamedTuple):
+    """Measurement beside its prediction."""
+
+    row: MeasuredRow
+    gib: float
+    speed: float
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative errors of memory, if measured, and of speed."""
+        found = {"speed": self.speed / self.row.tokens_per_second - 1}
+        return found | ({"memory": self.gib / self.row.gib - 1} if self.row.gib else {})
+
+
+def published() -> Iterator[MeasuredRow]:
+    """Yield the rows of `published_rows.toml`."""
+    table = tomllib.loads(PUBLISHED.read_text())
+    for row in table["row"]:
+        local = row["local_batch_size"]
+        words = " ".join([*(table["flags"][name] for name in row["flags"]), row.get("more", "")])
+        flags = [*shlex.split(words), "--training.local_batch_size", str(local)]
+        recipe = ROOT / "train_configs" / f"{row['recipe']}.toml"
+        whole = row.get("global_batch_size")
+        found = MeasuredRow(
+            *(row["name"], row["source"], row["hardware"], row["ranks"], recipe, flags),
+            row["tokens_per_second"],
+            row.get("gib"),
+            attention=row.get("attention"),
+            note=row.get("note", ""),
+        )
+        yield with_batch(found, local, whole)
+
+
+def with_batch(row: MeasuredRow, local: int, whole: int | None = None) -> MeasuredRow:
+    """Return a row without accumulation, or with the batch `whole`."""
+    flags = [*row.flags, "--training.global_batch_size"]
+    degrees = row._replace(flags=[*flags, "-1"]).job().degrees(row.ranks)
+    return row._replace(flags=[*flags, str(whole or local * degrees.data)])
+
+
+def own(folder: Path) -> Iterator[MeasuredRow]:
+    """Yield the rows of the page of this project's H100."""
+    text = PAGE.read_text()
+    for title, model in MODELS_HERE.items():
+        section = text.partition(f"### {title}\n")[2].partition("###")[0]
+        lines = (line.strip("| ").split(" | ") for line in section.splitlines())
+        cells = {line[0]: line for line in lines if len(line) > 6}
+        for name in (name for name in ROWS if name in cells):
+            path = folder / f"{title}, {name}.toml"
+            path.write_text(extended(ROWS[name], model, str(folder), "inductor"))
+            speed, gib = float(cells[name][1].split()[0].replace(",", "")), float(cells[name][5])
+            row = MeasuredRow(f"{title}: {name}", OWN, "h100", 1, path, (), speed, gib)
+            yield row._replace(allocator="expandable_segments:False")  # as it was then
+
+
+def score(row: MeasuredRow) -> ScoredRow:
+    """Predict a row."""
+    job = row.job()
+    os.environ["PYTORCH_ALLOC_CONF"] = row.allocator
+    torch._dynamo.reset()  # it limits how often a function is traced in a process
+    hardware = find_hardware(row.hardware)
+    if row.attention:
+        forward, backward = row.attention
+        rates = [AttentionRate(head_dim=128, forward=forward, backward=backward)]
+        hardware = hardware.model_copy(update={"attention": rates})
+    found = plan(job, row.ranks, hardware)
+    assert found.time is not None
+    speed = found.time.tokens_per_second_per_device
+    return ScoredRow(row, found.reserved_gib.value, speed)
+
+
+def summary(scored: Sequence[ScoredRow]) -> str:
+    """Return a sentence on the errors of some rows."""
+    parts = []
+    for what in ("speed", "memory"):
+        errors = [each.errors[what] for each in scored if what in each.errors]
+        if errors:
+            middle, most = statistics.median(map(abs, errors)), max(map(abs, errors))
+            bias = statistics.mean(errors)
+            parts.append(
+                f"{what} {middle:.1%} (mean {bias:+.1%}, largest {most:.1%}, {len(errors)} rows)"
+            )
+    return "median absolute error: " + "; ".join(parts)
+
+
+def coverage(scored: Sequence[ScoredRow]) -> str:
+    """Return a sentence on how many measurements are within the limits of a plan."""
+    times = [one.speed / one.row.tokens_per_second for one in scored]
+    sizes = [one.row.gib / one.gib for one in scored if one.row.gib]
+    parts = []
+    limits = {"time": (TIME_LIMITS, times), "memory": (MEMORY_LIMITS, sizes)}
+    for what, ((low, high), found) in limits.items():
+        within = f"{what} of {sum(low <= each <= high for each in found)} of {len(found)} rows"
+        parts.append(f"{within} ({low:g} to {high:g} times the value)")
+    return f"Within the limits that a plan states are: {', '.join(parts)}."
+
+
+def table(scored: Iterable[ScoredRow]) -> str:
+    """Return rows with predictions and errors."""
+    lines = ["| row | hardware | tokens/s | predicted | error | GiB | predicted | error |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|---:|")
+    for one in scored:
+        row, errors = one.row, one.errors
+        memory = (
+            [f"{row.gib:.1f}", f"{one.gib:.1f}", f"{errors['memory']:+.1%}"]
+            if row.gib
+            else [""] * 3
+        )
+        cells = [
+            row.name,
+            row.hardware,
+            f"{row.tokens_per_second:,.0f}",
+            f"{one.speed:,.0f}",
+            f"{errors['speed']:+.1%}",
+        ]
+        lines.append(f"| {' | '.join([*cells, *memory])} |")
+    return "\n".join(lines)
+
+
+def draw(scored: Sequence[ScoredRow]) -> Picture:
+    """Draw predicted beside measured speed; in the band is what errs by at most 12 %."""
+    left, right, top, bottom = 70, 570, 30, 530
+    about = "Predicted tokens per second of a device by measured ones, on logarithmic axes."
+    picture = Picture("Predicted and measured speed", about, 860, bottom + 50)
+    ends = [math.log10(x) for one in scored for x in (one.speed, one.row.tokens_per_second)]
+    low, high = math.floor(min(ends)), math.ceil(max(ends))
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across, up = ((math.log10(v) - low) / (high - low) for v in (x, y))
+        return left + (right - left) * across, bottom - (bottom - top) * up
+
+    for power in range(low, high + 1):
+        (x, y), ends = at(10**power, 10**power), [10.0**low, 10.0**high]
+        picture.line([at(ends[0], 10**power), at(ends[1], 10**power)], LINE, width=0.5)
+        picture.line([at(10**power, ends[0]), at(10**power, ends[1])], LINE, width=0.5)
+        picture.text(left - 8, y + 4, f"{10**power:,}", "end", MUTED)
+        picture.text(x, bottom + 18, f"{10**power:,}", "middle", MUTED)
+    for factor, dash in ((1.0, ""), (1 + LIMITS["speed"], "4 3"), (1 - LIMITS["speed"], "4 3")):
+        ends = [10.0**low / min(factor, 1), 10.0**high / max(factor, 1)]
+        picture.line([at(x, x * factor) for x in ends], INK, dash=dash)
+    picture.text((left + right) / 2, bottom + 38, "measured tokens/s of a device", "middle", MUTED)
+    picture.text(left, top - 10, "predicted", color=MUTED)
+    sources = list(dict.fromkeys(one.row.source for one in scored))
+    for number, (source, color) in enumerate(zip(sources, COLORS, strict=False)):
+        mine = [one for one in scored if one.row.source == source]
+        corners = [at(one.row.tokens_per_second, one.speed) for one in mine]
+        picture.boxes([(x - 3, y - 3, 6, 6) for x, y in corners], color)
+        picture.boxes([(right + 30, top + 20 * number, 8, 8)], color)
+        picture.text(right + 46, top + 20 * number + 8, source)
+    return picture
+
+
+def report(scored: Sequence[ScoredRow], failed: Sequence[str], plot: str) -> str:
+    """Return the page."""
+    sources = tomllib.loads(PUBLISHED.read_text())["sources"]
+    about = (__doc__ or "").split("\n\n")[-1]
+    parts = ["# How good a plan is\n\n<!-- Written by benchmarks/plan_accuracy.py. -->", about]
+    others = [one for one in scored if one.row.source != OWN]
+    six = others[:SCORED]
+    parts.append(f"## Published rows\n\n{table(others)}\n\n{summary(others)}")
+    if len(six) == SCORED:
+        within = {
+            what: sum(abs(one.errors[what]) <= limit for one in six)
+            for what, limit in LIMITS.items()
+        }
+        parts.append(
+            f"Of the first six, {within['memory']} are within {LIMITS['memory']:.0%} in memory and "
+            f"{within['speed']} within {LIMITS['speed']:.0%} in speed; {summary(six)}"
+        )
+    notes = [f"- {one.row.name}: {one.row.note}." for one in others if one.row.note]
+    parts.append("Sources:\n\n" + "\n".join(f"- {k}: {v}" for k, v in sources.items()))
+    parts.append("What differs there:\n\n" + "\n".join(notes) if notes else "")
+    mine = [one for one in scored if one.row.source == OWN]
+    parts.append(f"## {OWN[0].upper()}{OWN[1:]}\n\n{table(mine)}\n\n{summary(mine)}")
+    parts.append(f"## Together\n\n{coverage(scored)}\n\n![predicted and measured]({plot})")
+    parts.append("## Left out\n\n" + "\n".join(f"- {line}" for line in failed) if failed else "")
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="page; its plot has the suffix .svg")
+    parser.add_argument("--only", default="", help="only rows whose names match this pattern")
+    arguments = parser.parse_args()
+    scored, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        others = [*published()]
+        for row in [*others[:SCORED], *own(Path(folder)), *others[SCORED:]]:
+            if not re.search(arguments.only, row.name):
+                continue
+            try:
+                scored.append(score(row))
+                print(table(scored[-1:]).splitlines()[-1], flush=True)
+            except (ConfigError, NotImplementedError) as error:
+                failed.append(f"{row.name}: {error}")
+                print(failed[-1], flush=True)
+            if scored and arguments.output:  # after each row, since all take an hour
+                plot = arguments.output.with_suffix(".svg")
+                plot.write_text(str(draw(scored)))
+                arguments.output.write_text(report(scored, failed, plot.name))
+    if not scored:
+        raise SystemExit("no row could be planned")
+
+
+if __name__ == "__main__":
+    main()

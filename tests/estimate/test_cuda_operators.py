@@ -1,0 +1,77 @@
+"""What a recording for a CUDA device has in place of a CPU's operators."""
+
+from collections import Counter
+from typing import Any, Literal
+
+import pytest
+
+from tests import tiny
+from torchtitan.estimate.fake_rank import MAX_PASSES, record
+from torchtitan.estimate.recording import Kernel
+from torchtitan.models import MODELS
+
+NORMS = 5 * MAX_PASSES
+BF16 = {"training": {**tiny.SECTIONS["training"], "mixed_precision_param": "bfloat16"}}
+
+
+def kernels(device_type: Literal["cpu", "cuda"], ranks: int = 1, **sections: Any) -> list[Kernel]:
+    recorded = record(tiny.job(**(BF16 | sections)), ranks, device_type=device_type)
+    return [event for event in recorded.recording.events if isinstance(event, Kernel)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_norm_is_one_kernel_on_cuda(tp: int) -> None:
+    split = {"parallelism": {"tensor_parallel_degree": tp}}
+    cuda = Counter(kernel.name for kernel in kernels("cuda", tp, **split))
+    assert cuda["aten._fused_rms_norm"] == cuda["aten._fused_rms_norm_backward"] == NORMS
+    assert not cuda["aten.rsqrt"]
+    cpu = Counter(kernel.name for kernel in kernels("cpu", tp, **split))
+    assert not cpu["aten._fused_rms_norm"]
+    assert cpu["aten.rsqrt"] == NORMS
+
+
+def test_attention_has_the_products_and_the_name_of_the_device() -> None:
+    """Two products forward, five backward; each of all pairs of tokens."""
+    for device, suffix in (("cuda", ""), ("cpu", "_for_cpu")):
+        found = {kernel.name: kernel for kernel in kernels(device)}
+        product = 2 * 2 * 4 * 32 * 32 * 8
+        name = f"aten._scaled_dot_product_flash_attention{suffix}"
+        assert found[name].flops == 2 * product
+        assert found[f"{name}_backward"].flops == 5 * product
+        assert found[name].is_causal
+        assert found[name].shapes == ((2, 4, 32, 8), (2, 2, 32, 8), (2, 2, 32, 8))
+
+
+def test_products_have_the_flops_that_the_model_is_said_to_have() -> None:
+    """Six a parameter and token, as in MFU; attention is counted with its recomputed scores."""
+    job = tiny.job(**BF16)
+    args, tokens = job.model_args(), 2 * 32
+    found = [kernel for kernel in kernels("cuda") if kernel.flops]
+    attention = sum(kernel.flops for kernel in found if "attention" in kernel.name)
+    products = sum(kernel.flops for kernel in found if "attention" not in kernel.name)
+    of_norms = 6 * 5 * args.dim  # no products
+    a_unit = MODELS["tiny"].flops_per_unit(args, 32) - of_norms
+    assert products + attention * 12 / 14 == a_unit * tokens * MAX_PASSES
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_chunks_of_the_loss_are_recorded_one_by_one(enable: bool) -> None:
+    chunks = {"loss": {"vocabulary_chunk": 100}, "compile": {"enable": enable}}
+    found = Counter(kernel.name for kernel in kernels("cuda", **chunks))
+    assert found["aten.mm"] == MAX_PASSES * (2 * 21 + 3 * (1 + 3))
+    assert bool(found["inductor.fused"]) is enable
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_context_attention_is_recorded_tile_by_tile(documents: bool) -> None:
+    mask = "block_causal" if documents else "causal"
+    found = kernels(
+        "cuda",
+        2,
+        model={**tiny.SECTIONS["model"], "attn_mask_type": mask},
+        parallelism={"context_parallel_degree": 2},
+    )
+    tiles = [kernel for kernel in found if "attention" in kernel.name]
+    assert tiles
+    assert all(kernel.flops for kernel in tiles)
+    assert not any("context" in kernel.name for kernel in found)

@@ -1,0 +1,53 @@
+"""Recordings of fake ranks, and what they leave behind."""
+
+import pytest
+import torch
+
+from tests import layouts
+from tests.parallel.test_parity import is_the_run_of_one_rank
+from tests.ranks import run_ranks
+from torchtitan.estimate.fake_rank import ASSUMED, record
+from torchtitan.optim import Muon, Optimizers
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch for CUDA cannot fork after a backward"
+)
+def test_ranks_that_follow_a_recording_are_not_changed_by_it() -> None:
+    layout = layouts.LAYOUTS["TP 2"]
+    for rank in range(2):
+        record(layouts.job(layout, "AdamW"), 2, rank)
+    is_the_run_of_one_rank(layout, "cpu")
+
+
+def records() -> None:
+    record(layouts.job(layouts.LAYOUTS["DDP 2"], "AdamW"), 2)
+
+
+def test_a_process_of_a_run_cannot_record() -> None:
+    with pytest.raises(AssertionError, match="is in a process group cannot record fake ranks"):
+        run_ranks(records, 1)
+
+
+def test_reads_of_values_are_answered_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HSDP 2 x 2, Float8 tensorwise, gathered so, scaled before"
+    assert ASSUMED not in record(layouts.job(layouts.LAYOUTS[name], "AdamW"), 4).notes
+
+    def norm(optimizers: Optimizers) -> torch.Tensor:
+        return torch.ones(()) * float(next(iter(optimizers.names)).detach().sum())
+
+    monkeypatch.setattr(Optimizers, "norm", norm)
+    assert ASSUMED in record(layouts.job(layouts.LAYOUTS["DDP 2"], "AdamW"), 2).notes
+
+
+def test_updates_of_whole_matrices_are_recorded_on_any_mesh() -> None:
+    """A pipeline rank has a part of the ranks, so a group of its mesh is created.
+
+    Recorded before are ranks whose meshes are the same relative to them.
+    """
+    for name, ranks, rank in (("FSDP 2 x TP 2", 4, 1), ("FSDP 2 x TP 2 x PP 2", 8, 5)):
+        job = layouts.job(layouts.LAYOUTS[name], "AdamW")
+        found = record(job.model_copy(update={"optimizer": Muon(lr=0.01)}), ranks, rank)
+    [name] = [name for name, axis in found.axes.items() if axis == "matrices"]
+    assert found.members[name] == [4, 5, 6, 7]
+    assert found.notes == []

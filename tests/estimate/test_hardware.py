@@ -1,0 +1,106 @@
+"""Files of hardware: those of the package are sound, and every mistake in one's own is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.checks import load_job
+from torchtitan.config import RecipeError
+from torchtitan.device import peak_flops
+from torchtitan.estimate.hardware import FOLDER, find_hardware, hardware_names
+from torchtitan.estimate.hardware.calibrate import calibrate
+from torchtitan.tools.cli import main
+
+NAMES = ["a100-40", "a100-80", "b200", "cpu", "gb200", "h100", "h100-96", "h200", "mi300x"]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_package_has_the_usual_hardware():
+    assert hardware_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_the_package_is_sound(name):
+    hardware = find_hardware(name)
+    assert hardware.name == name
+    assert hardware.products
+    assert hardware.attention
+    if hardware.device and name != "cpu":
+        for dtype in (torch.bfloat16, torch.float32):
+            if peak := peak_flops(hardware.device, dtype):
+                assert hardware.peak(dtype) == peak
+
+
+def test_hardware_with_a_known_device_has_its_peak():
+    assert find_hardware("h100").peak(torch.bfloat16) == 989e12
+    assert find_hardware("a100-80").peak(torch.float8_e4m3fn) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h2000", "did you mean h200?"),
+        ("mi300", "did you mean mi300x?"),
+        ("tpu", "wanted a file or a name: a100-40, a100-80, b200"),
+        ("missing/h100.toml", "did you mean h100?"),
+    ],
+)
+def test_unknown_hardware_is_refused_with_the_nearest(name, message):
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        find_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bandwidth = 2780", "", "memory_bandwidth is missing; set it"),
+        ("memory_bandwidth = 2780", "memory_bandwidth = 2.78", r"got 2.78; .* did you mean 2780\?"),
+        ("bandwidth = 370", "bandwidth = 3.7e11", r"node.bandwidth: got .* did you mean 370\?"),
+        ("bfloat16 = 989", "bfloat16 = -989", r"peaks.bfloat16: got -989; .* did you mean 989\?"),
+        ("bfloat16 = 989", "bfloat16 = 989e12", r"wanted 0.001 to 100000 .* did you mean 989\?"),
+        ("bfloat16 = 989", "bfloat16 = 0", "wanted 0.001 to 100000 TFLOP/s"),
+        ("tflops = 782", "tflops = 1782", "wanted at most peaks.bfloat16, 989 TFLOP/s"),
+        ("memory_gib = 79.18", "memory_gib = nan", "memory_gib: got nan"),
+        ("memory_gib = 79.18", 'memory_gib = "80"', 'got "80"; wanted a number'),
+        ("launch_us = 2.0", "launch = 2.0", "launch: unknown key; .* did you mean launch_us"),
+        ("multiprocessors = 132", "multiprocessors = 1.5", "multiprocessors: got 1.5"),
+        ("[network]", "[networks]", "network is missing"),
+        ("[peaks]", "[peaks", "not valid TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(old, new, message, tmp_path):
+    path = tmp_path / "mine.toml"
+    text = (FOLDER / "h100.toml").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(RecipeError, match=message) as refused:
+        find_hardware(str(path))
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_of_ones_own_is_read(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((FOLDER / "h100.toml").read_text())
+    assert find_hardware(str(path)) == find_hardware("h100")
+
+
+@pytest.mark.gate
+def test_calibration_writes_a_file_of_this_machine(tmp_path):
+    recipe = ROOT / "train_configs/debug_model.toml"
+    job = load_job(recipe, ["--model.tokenizer_path", "none"], 2, "cpu").config
+    hardware = calibrate(job, 2, tmp_path / "mine.toml")
+    assert hardware == find_hardware(str(tmp_path / "mine.toml"))
+    assert hardware.device_type == "cpu"
+    assert {(rate.n, rate.k) for rate in hardware.products} >= {(768, 256), (256, 768)}
+    assert hardware.attention[0].head_dim == 16
+    assert hardware.node != find_hardware("cpu").node
+
+
+@pytest.mark.gate
+def test_calibration_by_command(tmp_path, capsys):
+    recipe, path = str(ROOT / "train_configs/debug_model.toml"), str(tmp_path / "mine.toml")
+    assert main(["plan", recipe, "--calibrate", "--output", path]) == 0
+    assert main(["plan", recipe, "--hardware", path]) == 0
+    assert "tokens/s per device" in capsys.readouterr().out

@@ -1,0 +1,48 @@
+"""Memory that libraries take in addition to tensors."""
+
+import pytest
+
+from tests import layouts
+from torchtitan.device import GIB
+from torchtitan.estimate.allocator import reserved
+from torchtitan.estimate.expansion import RankStep, expand
+from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.libraries import PAIR_GIB, outside, workspaces
+
+H100 = find_hardware("h100")
+
+
+def step_of(name: str) -> tuple[RankStep, dict[str, float]]:
+    layout = layouts.LAYOUTS[name]
+    job = layouts.job(layout, "AdamW")
+    source = record(job, layout.ranks, device_type="cuda")
+    step = expand(source, job.accumulation(job.degrees(layout.ranks)))
+    return step, outside(job, layout.ranks, 0, step, H100)
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "pairs"),
+    [
+        ("one rank, accumulating 8", 0, 0),
+        ("FSDP 2", 1, 0),
+        ("HSDP 2 x 2", 3, 0),  # replicas, shards, and all ranks
+        ("PP 2, 1F1B", 1, 1),
+        ("CP 2, ring", 1, 1),
+    ],
+)
+def test_each_group_that_sends_has_a_communicator(layout: str, groups: int, pairs: int) -> None:
+    found = step_of(layout)[1]
+    assert found.pop("context and kernels") == H100.outside_allocator_gib
+    expected = groups * H100.communicator_gib + pairs * PAIR_GIB
+    assert found == ({"communicators": pytest.approx(expected)} if groups else {})
+
+
+def test_workspaces_are_in_the_allocator() -> None:
+    step, _ = step_of("FSDP 2")
+    sizes = workspaces(H100)
+    without, found = reserved(step), reserved(step, workspaces=sizes)
+    assert sum(sizes) == 64 * 1024**2
+    assert found.peak_allocated - without.peak_allocated == sum(sizes)
+    assert found.peak_reserved - without.peak_reserved >= sum(sizes)
+    assert sum(workspaces(find_hardware("a100-80"))) / GIB < 0.02

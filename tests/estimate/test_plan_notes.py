@@ -1,0 +1,144 @@
+"""Settings of a recipe: each is in its plan, or in a note."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from torchtitan.checks import load_job
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import Plan, plan
+from torchtitan.estimate.plan_notes import plan_notes
+from torchtitan.estimate.recording import Kernel
+from torchtitan.job import JobConfig
+
+RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
+H100, A100 = find_hardware("h100"), find_hardware("a100-80")
+QUIET = [*("--checkpoint.enable", "false"), *("--validation.enable", "false")]
+SMALL = [
+    *("--model.n_layers", "4", "--model.dim", "512", "--model.n_kv_heads", "4"),
+    *("--training.seq_len", "256", "--training.local_batch_size", "2"),
+    *("--training.mixed_precision_param", "bfloat16"),
+]
+GRAPHS = (
+    "--compile.enable true --compile.cuda_graphs true --parallelism.tensor_parallel_degree 4 "
+    "--training.global_batch_size -1"
+)
+SIMPLE = [
+    *("--sharding.name", "simple_fsdp", "--compile.enable", "true"),
+    *("--compile.granularity", "model", "--sharding.bucketing"),
+]
+
+
+def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
+    exempt = ("model.tokenizer_path",)
+    return load_job(str(RECIPE), [*QUIET, *flags], ranks, "cuda", exempt=exempt).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--checkpoint.enable true --checkpoint.interval 7", "a save every 7 steps"),
+        (
+            "--checkpoint.enable true --checkpoint.async_mode async_with_pinned_mem",
+            "each copies up to 2.5 GiB of a rank to host memory",
+        ),
+        ("--validation.enable true --validation.freq 9", "a validation every 9 steps"),
+        (
+            "--validation.enable true --validation.unit local --validation.local_batch_size 512",
+            "batches larger than in training are not in the peak",
+        ),
+        ("--convert.0.name float8 --metrics.precision_freq 5", "a microbatch every 5 steps"),
+        ("--metrics.statistics_freq 5", "a forward every 5 steps"),
+        ("--profiling.enable_profiling true", "the time of the profiler"),
+        ("--profiling.enable_memory_snapshot true", "the time of the profiler"),
+        ("--comm.debug_level detail", "the checks of each collective"),
+        ("--debug.deterministic true", "slower algorithms"),
+        ("--training.enable_cpu_offload true", "training.enable_cpu_offload: copies to and from"),
+        ("--optimizer.offload_states true", "optimizer.offload_states: copies to and from"),
+        ("--compile.enable true --compile.backend aot_eager", "aot_eager is planned as code"),
+        ("--model.attn_mask_type block_causal", "the time of whole sequences"),
+        ("--optimizer.state_dtype 8bit", "the update, which is compiled"),
+        ("--optimizer.name Muon --compile.enable true", "the update, which is compiled"),
+        (
+            "--parallelism.data_parallel_replicate_degree 2 --communication.replicas.every 3",
+            "the exchange of weights every 3 steps",
+        ),
+        (GRAPHS, "graphs keep for themselves"),
+        ("--convert.0.name mxfp8", "h100 has no products in mxfp8, so a run there is refused"),
+    ],
+)
+def test_a_setting_that_is_left_out_is_named(flags: str, note: str) -> None:
+    assert not [*plan_notes(job([]), 4, H100, 2.5)]
+    found = [*plan_notes(job(flags.split()), 4, H100, 2.5)]
+    assert any(note in each for each in found), found
+
+
+def test_products_that_the_hardware_lacks_are_named() -> None:
+    flags = ["--convert.0.name", "float8"]
+    assert not [*plan_notes(job(flags), 4, H100, 0)]
+    [note] = plan_notes(job(flags), 4, A100, 0)
+    assert note.startswith("convert.0.name: a100-80 has no products in float8")
+    assert not [*plan_notes(job([*flags, "--convert.0.emulate", "true"]), 4, A100, 0)]
+    [note] = plan_notes(job([]), 4, None, 0)
+    assert "memory outside of the allocator is left out" in note
+
+
+TENSOR = (
+    "--parallelism.tensor_parallel_degree 2 --model.dim 1024 --model.n_kv_heads 8 "
+    "--model.n_layers 4"
+)
+
+
+def kernels_of(found: Plan) -> Iterator[Kernel]:
+    for segment in found.kinds[0].step.segments:
+        yield from segment.kernels
+
+
+def planned(*flags: str, hardware: str = "h100") -> Plan:
+    return plan(job([*SMALL, *flags]), 4, find_hardware(hardware))
+
+
+def collectives(found: Plan) -> int:
+    return sum(each.count for each in found.traffic)
+
+
+@pytest.mark.parametrize("converter", ["float8", "mxfp8"])
+@pytest.mark.parametrize("layout", ["--compile.enable true", "", TENSOR], ids=["c", "e", "t"])
+def test_converted_products_are_recorded_as_on_a_device_that_has_them(
+    converter: str, layout: str
+) -> None:
+    flags = [*layout.split(), "--convert.0.name", converter]
+    kernels = [*kernels_of(planned(*flags, hardware="b200"))]
+    products = [kernel for kernel in kernels if "_scaled_mm" in kernel.name]
+    # 7 matrices in each of 4 blocks, and the output, which is not converted.
+    assert len(products) == 7 * 4 * sum(kernel.name == "aten.mm" for kernel in kernels) > 0
+    assert all(kernel.dtype.itemsize == 1 for kernel in products)
+
+
+def test_settings_of_overlap_on_cuda_are_in_the_plan() -> None:
+    def most(kind: str, *flags: str) -> int:
+        [found] = planned(*flags).kinds
+        return max(level[kind] for _, level in found.step.levels())
+
+    ahead, pending = "--sharding.backward_prefetch", "--sharding.reduce_scatters_in_flight"
+    assert most("gathered", ahead, "3") > most("gathered")
+    assert most("gradients", pending, "3") > most("gradients")
+
+
+def test_states_in_host_memory_are_not_on_the_device() -> None:
+    before, found = planned(), planned("--optimizer.offload_states", "true")
+    [kind], states = before.kinds, found.kinds[0].by_kind["optimizer states"]
+    assert states == 0
+    assert kind.step.host_bytes() == 0
+    # The states, the weights, and their gradients.
+    assert found.kinds[0].step.host_bytes() == pytest.approx(2 * kind.saved * 2 / 3, rel=0.01)
+
+
+@pytest.mark.gate
+def test_merged_collectives_are_fewer_and_larger() -> None:
+    found = {merging: planned(*SIMPLE, merging) for merging in ("none", "block", "size")}
+    assert collectives(found["none"]) > collectives(found["block"]) > collectives(found["size"])
+    sent = {sum(each.sent for each in one.traffic) for one in found.values()}
+    assert max(sent) - min(sent) < 0.01 * max(sent)
+    assert found["size"].allocated_gib.value > found["none"].allocated_gib.value

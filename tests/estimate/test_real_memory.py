@@ -1,0 +1,41 @@
+"""Planned memory is that of real steps, within 2 %; `benchmarks/plan_memory.py` has all layouts."""
+
+import pytest
+
+from tests import layouts
+from tests.estimate.real_memory import measured, planned
+from tests.layouts import LAYOUTS, NO_LOSS, case
+from tests.ranks import run_ranks
+from tests.research.layouts import LAYOUTS as SYSTEMS
+from tests.research.layouts import installed
+from tests.tiers import tiers
+from torchtitan.estimate.fake_rank import record
+
+LOCO = {"gradients": {"name": "loco", "bucket": 64}}
+CASES = {
+    name: (LAYOUTS | SYSTEMS)[name]
+    for name in (
+        *("DDP 2", "FSDP 2, accumulating 4", "FSDP 2, always reshard", "FSDP 2, never reshard"),
+        *("FSDP 2, CPU offload", "HSDP 2 x 2", "TP 2, neither", "CP 2, ring"),
+        *("PP 2, 1F1B", "PP 2, Interleaved1F1B", "PP 2, DualPipeV"),
+        *("SimpleFSDP 2, accumulating 4", "rotated 2, accumulating 4"),
+    )
+    if name in LAYOUTS | SYSTEMS
+} | installed({"FSDP 2, LoCo": case(shard=2, communication=LOCO)})
+
+
+@pytest.mark.parametrize("name", tiers(CASES, []))
+def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
+    layout = CASES[name]
+    job = layouts.job(layout, "AdamW", training={"steps": 4})
+    for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
+        plan = planned(job, layout.ranks, rank)
+        assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
+        assert plan.moment == real.moment
+
+
+def test_waiting_for_a_collective_allocates_nothing() -> None:
+    job = layouts.job(case(tp=2, **NO_LOSS), "AdamW")
+    allocated = {each.allocated_by for each in record(job, 2).recording.storages}
+    assert "_c10d_functional.all_gather_into_tensor" in allocated
+    assert "_c10d_functional.wait_tensor" not in allocated

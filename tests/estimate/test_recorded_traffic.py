@@ -1,0 +1,77 @@
+"""Messages of a recorded step are those of the formulas, which equal what real ranks send."""
+
+from collections import Counter
+
+import pytest
+import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
+
+from tests import layouts
+from tests.layouts import FULL, LAYOUTS, RESHARD, Case, case, schedule
+from tests.tiers import tiers
+from torchtitan.estimate.expansion import RankStep, expand
+from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic, messages_of, nodes
+from torchtitan.estimate.traffic import of_step
+from torchtitan.job import JobConfig
+
+SINGLE_NUMBERS = 24
+"""Bytes of the largest all-reduce of scalars, which the formulas omit."""
+DEEP = {"n_layers": 12}
+CASES: dict[str, Case] = {
+    **{name: layout for name, layout in LAYOUTS.items() if not layout.convert},
+    # Blocks, accumulated batches and both that are not recorded.
+    "FSDP 2, 12 layers, accumulating 4": case(shard=2, batch=1, **{RESHARD: "always"}).of(**DEEP),
+    "FSDP 2 x TP 2, 12 layers, full recomputation": case(shard=2, tp=2, recompute=FULL).of(**DEEP),
+    "PP 2, 1F1B, 16 layers": schedule("1F1B").of(n_layers=16),
+    "PP 2, 1F1B, 5 passes": case(2, batch=2, training={"global_batch_size": 10}),
+}
+DAILY = (
+    *("CP 2 x TP 2, Ulysses, documents", "PP 2, ZBVZeroBubble", "PP 2, 1F1B, 5 passes"),
+    *("FSDP 2, 12 layers, accumulating 4", "TP 2 x PP 2", "PP 2, DualPipeV"),
+)
+
+UNKNOWN = {
+    # Without chunks z-loss takes a log-sum-exp of its own: two sums over ranks, 8 microbatches.
+    ("TP 2 x PP 2, auxiliary losses", 1): {("all_reduce", 128, 2): 16},
+}
+"""Messages that real ranks send and the formulas omit, by layout and stage rank."""
+
+
+def recorded(job: JobConfig, ranks: int, rank: int = 0) -> RankStep:
+    return expand(record(job, ranks, rank), job.accumulation(job.degrees(ranks)))
+
+
+@pytest.mark.parametrize("name", tiers(CASES, DAILY))
+def test_recorded_messages_are_those_of_the_formulas(name: str) -> None:
+    layout = CASES[name]
+    job, ranks = layouts.job(layout, "SGD"), layout.ranks
+    degrees = job.degrees(ranks)
+    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
+    for stage_rank in range(degrees.pp):
+        step = recorded(job, ranks, stage_rank * ranks // degrees.pp)
+        found = Counter[tuple[object, ...]]()
+        for message, count in messages_of(step).items():
+            if message.bytes > SINGLE_NUMBERS:
+                size = len(step.source.members[message.group])
+                found[message.operation, message.bytes, size] += count
+        expected = Counter[tuple[object, ...]](UNKNOWN.get((name, stage_rank), {}))
+        for one in of_step(job.layout(degrees), job.work(ranks), job.optimizer, stage_rank):
+            expected[one.operation, one.bytes, one.ranks or sizes[one.axis]] += one.count
+        assert found == expected, f"stage rank {stage_rank}"
+
+
+def test_traffic_is_added_up_by_axis_and_link() -> None:
+    layout = LAYOUTS["HSDP 2 x 2"]
+    step = recorded(layouts.job(layout, "SGD"), 4)
+    found = {(one.axis, one.operation): one for one in link_traffic(step, ranks_per_node=2)}
+    shards, replicas = ("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")
+    # Three units: two blocks of 9,280 elements, and 19,360 outside of them.
+    sent = 4 * (2 * 9280 + 19360)
+    assert found[shards] == LinkTraffic(*shards, "node", 3, sent // 2)
+    assert found[replicas] == LinkTraffic(*replicas, "network", 3, sent // 2)
+
+
+def test_ranks_are_on_the_nodes_of_their_number() -> None:
+    assert nodes([0, 1, 2, 3], 4) == 1
+    assert nodes([0, 8, 16], 8) == 3
+    assert nodes(range(16), 8) == 2

@@ -1,0 +1,55 @@
+"""Every shipped recipe states the hardware that it is meant for, and fits it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.checks import load_job
+from torchtitan.checks.memory_limits import of_rank
+from torchtitan.config import CannotRun
+from torchtitan.device import GIB
+from torchtitan.estimate.fitting import peak_of
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import plan
+from torchtitan.job import JobConfig
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+RECIPES = sorted(
+    path for part in ("", "mixtures/", "research/") for path in FOLDER.glob(f"{part}*.toml")
+)
+every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+LEAST_ROOM = 0.05
+"""Fraction of the memory of a device that a recipe leaves."""
+
+
+def load(path: Path, ranks: int | None) -> JobConfig:
+    """Load a recipe, without the files that a user brings."""
+    try:
+        return load_job(path, [], ranks, "cuda").config
+    except CannotRun as error:
+        return error.config
+
+
+@every_recipe
+def test_states_its_hardware(path: Path) -> None:
+    job = load(path, None)
+    assert job.job.ranks is not None
+    assert job.job.ranks >= job.parallelism.least_ranks
+    assert find_hardware(job.job.hardware).memory_gib > 0
+
+
+@pytest.mark.gate
+@every_recipe
+def test_fits_its_hardware(path: Path) -> None:
+    stated = load(path, None).job
+    assert stated.ranks is not None
+    torch._dynamo.reset()
+    job = load(path, stated.ranks)
+    planned = plan(job, stated.ranks, find_hardware(stated.hardware))
+    assert planned.capacity_gib is not None
+    assert planned.room_gib is not None
+    assert planned.room_gib > LEAST_ROOM * planned.capacity_gib
+    bounds, peak = of_rank(job, stated.ranks), peak_of(planned)
+    assert bounds is not None
+    assert bounds.least().on_device / GIB < peak.device < bounds.most() / GIB

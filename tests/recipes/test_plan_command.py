@@ -1,0 +1,341 @@
+"""The verb `plan`: its text, its JSON, its page, and its answers to bad input."""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.graph_objects import Figure
+
+from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
+from torchtitan.estimate.hardware import hardware_names
+from torchtitan.tools.cli import main
+from torchtitan.tools.plan.command import token_count
+from torchtitan.tools.plan.plan_text import count, plan_text
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "train_configs/debug_model.toml")
+PIPELINE = [
+    *("--world-size", "4", "--parallelism.pipeline_parallel_degree", "2"),
+    *("--training.local_batch_size", "4", "--training.seq_len", "64"),
+]
+TRIPLES = {
+    "memory": ("peak_allocated_gib", "peak_reserved_gib", "fits"),
+    "speed": ("seconds_per_step", "tokens_per_second_per_device", "mfu"),
+}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The JSON object of a plan, which must be valid without infinities."""
+    capsys.readouterr()
+    assert main(["plan", RECIPE, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    return printed.err
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The JSON and the page of a plan with a pipeline."""
+    page = tmp_path_factory.mktemp("plan") / "plan.html"
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **_: printed.extend(map(str, words)))
+        words = [*PIPELINE, "--hardware", "h100", "--json", "--html", str(page)]
+        assert main(["plan", RECIPE, *words]) == 0
+    return json.loads(printed[0]), page.read_text()
+
+
+def test_the_json_has_values_with_limits(planned: tuple[dict[str, Any], str]) -> None:
+    found, _ = planned
+    for section, names in TRIPLES.items():
+        for name in names:
+            each = found[section][name]
+            assert list(each) == ["value", "low", "high"]
+            if name == "fits":
+                assert each == {"value": True, "low": True, "high": True}
+            else:
+                assert 0 < each["low"] < each["value"] < each["high"]
+    seconds = found["speed"]["seconds_per_step"]["value"]
+    rate = found["batch"]["tokens"] / seconds / found["world_size"]
+    assert found["speed"]["tokens_per_second_per_device"]["value"] == pytest.approx(rate)
+    assert found["speed"]["tokens_per_day"]["value"] == pytest.approx(rate * 4 * 86400)
+    parts = found["speed"]["seconds"]
+    total = sum(parts["exposed"].values()) + sum(v for k, v in parts.items() if k != "exposed")
+    assert total == pytest.approx(seconds)
+
+
+def test_each_kind_of_rank_adds_up(planned: tuple[dict[str, Any], str]) -> None:
+    memory = planned[0]["memory"]
+    assert [stage for rank in memory["ranks"] for stage in rank["pipeline_ranks"]] == [0, 1]
+    assert sum(rank["count"] for rank in memory["ranks"]) == 4
+    for rank in memory["ranks"]:
+        assert sum(rank["by_kind_gib"].values()) == pytest.approx(rank["peak_allocated_gib"])
+        reserved = rank["peak_allocated_gib"] + rank["allocator_gib"]
+        assert reserved == pytest.approx(rank["peak_reserved_gib"])
+    fullest = max(memory["ranks"], key=lambda rank: rank["peak_reserved_gib"])
+    assert memory["rank"] == fullest["first_rank"]
+    assert memory["moment"] == fullest["moment"]
+    assert memory["peak_reserved_gib"]["value"] == fullest["peak_reserved_gib"]
+    room = memory["capacity_gib"] - memory["outside_allocator_gib"] - fullest["peak_reserved_gib"]
+    assert memory["room_gib"] == pytest.approx(room)
+    pipeline = planned[0]["pipeline"]
+    assert (pipeline["stages"], pipeline["microbatches"]) == (2, 4)
+    assert 0 < pipeline["bubble"] < 1
+
+
+def test_the_page_has_the_plan_and_its_plots(planned: tuple[dict[str, Any], str]) -> None:
+    found, page = planned
+    inside = page.split('<script type="application/json" id="plan">')[1].split("</script>")[0]
+    assert json.loads(inside) == found
+    figures = json.loads(page.split("const FIGURES = ")[1].split(";\n")[0])
+    memory = [f"memory-{rank['pipeline_ranks'][0]}" for rank in found["memory"]["ranks"]]
+    assert list(figures) == [*memory, "schedule", "lanes", "time"]
+    for figure in figures.values():
+        Figure(figure["data"], figure["layout"])  # which knows every key
+    for name, rank in zip(memory, found["memory"]["ranks"], strict=True):
+        totals = map(sum, zip(*(trace["y"] for trace in figures[name]["data"]), strict=True))
+        # Kinds that are too small to be seen are left out.
+        assert max(totals) == pytest.approx(rank["peak_allocated_gib"], abs=0.02)
+    rows = {y for trace in figures["schedule"]["data"] for y in trace["y"]}
+    assert rows == {0, 1}
+    bars = [trace["x"][0] for trace in figures["time"]["data"]]
+    assert sum(bars) == pytest.approx(found["speed"]["seconds_per_step"]["value"])
+    assert "default-src 'none'" in page
+    assert "src=" not in page.split("<script>")[0]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_page_is_drawn(planned: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(planned[1])
+    with opened_browser() as browser:
+        live = browser.new_page(viewport={"width": 1280, "height": 900})
+        asked, said = [], []
+        live.on("request", lambda request: asked.append(request.url))
+        live.on("console", lambda message: said.append(message.text))
+        live.on("pageerror", lambda error: said.append(str(error)))
+        live.goto(file.as_uri())
+        for scheme in ("light", "dark"):
+            live.emulate_media(color_scheme=scheme)
+            live.wait_for_timeout(200)
+            contrast, words, _ = live.evaluate(TEXT_CONTRAST)
+            assert contrast >= 4.5, words
+        drawn = live.evaluate("document.querySelectorAll('.plot .main-svg').length")
+        assert drawn >= live.evaluate("Object.keys(FIGURES).length")
+        live.set_viewport_size({"width": 360, "height": 800})
+        live.wait_for_timeout(200)
+        assert live.evaluate("document.documentElement.scrollWidth") <= 360
+        assert (asked, said) == ([file.as_uri()], [])
+
+
+def test_the_text_says_what_the_json_says(planned: tuple[dict[str, Any], str]) -> None:
+    found, _ = planned
+    text = "\n".join(plan_text(found))
+    assert text.startswith("llama3 debugmodel on 4 ranks: pp 2, dp_shard 2; hardware: h100\n")
+    assert f"fits: yes, {found['memory']['room_gib']:.1f} of " in text
+    assert f"seconds per step {found['speed']['seconds_per_step']['value']:.4g} (" in text
+    assert "pipeline 1F1B: 2 stages, 4 microbatches; bubble 20.0%" in text
+    for each in found["traffic"]:
+        assert f"{each['axis']} " in text
+
+
+def test_unknown_hardware_has_memory_and_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--training.seq_len", "64", "--job.hardware=")
+    unknown = dict.fromkeys(("value", "low", "high"))
+    assert found["hardware"] is None
+    assert found["memory"]["peak_reserved_gib"]["value"] > 0
+    assert found["memory"]["fits"] == unknown
+    assert all(found["speed"][name] == unknown for name in TRIPLES["speed"])
+    assert found["budget"]["days"] is None
+    text = "\n".join(plan_text(found))
+    assert "fits: unknown" in text
+    assert "unknown, as the hardware is" in text
+
+
+def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--training.seq_len", "2048", "--training.local_batch_size", "8", "--job.hardware=")
+    whole = answer(capsys, *words)["memory"]["peak_reserved_gib"]["value"]
+    found = answer(capsys, *words, "--device-memory", f"{0.9 * whole}")
+    assert found["memory"]["fits"]["value"] is False
+    assert found["memory"]["room_gib"] == pytest.approx(-0.1 * whole)
+    assert 1 <= len(found["changes"]) <= 3
+    for change in found["changes"]:
+        assert change["peak_reserved_gib"]["value"] <= 0.9 * whole
+    text = "\n".join(plan_text(found))
+    assert "fits: no, " in text
+    assert all(" ".join(change["flags"]) in text for change in found["changes"])
+    again = answer(capsys, *words, *found["changes"][0]["flags"], "--device-memory", f"{whole}")
+    assert again["memory"]["fits"]["value"] is True
+
+
+def test_nothing_fits_in_a_tiny_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.estimate.changes.MOST_TRIED", 0)
+    words = ("--training.seq_len", "64", "--job.hardware=")
+    found = answer(capsys, *words, "--device-memory", "0.01")
+    [rank] = found["memory"]["ranks"]
+    held = rank["by_kind_gib"]["parameters"] + rank["by_kind_gib"]["optimizer states"]
+    assert found["changes"] == []
+    assert found["memory"]["least_devices"] == math.ceil(held / 0.01)
+    text = "\n".join(plan_text(found))
+    assert f"use at least {found['memory']['least_devices']} devices" in text
+
+
+def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--training.seq_len", "64", "--hardware", "h100", "--tokens", "2M")
+    budget = answer(capsys, *words)["budget"]
+    assert budget["tokens"] == 2e6
+    assert budget["device_hours"] == pytest.approx(24 * budget["days"])
+
+
+def test_tokens_are_read_and_written_alike() -> None:
+    assert [token_count(word) for word in ("15T", "1.5e12", "300b", "7")] == [
+        15e12,
+        1.5e12,
+        3e11,
+        7,
+    ]
+    assert [count(value) for value in (15e12, 3e11, 7)] == ["15T", "300B", "7"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--hardware", "h100x"], "did you mean h100?"),
+        (["--hardware", "nowhere/own.toml"], "wanted a file or a name"),
+        (
+            ["--world-size", "12", "--parallelism.tensor_parallel_degree", "8"],
+            "--world-size: got 12\n  use 8 or 16, which this recipe can use",
+        ),
+        (
+            ["--world-size", "6", "--parallelism.data_parallel_shard_degree", "4"],
+            "--world-size: got 6\n  use 4, which this recipe can use",
+        ),
+        (
+            ["--world-size", "5", "--training.global_batch_size", "32"],
+            "--world-size: got 5\n  use 4 or 8, which this recipe can use",
+        ),
+        (["--model.flavor", "9B"], "allowed: debugmodel, 1B, 3B, 8B"),
+        (["--training.seq_len", "2000000000"], "no machine has that much memory"),
+        (["--tokens", "many"], "wanted a number of tokens, such as 15T"),
+        (["--tokens", "0"], "wanted a number of tokens, such as 15T"),
+        (["--device-memory", "-1"], "wanted GiB, a number > 0"),
+        (["--device-memory", "81920"], "wanted GiB, a number > 0 and <= 8192"),
+        (["--hardware", ""], "wanted a file or a name"),
+        (["--job.hardware", "h100x"], 'job.hardware: got "h100x"\n  did you mean h100?'),
+        (["--world-size", "100000000000"], "--world-size: got 100000000000\n  use at most"),
+        (["--html", "."], "--html: got .\n  name a file in this folder"),
+        (["--parallelism.pipeline_parallel_degree", "64"], "can be cut into at most 8"),
+        (["--html", "nowhere/plan.html"], "--html: got nowhere/plan.html\n  make its folder"),
+        (["--world-size", "0"], "wanted an integer >= 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_with_the_nearest_possibility(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert expected in refusal(capsys, RECIPE, *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "expected"),
+    [
+        ("memory_gib", "", "memory_gib is missing\n  set it: Memory of a device in GiB"),
+        ("memory_gib", "memory_gib = -3", "memory_gib: got -3\n  did you mean 3?"),
+        ("memory_gib", "memory_gib = 0", "memory_gib: got 0\n  wanted 0.1 to 8192 GiB"),
+        ("memory_gib", "memory_gib = 79180", "memory_gib: got 79180\n  did you mean 79.18?"),
+        ("memory_gib", 'memory_gib = "80 GB"', 'memory_gib: got "80 GB"\n  wanted a number'),
+        ("memory_gib", "memory = 80", "memory: unknown key"),
+        ("bfloat16", "bfloat16 = nan", "peaks.bfloat16: got nan\n  wanted a finite number"),
+        ("bfloat16", "bfloat16 = 989e6", "peaks.bfloat16: got 989000000.0\n  did you mean 989?"),
+        ("bandwidth", "bandwidth = -370", "node.bandwidth: got -370\n  did you mean 370?"),
+        ("ranks_per_node", "ranks_per_node = 0", "ranks_per_node: got 0\n  wanted 1 to 1024"),
+        ("communicator_gib", "communicator_gib = 600", "did you mean 0.6?"),
+        ("memory_bandwidth", "memory_bandwidth = 2.78", "did you mean 2780?"),
+        ("[network]", "[netwrok]", "netwrok: unknown section\n  did you mean network?"),
+        ("name", "name = ", "not valid TOML"),
+    ],
+)
+def test_a_file_of_hardware_that_is_wrong_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, wrong: str, expected: str
+) -> None:
+    lines = (ROOT / "torchtitan/estimate/hardware/h100.toml").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line == key or line.startswith(f"{key} ="))
+    own = tmp_path / "own.toml"
+    own.write_text("\n".join([*lines[:at], wrong, *lines[at + 1 :]]))
+    assert expected in refusal(capsys, RECIPE, "--hardware", str(own))
+
+
+def test_a_flavor_too_large_for_any_layout_is_an_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.estimate.changes.MOST_TRIED", 0)
+    words = ("--model.flavor", "8B", "--training.seq_len", "64", "--hardware", "a100-40")
+    found = answer(capsys, *words)
+    assert found["memory"]["fits"]["value"] is False
+    assert found["changes"] == []
+    # Parameters, gradients and states of 8 billion parameters in float32.
+    assert 3 <= found["memory"]["least_devices"] <= 4
+    last = [*plan_text(found)][-1]
+    assert "no change was found" in last
+    assert f"use at least {found['memory']['least_devices']} devices" in last
+
+
+def test_what_is_left_out_is_said_everywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, note = tmp_path / "plan.html", "a save every 7 steps is not in the time of a step"
+    flags = ("--checkpoint.enable", "true", "--checkpoint.interval", "7")
+    words = (*flags, "--training.seq_len", "64", "--hardware", "h100", "--html", str(page))
+    capsys.readouterr()
+    assert main(["plan", RECIPE, "--json", *words]) == 0
+    printed = capsys.readouterr()
+    assert any(note in each for each in json.loads(printed.out)["notes"])
+    assert f"warning: checkpoint.interval: {note}" in printed.err
+    assert f"{note}</li>" in page.read_text()
+
+
+def test_parts_of_an_amount_add_up(planned: tuple[dict[str, Any], str]) -> None:
+    found, _ = planned
+    for rank in found["memory"]["ranks"]:
+        activations = rank["by_kind_gib"]["activations"]
+        assert sum(rank["activations_gib"].values()) == pytest.approx(activations)
+        assert {"attention", "products"} <= rank["activations_gib"].keys()
+        assert sum(rank["outside_gib"].values()) == pytest.approx(rank["outside_allocator_gib"])
+        assert rank["outside_gib"]["communicators"] > 0
+        assert rank["by_kind_gib"]["workspaces"] == 0.0625
+    text = "\n".join(plan_text(found))
+    for name in ("products", "communicators", "context and kernels", "workspaces"):
+        assert f"  {name} " in text
+
+
+def test_a_recipe_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "torchtitan plan debug_model" in refusal(capsys)
+
+
+def test_the_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in hardware_names())
+
+
+def test_an_ordinary_wheel_has_the_files_of_the_page() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "torchtitan/tools/plan"
+
+    def declared() -> Iterator[Path]:
+        for glob in settings["package-data"]["torchtitan.tools.plan"]:
+            yield from package.glob(glob)
+
+    assert {*(package / "page").iterdir()} == {*declared()}

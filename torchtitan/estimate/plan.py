@@ -1,0 +1,234 @@
+"""The plan of a run: memory, traffic and time of a step on a cluster, before anyone pays for it."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torchtitan.config import RecipeError
+from torchtitan.device import GIB, DeviceType
+from torchtitan.estimate.allocator import Reserved, of_tensors, reserved
+from torchtitan.estimate.compiled import SharedGraphs
+from torchtitan.estimate.expansion import RankStep, expand
+from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.hardware import Hardware
+from torchtitan.estimate.libraries import outside, workspaces
+from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic
+from torchtitan.estimate.plan_notes import plan_notes
+from torchtitan.estimate.recording import Change
+from torchtitan.estimate.speed import StepTime, step_time
+from torchtitan.job import JobConfig
+from torchtitan.parallel.work import Work
+
+RANKS_PER_NODE = 8
+"""Ranks of a node of unknown hardware."""
+MEMORY_LIMITS = 0.9, 1.2
+"""Limits of the memory, as multiples of the prediction: see docs/plan.md."""
+TIME_LIMITS = 0.9, 1.3
+"""Limits of the time of a step, as multiples of the prediction: see docs/plan.md."""
+
+
+class Range(NamedTuple):
+    """Predicted value, and the limits within which the true one is expected."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def within(cls, value: float, limits: tuple[float, float]) -> "Range":
+        """Return `value` with limits that are multiples of it."""
+        low, high = limits
+        return cls(value, value * low, value * high)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Memory and work of pipeline ranks whose stages are alike.
+
+    The first of them is planned: in no schedule of torch does another keep the activations of more
+    microbatches.
+    """
+
+    stage_ranks: Sequence[int]
+    """Pipeline ranks that are alike."""
+    ranks: int
+    """Number of ranks of all of them."""
+    step: RankStep
+    memory: Reserved
+    workspaces: int
+    """Bytes that libraries allocate in torch's allocator."""
+    outside: Mapping[str, float]
+    """GiB outside of it, by their use."""
+
+    @cached_property
+    def by_kind(self) -> Counter[str]:
+        """Bytes by kind at the moment that holds the most."""
+        return self.step.peak()[1] + Counter(workspaces=self.workspaces)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of parameters and optimizer states, wherever they are."""
+        records = self.step.source.recording.storages
+        before = (e for e in self.step.before.events if isinstance(e, Change))
+        kinds = ("parameters", "optimizer states")
+        return sum(each.bytes for each in before if records[each.storage].kind in kinds)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all tensors at that moment, and of workspaces."""
+        return self.by_kind.total()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Prediction of a step of a recipe."""
+
+    job: JobConfig
+    ranks: int
+    hardware: Hardware | None
+    device_type: DeviceType
+    kinds: Sequence[RankPlan]
+    """Kinds of pipeline ranks."""
+    time: StepTime | None
+    """None if the hardware is unknown."""
+    traffic: Sequence[LinkTraffic]
+    """Communication of a step of the rank that sends the most."""
+    capacity_gib: float | None
+    """Memory of a device; None: unknown."""
+    notes: Sequence[str] = ()
+    """Sentences about parts that are not modeled, and left out of the sums."""
+
+    @property
+    def fullest(self) -> RankPlan:
+        """The pipeline rank whose memory is the fullest."""
+        return max(self.kinds, key=lambda kind: kind.memory.peak_reserved)
+
+    @property
+    def outside_gib(self) -> float:
+        """Memory outside of the allocator on that rank: the CUDA context, NCCL's buffers."""
+        return sum(self.fullest.outside.values())
+
+    @property
+    def allocated_gib(self) -> Range:
+        """Peak GiB of tensors of the fullest rank."""
+        return Range.within(self.fullest.allocated / GIB, MEMORY_LIMITS)
+
+    @property
+    def reserved_gib(self) -> Range:
+        """Peak GiB that torch's allocator reserves on the fullest rank."""
+        return Range.within(self.fullest.memory.peak_reserved / GIB, MEMORY_LIMITS)
+
+    @property
+    def by_kind_gib(self) -> dict[str, float]:
+        """GiB of the fullest rank by kind, at the moment that holds the most."""
+        return {kind: size / GIB for kind, size in self.fullest.by_kind.items() if size}
+
+    @property
+    def room_gib(self) -> float | None:
+        """GiB that remain on the fullest rank; negative if it does not fit."""
+        if self.capacity_gib is None:
+            return None
+        return self.capacity_gib - self.outside_gib - self.reserved_gib.value
+
+    @property
+    def least_devices(self) -> int | None:
+        """Number of devices in which one copy of parameters and optimizer states fits."""
+        if self.capacity_gib is None or (free := self.capacity_gib - self.outside_gib) <= 0:
+            return None
+        held = sum(
+            kind.ranks * kind.by_kind[name]
+            for kind in self.kinds
+            for name in ("parameters", "optimizer states")
+        )
+        return math.ceil(held / self.job.degrees(self.ranks).dp_replicate / (free * GIB))
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest rank fits in the memory of its device; None: it is unknown."""
+        return None if self.room_gib is None else self.room_gib >= 0
+
+
+def plan(
+    job: JobConfig,
+    ranks: int,
+    hardware: Hardware | None = None,
+    *,
+    device_type: DeviceType | None = None,
+    capacity_gib: float | None = None,
+    probe: int | None = None,
+    graphs: SharedGraphs | None = None,
+    count: Callable[[int], None] = lambda _: None,
+) -> Plan:
+    """Plan a step of a valid recipe.
+
+    Args:
+        hardware: the devices; None: they are unknown, and so is the time of a step.
+        device_type: type of an unknown device, "cpu" or "cuda" (the default).
+        capacity_gib: memory of a device; by default that of `hardware`.
+        probe: pipeline rank that is planned first, and alone if it does not fit.
+        graphs: compiled graphs of other plans, which it shares.
+        count: receives the number of recorded ranks, each of which takes about as long.
+
+    Raises:
+        RecipeError: if a step cannot run on tensors without values.
+    """
+    degrees = job.degrees(ranks)
+    device_type = hardware.device_type if hardware else device_type or "cuda"
+    capacity_gib = capacity_gib or (hardware.memory_gib if hardware else None)
+    held = workspaces(hardware) if device_type == "cuda" else []
+    kinds: list[RankPlan] = []
+    alike = _alike(job.work(ranks))
+    if probe is not None:
+        alike.sort(key=lambda stage_ranks: probe not in stage_ranks)
+    with SharedGraphs() if graphs is None else nullcontext(graphs) as shared:
+        for stage_ranks in alike:
+            first = stage_ranks[0] * ranks // degrees.pp
+            try:
+                source = record(job, ranks, first, device_type=device_type, graphs=shared)
+            except RuntimeError as error:  # of fake tensors, in any code that a step runs
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise RecipeError([f"this recipe cannot be planned yet: {reason}"]) from error
+            step = expand(source, job.accumulation(degrees))
+            memory = reserved(step, workspaces=held) if held else of_tensors(step)
+            around = outside(job, ranks, first, step, hardware) if hardware else {}
+            alike_ranks = len(stage_ranks) * ranks // degrees.pp
+            kinds.append(RankPlan(stage_ranks, alike_ranks, step, memory, sum(held), around))
+            count(len(kinds))
+            needed_gib = memory.peak_reserved / GIB + sum(around.values())
+            if probe is not None and capacity_gib and needed_gib > capacity_gib:
+                break
+    kinds.sort(key=lambda kind: kind.stage_ranks[0])
+    steps = {kind.stage_ranks[0]: kind.step for kind in kinds}
+    ranks_per_node = hardware.ranks_per_node if hardware else RANKS_PER_NODE
+    traffic = (link_traffic(step, ranks_per_node) for step in steps.values())
+    return Plan(
+        job,
+        ranks,
+        hardware,
+        device_type,
+        kinds,
+        step_time(job, ranks, steps, hardware) if hardware else None,
+        max(traffic, key=lambda found: sum(each.sent for each in found)),
+        capacity_gib,
+        [
+            *plan_notes(job, ranks, hardware, max(kind.saved for kind in kinds) / GIB),
+            *sorted({note for step in steps.values() for note in step.source.notes}),
+        ],
+    )
+
+
+def _alike(work: Work) -> list[list[int]]:
+    """Return the pipeline ranks in groups of as many blocks, and the same other modules."""
+    found: dict[object, list[int]] = {}
+    for stage_rank in range(work.degrees.pp):
+        stages = work.stages.of(stage_rank)
+        ends = 0 in stages, len(work.stages.ranks) - 1 in stages
+        sizes = tuple(len(work.stages.units[stage]) for stage in stages)
+        # A schedule of one's own may keep more microbatches on any rank.
+        own = stage_rank if work.parallelism.pipeline_parallel_schedule_csv else None
+        found.setdefault((ends, sizes, own), []).append(stage_rank)
+    return [*found.values()]

@@ -1,0 +1,98 @@
+"""Sentences about parts of a run that its plan leaves out, or models in a simpler way."""
+
+from collections.abc import Iterator
+
+from torchtitan.convert.settings import LinearConverterConfig
+from torchtitan.estimate.hardware import Hardware
+from torchtitan.job import JobConfig
+from torchtitan.optim.settings import OptimizerConfig
+
+UNTIMED = "not in the time of a step"
+
+
+def plan_notes(
+    job: JobConfig, ranks: int, hardware: Hardware | None, saved_gib: float
+) -> Iterator[str]:
+    """Yield a sentence for each setting of a recipe that is not in its plan.
+
+    Args:
+        saved_gib: parameters and optimizer states of a rank.
+    """
+    if hardware is None:
+        yield "without hardware, memory outside of the allocator is left out; name it"
+    yield from _times(job, ranks, saved_gib)
+    yield from _device(job, hardware)
+
+
+def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
+    """Yield what is done between steps, or slows them down."""
+    saving, validation, metrics = job.checkpoint, job.validation, job.metrics
+    if saving.enable and not saving.load_only:
+        copies = ""
+        if saving.async_mode != "disabled":
+            copies = f"; each copies up to {saved_gib:.1f} GiB of a rank to host memory"
+        yield f"checkpoint.interval: a save every {saving.interval:,} steps is {UNTIMED}{copies}"
+    if validation.enable:
+        yield f"validation.freq: a validation every {validation.freq:,} steps is {UNTIMED}"
+        own = validation.local_batch_size or job.training.local_batch_size
+        tokens = own * (validation.seq_len or job.training.seq_len)
+        if (
+            validation.unit == "local"
+            and tokens > job.local_batch(job.degrees(ranks)) * job.training.seq_len
+        ):
+            yield "validation.local_batch_size: batches larger than in training are not in the peak"
+    if metrics.precision_freq:
+        yield (
+            f"metrics.precision_freq: a microbatch every {metrics.precision_freq:,} steps is "
+            f"{UNTIMED}"
+        )
+    if metrics.statistics_freq:
+        yield (
+            f"metrics.statistics_freq: a forward every {metrics.statistics_freq:,} steps is "
+            f"{UNTIMED}"
+        )
+    for key in ("enable_profiling", "enable_memory_snapshot"):
+        if getattr(job.profiling, key):
+            yield f"profiling.{key}: the time of the profiler is {UNTIMED}"
+    if job.fault_tolerance.enable:
+        yield "fault_tolerance.enable: the communication of replica groups is not in the plan"
+    if job.comm.debug_level == "detail":
+        yield f"comm.debug_level: the checks of each collective are {UNTIMED}"
+    for section, key in (("training", "enable_cpu_offload"), ("optimizer", "offload_states")):
+        if getattr(getattr(job, section), key):
+            yield (
+                f"{section}.{key}: copies to and from host memory are {UNTIMED}, and the update "
+                "takes the time that the device would"
+            )
+    apart = job.communication.replicas.steps_apart
+    if apart and apart > 1 and job.degrees(ranks).dp_replicate > 1:
+        yield (
+            f"communication.replicas.every: the exchange of weights every {apart:,} steps is "
+            f"{UNTIMED}, and the copy of the weights for it is not in the memory"
+        )
+    if job.model.separates_documents:
+        yield (
+            "model.attn_mask_type: attention takes the time of whole sequences, since their "
+            "documents are not known"
+        )
+
+
+def _device(job: JobConfig, hardware: Hardware | None) -> Iterator[str]:
+    """Yield what depends on the device."""
+    if job.compile.enable and job.compile.backend != "inductor":
+        yield f"compile.backend: {job.compile.backend} is planned as code that is not compiled"
+    is_prepared = type(job.optimizer).prepare is not OptimizerConfig.prepare
+    if getattr(job.optimizer, "is_compiled", False) or (job.compile.enable and is_prepared):
+        yield "optimizer.name: the update, which is compiled, takes the time of its operators"
+    if job.compile.enable and job.compile.cuda_graphs:
+        yield "compile.cuda_graphs: the memory that graphs keep for themselves is left out"
+    if job.debug.deterministic:
+        yield f"debug.deterministic: slower algorithms on CUDA are {UNTIMED}"
+    for number, converter in enumerate(job.convert):
+        if hardware is None or not isinstance(converter, LinearConverterConfig):
+            continue
+        if not (converter.emulate or getattr(hardware.peaks, converter.name, None)):
+            yield (
+                f"convert.{number}.name: {hardware.name} has no products in {converter.name}, so "
+                "a run there is refused; set emulate = true"
+            )

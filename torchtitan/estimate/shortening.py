@@ -1,0 +1,90 @@
+"""Chooses which of a step's repeated work is recorded, and what each recorded piece stands for."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtitan.parallel.schedules import Action, Orders
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """Blocks of a kind in a stage that are recorded, and one that stands for those that are not.
+
+    Blocks repeat with a period (one, or that of selective recomputation). The first two periods and
+    the last two are recorded, and one period between, which is repeated `times`.
+    """
+
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+    sample: tuple[str, ...] = ()
+    times: int = 1
+
+    @classmethod
+    def of(cls, blocks: Sequence[str], period: int, ends: int = 2) -> "Shortened":
+        """Choose among the `blocks` of a kind."""
+        rest = len(blocks) - (2 * ends + 1) * period
+        if rest < period:
+            return cls(tuple(blocks), ())
+        first, dropped = (ends + 1) * period, rest // period * period
+        kept = (*blocks[:first], *blocks[first + dropped :])
+        sample = tuple(blocks[first - period : first])
+        return cls(kept, tuple(blocks[first : first + dropped]), sample, 1 + dropped // period)
+
+
+@dataclass(frozen=True)
+class Abridged:
+    """Actions of a pipeline that are recorded, of a few microbatches.
+
+    A stage's first and last microbatch are recorded, since they allocate and reduce gradients, and
+    one between for each way of doing its backward. Schedules stay valid if all actions of other
+    microbatches are left out.
+    """
+
+    orders: Orders
+    """Recorded actions of all ranks."""
+    actions: Sequence[Action]
+    """Actions of this rank in a whole pass."""
+    recorded: Mapping[Action, Action]
+    """Recorded action for each of them."""
+    microbatches: int
+
+    @classmethod
+    def of(cls, orders: Orders, rank: int, shorten: bool) -> "Abridged":
+        """Choose among the microbatches of a pipeline of which this process has `rank`."""
+        actions = orders[rank]
+        numbers = {action.microbatch for action in actions}
+        sample = {(a.stage, a.microbatch): a.microbatch for a in actions}
+        if shorten:
+            sample = dict(_samples(actions))
+        label = {number: index for index, number in enumerate(sorted({*sample.values()}))}
+        if len(label) > len(numbers) // 2 + 1:
+            label = {number: number for number in numbers}
+            sample = {key: key[1] for key in sample}
+        kept = {
+            each: [a._replace(microbatch=label[a.microbatch]) for a in row if a.microbatch in label]
+            for each, row in orders.items()
+        }
+        recorded = {a: a._replace(microbatch=label[sample[a.stage, a.microbatch]]) for a in actions}
+        return cls(kept, actions, recorded, len(label))
+
+    def times(self, number: int, stage: int) -> int:
+        """Return the number of microbatches that a recorded one stands for in a stage."""
+        found = self.recorded.items()
+        own = [each for action, each in found if action.kind == "F" and action.stage == stage]
+        return sum(each.microbatch == number for each in own)
+
+
+def _samples(actions: Sequence[Action]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield the recorded microbatch of each (stage, microbatch)."""
+    for stage in {action.stage for action in actions}:
+        own = [action for action in actions if action.stage == stage]
+        forwards = [a.microbatch for a in own if a.kind == "F"]
+        done = [a.microbatch for a in own if a.kind in "BW"]
+        halves = {a.microbatch for a in own if a.kind == "W"}
+        ends = (forwards[0], forwards[-1], done[0], done[-1])
+        alike: dict[tuple[bool, ...], list[int]] = {}
+        for number in forwards:
+            key = (number in halves, *(number == end for end in ends))
+            alike.setdefault(key, []).append(number)
+        for each in alike.values():
+            yield from (((stage, number), each[len(each) // 2]) for number in each)

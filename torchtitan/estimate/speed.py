@@ -1,0 +1,254 @@
+"""Time of a step: of the kernels of each rank, of exposed communication, and of the pipeline.
+
+`device_streams` runs each recorded rank by itself. In a pipeline its actions take the time that
+they take there, and `parallel.schedules` finds when each runs. Not modeled: ranks that wait for
+slower ones, and waiting for data.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torchtitan.estimate.device_streams import COMPUTE, HOST, DeviceStreams, Interval
+from torchtitan.estimate.expansion import RankStep, StepSegment
+from torchtitan.estimate.fake_rank import GATHER, REDUCTION
+from torchtitan.estimate.hardware import Hardware
+from torchtitan.estimate.link_traffic import messages_of
+from torchtitan.estimate.message_time import message_seconds
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.parallel.schedules import Action, Orders, Slot, timeline
+from torchtitan.tasks import TASKS
+
+AGREEMENTS = 3
+"""All-reduces of scalars in a step outside of the recording: targets, losses, status."""
+ENDS = ("end of forward", "end of backward")
+"""Marks after which the result of an action is there, for the next stage."""
+FINEST = 1e-3
+"""Share of a step below which intervals of a lane are joined."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of a step, of the rank with most to do; its parts add up to `seconds`."""
+
+    seconds: float
+    compute: float
+    """Seconds of the kernels of forwards and backwards."""
+    exposed: Mapping[str, float]
+    """Seconds in which the device waits for communication, by axis."""
+    bubble: float
+    """Seconds in which it waits for other stages of the pipeline."""
+    host_bound: float
+    """Seconds in which it waits for the host to issue kernels."""
+    update: float
+    """Seconds of the gradient norm and the update."""
+    tokens_per_second_per_device: float
+    """Throughput; for tasks without tokens, in their units."""
+    mfu: float | None
+    """Model FLOPs utilization, 0 to 1; None: the device's peak is unknown."""
+    lanes: Mapping[str, Sequence[Interval]]
+    """Work of the rank: "compute", and its communication by axis."""
+    schedule: Sequence[Slot]
+    """Actions of all ranks of the pipeline; empty without one."""
+
+
+def step_time(
+    job: JobConfig, ranks: int, steps: Mapping[int, RankStep], hardware: Hardware
+) -> StepTime:
+    """Estimate the time of a step.
+
+    Args:
+        steps: steps by pipeline rank; a rank that is missing takes the time of the nearest.
+    """
+    degrees, work, model = job.degrees(ranks), job.work(ranks), MODELS[job.model.name]
+    orders = _all_passes(work.orders, work.passes)
+    timed = {rank: _time_rank(job, step, orders[rank], hardware) for rank, step in steps.items()}
+    nearest = {rank: min(timed, key=lambda each: abs(each - rank)) for rank in orders}
+    durations, rests = dict[Action, float](), dict[Action, float]()
+    for rank, actions in orders.items():
+        for action, each in zip(actions, timed[nearest[rank]].times_of(actions), strict=True):
+            durations[action], rests[action] = each.end - each.start, each.rest
+    first = next(iter(steps.values()))
+    pipeline = next(
+        (first.source.members[n] for n, a in first.source.axes.items() if a == "pp"), [0]
+    )
+    sending = message_seconds("send", max(map(_border_bytes, steps.values())), pipeline, hardware)
+    slots = timeline(orders, durations, rests, sending)
+    end, end_at_once = (
+        max(slot.end + rests[slot.action] for slot in each)
+        for each in (slots, timeline(orders, durations, rests))
+    )
+    busy = {rank: sum(durations[a] + rests[a] for a in row) for rank, row in orders.items()}
+    slowest = max(busy, key=lambda rank: busy[rank])
+    mine = timed[nearest[slowest]]
+    exposed = {"all": 0.0, **mine.spent}
+    compute, host_bound = exposed.pop(COMPUTE, 0.0), exposed.pop(HOST, 0.0)
+    if degrees.pp > 1:
+        exposed["pp"] = end - end_at_once
+    if ranks > 1:
+        exposed["all"] = AGREEMENTS * message_seconds("all_reduce", 8, range(ranks), hardware)
+    update = max(each.update for each in timed.values())
+    seconds = end + exposed["all"] + update
+    units = work.passes * job.local_batch(degrees) * degrees.data
+    units *= TASKS[model.task].units(job.training.seq_len)
+    flops = units * model.flops_per_unit(job.model_args(), job.training.seq_len)
+    peak = hardware.peak(getattr(torch, job.training.mixed_precision_param))
+    own = [slot for slot in slots if slot.rank == nearest[slowest]]
+    return StepTime(
+        seconds,
+        compute,
+        {axis: each for axis, each in sorted(exposed.items()) if each},
+        end_at_once - busy[slowest],
+        host_bound,
+        update,
+        units / seconds / ranks,
+        flops / seconds / ranks / peak if peak else None,
+        {name: _coarse(lane, seconds) for name, lane in mine.lanes(own, end).items()},
+        slots if degrees.pp > 1 else (),
+    )
+
+
+class _ActionTime(NamedTuple):
+    """Time of an action of a rank that waits for no other stage."""
+
+    action: Action
+    start: float
+    end: float
+    rest: float
+    """Time until the next action, such as the rest of a reduction."""
+
+
+@dataclass(frozen=True)
+class _RankTime:
+    """Time of a rank that waits for no other stage."""
+
+    actions: Sequence[_ActionTime]
+    streams: DeviceStreams
+    spent: Mapping[str, float]
+    """Time of the device in all actions."""
+    update: float
+
+    def times_of(self, actions: Sequence[Action]) -> Iterator[_ActionTime]:
+        """Yield the times of actions of a rank with as many stages.
+
+        A rank has another order, and may split other numbers of backwards in halves: each action
+        takes as long as the action of its kind at the same fraction of this rank's order.
+        """
+        known: dict[tuple[int, str], list[_ActionTime]] = {}
+        places = _places([each.action for each in self.actions])
+        for each, place in zip(self.actions, places, strict=True):
+            known.setdefault((place, each.action.kind), []).append(each)
+        keys = [(p, each.kind) for p, each in zip(_places(actions), actions, strict=True)]
+        total, seen = Counter(keys), Counter[tuple[int, str]]()
+        for key in keys:
+            last = len(known[key]) - 1
+            yield known[key][round(seen[key] * last / max(total[key] - 1, 1))]
+            seen[key] += 1
+
+    def lanes(self, slots: Sequence[Slot], end: float) -> dict[str, list[Interval]]:
+        """Return the lanes with each action at its slot, and the update from `end`."""
+        last = self.actions[-1].end + self.actions[-1].rest
+        starts = [each.start for each in self.actions]
+        shifts = [slot.start - start for slot, start in zip(slots, starts, strict=True)]
+        found: dict[str, list[Interval]] = {}
+        for name, lane in self.streams.lanes.items():
+            for start, stop, what in lane:
+                after = bisect.bisect_right(starts, start) - 1
+                shift = end - last if start >= last else shifts[max(after, 0)]
+                found.setdefault(name, []).append(Interval(start + shift, stop + shift, what))
+        return found
+
+
+def _time_rank(
+    job: JobConfig, step: RankStep, actions: Sequence[Action], hardware: Hardware
+) -> _RankTime:
+    streams = DeviceStreams(
+        step.source,
+        hardware,
+        replays=job.compile.enable and job.compile.cuda_graphs,
+        chunks=job.parallelism.enable_async_tensor_parallel,
+    )
+    *recorded, update = _by_action(step)
+    found = []
+    for action, segments in zip(actions, recorded, strict=True):
+        start = streams.clock
+        main = _end(segments)
+        streams.run(segments[:main])
+        end = streams.clock
+        streams.run(segments[main:])
+        found.append(_ActionTime(action, start, end, streams.clock - end))
+    spent, end = dict(streams.spent), streams.clock
+    streams.run(update)
+    return _RankTime(found, streams, spent, streams.clock - end)
+
+
+def _end(segments: Sequence[StepSegment]) -> int:
+    """Return the index in an action at which its result is there."""
+    names = [each.name for each in segments]
+    in_pipeline = [i for i, name in enumerate(names) if name[:1].isdigit()]  # such as 2F0
+    for index, name in enumerate(names):
+        follows = in_pipeline and index > in_pipeline[0]
+        if name in ENDS or (follows and name.startswith((REDUCTION, GATHER))):
+            return index
+    return len(segments)
+
+
+def _by_action(step: RankStep) -> list[Sequence[StepSegment]]:
+    """Return the segments of each forward and backward, and those of the norm and the update."""
+    first, *parts, update = step.parts
+    found: list[list[StepSegment]] = []
+    before = [*first.segments]
+    for part in parts:
+        if part.action is not None:
+            found.append([*before, *part.segments])
+            before = []
+        elif found and part is parts[-1]:
+            found[-1] += part.segments
+        else:
+            before += part.segments
+    return [*found, update.segments]
+
+
+def _places(actions: Sequence[Action]) -> list[int]:
+    """Return the index of each action's stage among the stages of its rank."""
+    stages = sorted({action.stage for action in actions})
+    return [stages.index(action.stage) for action in actions]
+
+
+def _coarse(lane: Iterable[Interval], seconds: float) -> list[Interval]:
+    """Join intervals that nearly touch if they are too short to be seen."""
+    found: list[Interval] = []
+    for each in lane:
+        if found and each.end - found[-1].start < FINEST * seconds:
+            found[-1] = found[-1]._replace(end=each.end)
+        else:
+            found.append(each)
+    return found
+
+
+def _all_passes(orders: Orders, passes: int) -> Orders:
+    """Return the actions of accumulated batches, one after the other."""
+    many = 1 + max(action.microbatch for actions in orders.values() for action in actions)
+    return {
+        rank: [
+            action._replace(microbatch=action.microbatch + number * many)
+            for number in range(passes)
+            for action in actions
+        ]
+        for rank, actions in orders.items()
+    }
+
+
+def _border_bytes(step: RankStep) -> int:
+    """Return the size of the largest message between stages."""
+    sizes = (
+        message.bytes
+        for message in messages_of(step)
+        if message.operation == "send" and step.source.axes[message.group] == "pp"
+    )
+    return max(sizes, default=0)

@@ -1,0 +1,1 @@
+"""The plan of a recipe, as text, as JSON and as a page."""

@@ -1,0 +1,187 @@
+"""Predict memory and speed of a recipe on a cluster, without its devices."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan import config
+from torchtitan.checks import TOKENIZER, load_job, problems
+from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
+from torchtitan.device import DeviceType
+from torchtitan.estimate.changes import FittingChange, changes
+from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
+from torchtitan.estimate.hardware.calibrate import calibrate
+from torchtitan.estimate.plan import plan
+from torchtitan.job import JobConfig
+from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
+from torchtitan.tools.plan.plan_json import Json, plan_json
+from torchtitan.tools.plan.plan_page import plan_page
+from torchtitan.tools.plan.plan_search import search_layouts, search_text
+from torchtitan.tools.plan.plan_text import plan_text
+from torchtitan.train import require_recipe
+
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+MOST_RANKS = 2**20
+NEAR = 64
+"""Number of smaller and of larger world sizes that are tried in place of one that is refused."""
+
+app = verb()
+
+
+def token_count(word: object) -> float:
+    """Read a number of tokens, such as 15T."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", str(word).lower().replace("_", ""))
+    if found is None or not 0 < (tokens := float(found[1]) * UNITS[found[2]]) < 1e24:
+        raise typer.BadParameter(f"got {word}; wanted a number of tokens, such as 15T or 300B")
+    return tokens
+
+
+@app.command(cls=RecipeVerb, help=__doc__, name="plan")
+def plan_recipe(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None,
+        Count("Number of ranks (default: that of the recipe, or the minimum of its layout)."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME | FILE",
+            help=f"Hardware, {', '.join(hardware_names())} or a file (default: the recipe's).",
+            autocompletion=hardware_names,
+        ),
+    ] = None,
+    device_memory: Annotated[
+        float | None,
+        DeviceMemory("Memory of a device (default: that of the hardware)."),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            parser=token_count,
+            metavar="N",
+            help="Budget of the run, such as 15T (default: all steps of the recipe).",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with plots.")
+    ] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Also find the fastest layouts; write the best as a recipe."),
+    ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this machine instead, and write it as a hardware file."
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Recipe of the best layout, or hardware file (default: outputs/NAME_planned.toml, "
+            "outputs/hardware.toml).",
+        ),
+    ] = None,
+) -> int:
+    path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
+    require_recipe(path, flags, "plan")
+    if html and not html.resolve().parent.is_dir():
+        raise RecipeError([f"--html: got {html}; make its folder"])
+    for option, file in (("--html", html), ("--output", output)):
+        if file and file.is_dir():
+            raise RecipeError([f"{option}: got {file}; name a file in this folder"])
+    if world_size and world_size > MOST_RANKS:
+        raise RecipeError([f"--world-size: got {world_size}; use at most {MOST_RANKS:,}"])
+    devices = None if hardware is None else find_hardware(hardware)
+
+    def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
+        device_type = _type(devices)
+        return load_job(path, [*flags, *more], ranks, device_type, exempt=(TOKENIZER,))
+
+    job = load(None).config
+    stated = job.flat()
+    if devices is None and (name := stated.get("job.hardware")):
+        devices = find_hardware(str(name), "job.hardware")
+    ranks = world_size or stated.get("job.ranks") or job.parallelism.least_ranks
+    try:
+        found = load(ranks)
+    except RecipeError as error:
+        near = near_sizes(job, ranks, _type(devices))
+        if near:
+            sizes = " or ".join(f"{size:,}" for size in near)
+            error.lines.append(f"--world-size: got {ranks}; use {sizes}, which this recipe can use")
+        raise
+    for notice in found.notices:
+        print_message("note", notice)
+    if measure:
+        place = output or Path("outputs/hardware.toml")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with progress("measuring this machine"):
+            calibrate(found.config, ranks, place)
+        print(f"hardware: {place}")
+        return 0
+    layouts: Json = {}
+    if search:
+        if devices is None or path is None:
+            missing = "the hardware; add --hardware" if path else "a recipe; name one"
+            raise RecipeError([f"--search: it needs {missing}"])
+        given = find_recipe(path)
+        place = output or Path("outputs") / f"{given.stem}_planned.toml"
+        with progress(f"searching layouts of {ranks:,} ranks"):
+            words = (ranks, devices, _type(devices), place)
+            layouts = search_layouts(given, found.config, *words)
+    with progress(f"planning {ranks:,} ranks") as count:
+        planned = plan(
+            found.config,
+            ranks,
+            devices,
+            device_type=_type(devices),
+            capacity_gib=device_memory,
+            count=count,
+        )
+    smaller: list[FittingChange] = []
+    if planned.fits is False:
+        with progress("looking for changes after which it fits") as count:
+            smaller = changes(lambda size, more: load(size, more).config, planned, count=count)
+    answer = plan_json(planned, tokens=tokens, changes=smaller)
+    answer |= {"search": layouts} if search else {}
+    text = [json.dumps(answer, indent=1)] if as_json else [*plan_text(answer)]
+    text += search_text(layouts) if search and not as_json else []
+    if html:
+        html.write_text(plan_page(planned, answer), encoding="utf-8")
+        text += [] if as_json else ["", f"page: {html}"]
+    # In one piece, so that `| head` does not close the pipe in between.
+    print("".join(f"{line}\n" for line in text), end="", flush=True)
+    for note in planned.notes:
+        print_message("warning", note)
+    return 0
+
+
+def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:
+    """Return the nearest numbers of ranks below and above `ranks` that a recipe can use."""
+
+    def runs(size: int) -> bool:
+        found = problems(job, PlannedWorld(size, device_type))
+        return all(each.severity == "note" or each.path == TOKENIZER for each in found)
+
+    least = job.parallelism.least_ranks
+    if job.parallelism.data_parallel_shard_degree != -1:
+        candidates = [[least]] if least != ranks else []
+    else:
+        below = range((ranks - 1) // least * least, 0, -least)
+        above = range(ranks // least * least + least, (ranks // least + NEAR) * least, least)
+        candidates = [[*below[:NEAR]], [*above]]
+    nearest = (next(filter(runs, sizes), None) for sizes in candidates)
+    return [size for size in nearest if size]
+
+
+def _type(devices: Hardware | None) -> DeviceType:
+    return devices.device_type if devices else "cuda"
