@@ -4,6 +4,7 @@ A fork starts in milliseconds because torch is imported already, and a store in 
 port. CUDA cannot be used after a fork, so NCCL ranks pay for an import each.
 """
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -94,7 +95,7 @@ def _wait(ranks: Sequence[BaseProcess], meanwhile: Callable[[], None]) -> list[i
 
 
 def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else "it left no traceback"
+    return (path.read_text() if path.exists() else "") or "it left no traceback"
 
 
 def _rank(
@@ -107,7 +108,10 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     with ExitStack() as leaving:
-        leaving.push(partial(_leave, folder / f"{rank}.error"))
+        error = folder / f"{rank}.error"
+        # A fault in native code leaves the stacks of its threads where an error leaves its traceback.
+        faulthandler.enable(leaving.enter_context(error.open("w")))
+        leaving.push(partial(_leave, error))
         # Garbage of the parent may hold threads that a fork does not have; never collect it here.
         gc.freeze()
         # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
