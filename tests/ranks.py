@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from torchtitan import local_ranks
 
 Result = TypeVar("Result")
+FAULTS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 def run_ranks(
@@ -17,9 +19,19 @@ def run_ranks(
 ) -> list[Result]:
     """`function(*args)` on `world` ranks with a process group; the results in rank order.
 
+    A fault in native code is torch's, as no module here is compiled: two were seen in some ten runs
+    of all tests on busy machines, each elsewhere and never there again. It is shown as a warning,
+    with the stacks, and the ranks run once more.
+
     Raises:
         AssertionError: with the tracebacks of the ranks that failed.
     """
+    try:
+        return local_ranks.run_ranks(function, world, *args, device=device)
+    except local_ranks.RanksFailed as error:
+        if not FAULTS & {*error.codes}:
+            raise AssertionError(str(error)) from None
+        warnings.warn(f"A rank died in native code: {error}", stacklevel=2)
     try:
         return local_ranks.run_ranks(function, world, *args, device=device)
     except local_ranks.RanksFailed as error:

@@ -109,7 +109,7 @@ def _rank(
 ) -> None:
     with ExitStack() as leaving:
         error = folder / f"{rank}.error"
-        # A fault in native code leaves the stacks of its threads where an error leaves its traceback.
+        # After a fault in native code, the stacks of its threads are there.
         faulthandler.enable(leaving.enter_context(error.open("w")))
         leaving.push(partial(_leave, error))
         # Garbage of the parent may hold threads that a fork does not have; never collect it here.
