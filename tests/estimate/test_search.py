@@ -7,24 +7,30 @@ import pytest
 from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
 from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import Range, plan
-from torchtitan.estimate.search import (
+from torchtitan.estimate.layout_costs import LayoutCosts
+from torchtitan.estimate.layouts import (
     CP,
     LOCAL,
     PP,
+    RESHARD,
     SCHEDULE,
     SIZE,
     TP,
-    LayoutBounds,
-    PlannedLayout,
     layouts,
+    own_layout,
+    with_changes,
+)
+from torchtitan.estimate.plan import Plan, Range, plan
+from torchtitan.estimate.search import (
+    Cost,
+    LayoutQueue,
+    PlannedLayout,
     planned_recipe,
     reason,
     search,
-    with_changes,
 )
 from torchtitan.job import JobConfig
-from torchtitan.tools.plan import plan_search
+from torchtitan.tools.plan import plan_search, timing
 
 RECIPE = "train_configs/debug_model.toml"
 
@@ -63,13 +69,27 @@ def test_batch_is_that_of_the_recipe():
         assert changed.global_batch(changed.degrees(4)) == batch
 
 
+def on_cpu(job: JobConfig, ranks: int) -> Plan:
+    return plan(job, ranks, find_hardware("cpu"))
+
+
+def test_own_layout_is_that_of_the_recipe():
+    job = debug_job(4, "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
+    own = own_layout(job, 4)
+    assert (own[TP], own[PP], own[CP], own[LOCAL]) == (1, 2, 1, 4)
+    assert with_changes(job, own).degrees(4) == job.degrees(4)
+    assert with_changes(job, own).global_batch(job.degrees(4)) == job.global_batch(job.degrees(4))
+
+
 @pytest.mark.gate
 def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp_path: Path):
     job, hardware = debug_job(2), find_hardware("cpu")
-    found = search(job, 2, hardware, device_type="cpu", seconds=1)
-    assert found.layouts
+    own = on_cpu(job, 2)
+    found = search(job, own, hardware, device_type="cpu", seconds=20)
     times = [each.seconds_per_step for each in found.layouts]
+    assert len(times) > 1
     assert times == sorted(times)
+    assert times[0] <= own.time.seconds
     for each in found.layouts:
         wrong = problems(with_changes(job, each.changes), PlannedWorld(2, "cpu"))
         assert all(each.severity == "note" for each in wrong)
@@ -84,16 +104,64 @@ def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp
     assert planned.reserved_gib == best.reserved_gib
 
 
-def test_bounds_know_bubbles_and_recomputation():
+def test_without_time_a_search_finds_the_layout_of_the_recipe():
+    job, hardware = debug_job(2, "--compile.enable=false"), find_hardware("cpu")
+    own = on_cpu(job, 2)
+    found = search(job, own, hardware, device_type="cpu", seconds=0)
+    assert [each.changes for each in found.layouts] == [own_layout(job, 2)]
+    assert found.layouts[0].seconds_per_step == own.time.seconds
+    assert not found.is_complete
+
+
+def test_costs_know_bubbles_and_recomputation():
     job = debug_job(4, "--training.global_batch_size=16")
-    bounds = LayoutBounds(job, 4, find_hardware("h100"))
+    costs = LayoutCosts(job, 4, find_hardware("h100"))
     whole = {
         (e[PP], e.get(SCHEDULE), e["activation_checkpoint.mode"]): e for e in layouts(job, 4, 8)
     }
     kept, again = whole[4, "1F1B", "none"], whole[4, "1F1B", "full"]
-    assert bounds.seconds(again) > bounds.seconds(kept)
-    assert bounds.gib(again) < bounds.gib(kept)
-    assert bounds.gib(whole[4, "GPipe", "none"]) >= bounds.gib(kept)
+    assert costs.seconds(again) > costs.seconds(kept)
+    assert costs.gib(again) < costs.gib(kept)
+    assert costs.gib(whole[4, "GPipe", "none"]) >= costs.gib(kept)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("recipe", "ranks"), [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)]
+)
+def test_costs_are_near_the_plan_of_the_recipe(recipe: str, ranks: int):
+    """So the first plans of a search are of fast layouts that fit."""
+    job = load_job(
+        f"train_configs/{recipe}.toml", (), ranks, "cuda", exempt=("model.tokenizer_path",)
+    ).config
+    hardware, own = find_hardware("h100"), own_layout(job, ranks)
+    planned, costs = plan(job, ranks, hardware), LayoutCosts(job, ranks, hardware)
+    assert costs.seconds(own) == pytest.approx(planned.time.seconds, rel=0.25)
+    assert costs.gib(own) == pytest.approx(planned.reserved_gib.value, rel=0.25)
+
+
+def cost_of(seconds: float, room: float, **changes: object) -> Cost:
+    job = debug_job(2)
+    return Cost(seconds, room, {**own_layout(job, 2), **changes})
+
+
+def test_queue_learns_from_plans_of_the_same_kernels():
+    quick, slow = cost_of(1.0, 0.5), cost_of(1.2, 0.5, **{RESHARD: "never"})
+    queue = LayoutQueue([quick, slow])
+    # Plans with the kernels of `quick` take twice as long as expected, those of `slow` do not.
+    queue.learn(quick, 2.0, 0.5)
+    queue.learn(slow, 1.2, 0.5)
+    assert queue.pop(1.3) == slow
+    assert queue.pop(1.3) is None
+    assert queue.pop(float("inf")) == quick
+
+
+def test_queue_ends_with_what_is_expected_not_to_fit():
+    fits, large = cost_of(2.0, 0.9), cost_of(1.0, 1.1)
+    queue = LayoutQueue([fits, large])
+    assert queue.pop(float("inf")) == fits
+    assert queue.pop(10.0) is None
+    assert queue.pop(float("inf")) == large
 
 
 def test_reason_names_what_differs_most():
@@ -108,23 +176,52 @@ def test_reason_names_what_differs_most():
 
 
 @pytest.mark.gate
-def test_search_by_command_writes_a_valid_recipe(tmp_path: Path):
-    job, output = debug_job(2, "--compile.enable=false"), tmp_path / "deep" / "best.toml"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_search, "SECONDS", 1.0)
-        hardware = find_hardware("cpu")
-        found = plan_search.search_layouts(Path(RECIPE), job, 2, hardware, "cpu", output)
-    assert found["planned"] >= len(found["layouts"]) >= 1
+def test_search_by_command_writes_a_valid_recipe_and_times_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(plan_search, "SECONDS", 8.0)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "STEPS", 2)
+    flags = ("--compile.enable=false", "--training.seq_len=64")
+    job, output = debug_job(2, *flags), tmp_path / "deep" / "best.toml"
+    planned = on_cpu(job, 2)
+    found = plan_search.search_layouts(Path(RECIPE), planned, "cpu", output, timed=2)
+    assert found["planned"] >= len(found["layouts"]) >= 2
     text = "\n".join(plan_search.search_text(found))
     assert found["summary"] in text
     assert str(output) in text
+    runs = [each["measured"] for each in found["layouts"][:2]]
+    assert [run["status"] for run in runs] == ["ran", "ran"]
+    rates = [run["tokens_per_second_per_device"] for run in runs]
+    assert rates[found["best"]] == max(rates)
     loaded = load_job(output, [], 2, "cpu", exempt=("model.tokenizer_path",)).config
-    best = with_changes(job, found["layouts"][0]["changes"])
+    best = with_changes(job, found["layouts"][found["best"]]["changes"])
     assert loaded.flat() == best.flat()
 
 
-def test_layouts_that_cannot_fit_are_refused_with_the_fix(tmp_path: Path):
+def test_layouts_that_cannot_fit_are_refused_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(plan_search, "SECONDS", 0.0)
     small = find_hardware("cpu").model_copy(update={"memory_gib": 0.001})
-    words = (Path(RECIPE), debug_job(2), 2, small, "cpu", tmp_path / "best.toml")
+    planned = plan(debug_job(2, "--compile.enable=false"), 2, small)
     with pytest.raises(RecipeError, match="use more ranks"):
-        plan_search.search_layouts(*words)
+        plan_search.search_layouts(Path(RECIPE), planned, "cpu", tmp_path / "best.toml")
+
+
+def test_timing_needs_the_devices():
+    with pytest.raises(RecipeError, match="64 ranks on h100 need as many devices"):
+        timing.require_devices(find_hardware("h100"), 64)
+    with pytest.raises(RecipeError, match="wanted at most 256 processes"):
+        timing.require_devices(find_hardware("cpu"), 1024)
+    timing.require_devices(find_hardware("cpu"), 4)
+
+
+def test_a_run_that_failed_is_said_and_not_the_best():
+    ran = {"tokens_per_second_per_device": 5.0, "status": "ran"}
+    ran |= {"seconds_per_step": {"value": 1.0, "low": 0.9, "high": 1.1}}
+    failed = {"status": "failed", "reasons": ["it ended"]}
+    assert timing.fastest_run([failed, ran]) == 1
+    assert timing.fastest_run([failed, failed]) == 0
+    assert timing.run_text(failed) == "timed: failed: it ended"
+    assert timing.run_text(ran) == "timed: 5 tokens/s/device, 1 s a step (0.9 to 1.1)"

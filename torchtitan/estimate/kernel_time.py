@@ -91,7 +91,7 @@ def _arithmetic_seconds(kernel: Kernel, hardware: Hardware) -> float:
     if "grouped_mm" in kernel.name:  # torch does not count its FLOPs
         (*_, rows, inner), (*groups, _, columns) = shapes[:2]
         count = math.prod(groups)
-        rate = _product_rate(name, max(rows // max(count, 1), 1), columns, inner, count, hardware)
+        rate = product_rate(name, max(rows // max(count, 1), 1), columns, inner, count, hardware)
         return 2 * rows * inner * columns / rate
     if not kernel.flops:
         return 0.0
@@ -101,7 +101,7 @@ def _arithmetic_seconds(kernel: Kernel, hardware: Hardware) -> float:
         (*batch, m, k), n = shapes[0], shapes[1][-1]
     else:
         batch, m, n, k = [], 8192, 8192, 8192  # a convolution
-    rate = _product_rate(name, m, n, k, math.prod(batch), hardware)
+    rate = product_rate(name, m, n, k, math.prod(batch), hardware)
     if "scaled_mm" in kernel.name and len(shapes) > 2 and math.prod(shapes[2]) == m:
         rate *= ROWWISE
     return kernel.flops / rate
@@ -132,7 +132,7 @@ def attention_share(tokens: int) -> float:
     return tokens / (tokens + DIAGONAL) * (1 + DIAGONAL / MEASURED_LENGTH)
 
 
-def _product_rate(name: str, m: int, n: int, k: int, batch: int, hardware: Hardware) -> float:
+def product_rate(name: str, m: int, n: int, k: int, batch: int, hardware: Hardware) -> float:
     """Return the FLOP/s of `batch` products of (m, k) and (k, n) matrices."""
     if not getattr(hardware.peaks, name):
         name = "bfloat16" if hardware.peaks.bfloat16 else "float32"

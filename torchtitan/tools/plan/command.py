@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +18,12 @@ from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
 from torchtitan.estimate.hardware.calibrate import calibrate
 from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
-from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
+from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, count, progress, verb
 from torchtitan.tools.plan.plan_json import Json, plan_json
 from torchtitan.tools.plan.plan_page import plan_page
 from torchtitan.tools.plan.plan_search import search_layouts, search_text
 from torchtitan.tools.plan.plan_text import plan_text
+from torchtitan.tools.plan.timing import require_devices
 from torchtitan.train import require_recipe
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -76,6 +78,15 @@ def plan_recipe(
         bool,
         typer.Option("--search", help="Also find the fastest layouts; write the best as a recipe."),
     ] = False,
+    timed: Annotated[
+        int | None,
+        typer.Option(
+            "--time",
+            parser=count,
+            metavar="K",
+            help="With --search: also run the fastest K layouts for a few steps on this machine.",
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -128,29 +139,37 @@ def plan_recipe(
             calibrate(found.config, ranks, place)
         print(f"hardware: {place}")
         return 0
-    layouts: Json = {}
-    if search:
-        if devices is None or path is None:
-            missing = "the hardware; add --hardware" if path else "a recipe; name one"
-            raise RecipeError([f"--search: it needs {missing}"])
-        given = find_recipe(path)
-        place = output or Path("outputs") / f"{given.stem}_planned.toml"
-        with progress(f"searching layouts of {ranks:,} ranks"):
-            words = (ranks, devices, _type(devices), place)
-            layouts = search_layouts(given, found.config, *words)
-    with progress(f"planning {ranks:,} ranks") as count:
+    if search and (devices is None or path is None):
+        missing = "the hardware; add --hardware" if path else "a recipe; name one"
+        raise RecipeError([f"--search: it needs {missing}"])
+    if timed and not search:
+        raise RecipeError([f"--time: got {timed}; add --search, whose layouts it times"])
+    if timed and devices:
+        require_devices(devices, ranks)
+    if devices and device_memory:
+        devices = devices.model_copy(update={"memory_gib": device_memory})
+    start = time.monotonic()
+    with progress(f"planning {ranks:,} ranks") as advance:
         planned = plan(
             found.config,
             ranks,
             devices,
             device_type=_type(devices),
             capacity_gib=device_memory,
-            count=count,
+            count=advance,
         )
+    layouts: Json = {}
+    if search and path:
+        given = find_recipe(path)
+        place = output or Path("outputs") / f"{given.stem}_planned.toml"
+        with progress(f"searching layouts of {ranks:,} ranks"):
+            words = (given, planned, _type(devices), place)
+            spent = time.monotonic() - start
+            layouts = search_layouts(*words, spent=spent, timed=timed or 0)
     smaller: list[FittingChange] = []
     if planned.fits is False:
-        with progress("looking for changes after which it fits") as count:
-            smaller = changes(lambda size, more: load(size, more).config, planned, count=count)
+        with progress("looking for changes after which it fits") as advance:
+            smaller = changes(lambda size, more: load(size, more).config, planned, count=advance)
     answer = plan_json(planned, tokens=tokens, changes=smaller)
     answer |= {"search": layouts} if search else {}
     text = [json.dumps(answer, indent=1)] if as_json else [*plan_text(answer)]

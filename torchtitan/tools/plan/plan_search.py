@@ -7,17 +7,11 @@ from typing import Any
 
 from torchtitan.checks import TOKENIZER, load_job
 from torchtitan.config import RecipeError
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.search import (
-    BATCH,
-    SHARDS,
-    SearchResult,
-    fastest,
-    planned_recipe,
-    search,
-    with_changes,
-)
-from torchtitan.job import JobConfig
+from torchtitan.device import DeviceType
+from torchtitan.estimate.layouts import BATCH, SHARDS, Changes, own_layout, with_changes
+from torchtitan.estimate.plan import Plan
+from torchtitan.estimate.search import SearchResult, fastest, planned_recipe, search
+from torchtitan.tools.plan.timing import fastest_run, run_text, time_layouts, timing_folder
 
 Json = dict[str, Any]
 FEW_RANKS = 1024
@@ -28,24 +22,50 @@ SHOWN = 5
 
 
 def search_layouts(
-    recipe: Path, job: JobConfig, ranks: int, hardware: Hardware, device_type: str, output: Path
+    recipe: Path,
+    planned: Plan,
+    device_type: DeviceType,
+    output: Path,
+    *,
+    spent: float = 0.0,
+    timed: int = 0,
 ) -> Json:
-    """Search the layouts of a recipe, and write the best as one that extends it.
+    """Search the layouts of a planned recipe, and write the best as one that extends it.
+
+    Args:
+        spent: seconds that the plan took, which are part of the time of a search.
+        timed: number of the fastest layouts to run; then the best is the fastest of these.
 
     Raises:
         RecipeError: if no layout fits.
     """
+    job, ranks, hardware = planned.job, planned.ranks, planned.hardware
+    assert hardware is not None, "the command asked for it"
     limit = SECONDS if ranks <= FEW_RANKS else SECONDS_OF_MANY
-    found = search(job, ranks, hardware, device_type=device_type, seconds=limit)
+    left = max(limit - spent, limit / 2)
+    found = search(job, planned, hardware, device_type=device_type, seconds=left)
     if not found.layouts:
         raise RecipeError([f"--search: {described(found)}; {_fix(found)}"])
     given = load_job(recipe, (), None, device_type, exempt=(TOKENIZER,)).config
+
+    def text(changes: Changes, folder: Path) -> str:
+        extends = Path(os.path.relpath(recipe, folder)).as_posix()
+        return planned_recipe(with_changes(job, changes), given, extends)
+
+    rows, best = fastest(found, max(SHOWN, timed)), 0
+    if timed:
+        chosen = [row["changes"] for row in rows[:timed]]
+        folder = timing_folder(output, chosen)
+        runs = time_layouts(folder, [text(each, folder) for each in chosen], ranks)
+        for row, run in zip(rows, runs, strict=False):
+            row["measured"] = run
+        best = fastest_run(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
-    extends = Path(os.path.relpath(recipe, output.parent)).as_posix()
-    best = with_changes(job, found.layouts[0].changes)
-    output.write_text(planned_recipe(best, given, extends), encoding="utf-8")
+    output.write_text(text(rows[best]["changes"], output.parent), encoding="utf-8")
     return {
         "recipe": str(output),
+        "best": best,
+        "is_own": rows[best]["changes"] == own_layout(job, ranks),
         "enumerated": found.enumerated,
         "refused": found.refused,
         "without_room": found.without_room,
@@ -54,7 +74,7 @@ def search_layouts(
         "is_complete": found.is_complete,
         "seconds": found.seconds,
         "summary": described(found),
-        "layouts": fastest(found, SHOWN),
+        "layouts": rows,
     }
 
 
@@ -63,7 +83,7 @@ def described(found: SearchResult) -> str:
     planned, failed = len(found.layouts) + len(found.too_large), sum(found.failed.values())
     text = (
         f"planned {planned:,} of {found.enumerated:,} layouts in {found.seconds:.0f} s, of which "
-        f"{len(found.layouts)} fit; {found.without_room:,} cannot fit"
+        f"{len(found.layouts)} fit; {found.without_room:,} need far more memory"
     )
     text += f"; {failed} could not be planned" if failed else ""
     return text if found.is_complete else f"{text}; the time was up before the others"
@@ -87,7 +107,11 @@ def search_text(found: Json) -> Iterator[str]:
         yield f"   {words(layout['changes'])}"
         if layout["reason"]:
             yield f"   {layout['reason']}"
-    yield f"recipe: {found['recipe']}"
+        if run := layout.get("measured"):
+            yield f"   {run_text(run)}"
+    which = "layout 1" if not found["best"] else f"layout {found['best'] + 1}, the fastest run"
+    own = ", which the recipe has already" if found["is_own"] else ""
+    yield f"recipe: {found['recipe']}: {which}{own}"
 
 
 def words(changes: Mapping[str, Any]) -> str:
