@@ -43,13 +43,13 @@ FLAGS = (
 )
 PAGE = """# Layouts as planned and as timed
 
-`{command}` writes this page: {count} of the {all} valid layouts of `debug_model.toml` with {flags} on
-{ranks} CPU ranks, planned on this machine as calibrated in the same run, and timed: {rounds} runs of each
-in turns, {steps} steps after {warmup}. {machine}, {cores} cores, torch {torch}, load {load:.1f} at the
-start, {date}.
+`{command}` writes this page: {count} of the {all} valid layouts of `debug_model.toml` with {flags}
+on {ranks} CPU ranks, planned on this machine as calibrated in the same run, and timed: {rounds}
+runs of each in turns, {steps} steps after {warmup}. {machine}, {cores} cores, torch {torch}, load
+{load:.1f} at the start, {date}.
 
-Rank correlation (Spearman) of planned and timed seconds: **{ranked:.2f}**. The layout planned as the
-fastest is {place} of {count} as timed, and takes {loss:.0%} longer than the fastest.
+Rank correlation (Spearman) of planned and timed seconds: **{ranked:.2f}**. The layout planned as
+the fastest is {place} of {count} as timed, and takes {loss:.0%} longer than the fastest.
 
 | layout | planned s | timed s | least | most | place planned | place timed |
 |---|---|---|---|---|---|---|

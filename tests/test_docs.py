@@ -68,6 +68,7 @@ LONG = (
     "compare.md",
     "debugging.md",
     "evaluation.md",
+    "plan.md",
     "profiling.md",
     "weights.md",
 )
