@@ -37,6 +37,9 @@ from torchtitan.parallel.schedules import SCHEDULES
 
 KEPT_COMPILED = 0.8
 """Share of the counted activations of a block that compiled code keeps, about."""
+CONTEXT = 0.15
+"""Additional time of the computation for each doubling of context parallelism, about: attention is
+in pieces."""
 FRAGMENTS = 1.05
 """Memory that the allocator reserves, relative to the tensors, about."""
 
@@ -59,7 +62,7 @@ class LayoutCosts:
         again, length = recomputation(layout).again, self.job.training.seq_len
         rate = self._rate(math.ceil(size * length / cp), tp)
         compute = layout[BATCH] * length / self.ranks * self._flops * (1 + again / 3) / rate
-        compute *= self._imbalance(layout)
+        compute *= self._imbalance(layout) * (1 + CONTEXT * math.log2(cp))
         # Each block gathers and scatters its hidden states twice, and as often in the backward.
         streams = share * length / cp * layers / pp * width * 2 * (tp - 1) / tp
         in_turn = (8 + 2 * again) * streams / _bandwidth(self._link(tp))

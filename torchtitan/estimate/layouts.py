@@ -51,7 +51,7 @@ RECOMPUTATION: Mapping[str, Recomputation] = {
     "op": Recomputation({MODE: "selective", OPTION: "op"}, 0.55, 0.35),
     "every second block": Recomputation({MODE: "selective", OPTION: 2}, 0.5, 0.5),
     "full": Recomputation({MODE: "full"}, 1.0, 0.0),
-    "memory budget": Recomputation({MODE: "memory_budget", BUDGET: 0.5}, 1.0, 0.4),
+    "memory budget": Recomputation({MODE: "memory_budget", BUDGET: 0.5}, 0.1, 0.5),
 }
 
 
