@@ -1,5 +1,7 @@
 """Recordings of fake ranks, and what they leave behind."""
 
+import sys
+
 import pytest
 import torch
 
@@ -22,6 +24,12 @@ def test_ranks_that_follow_a_recording_are_not_changed_by_it() -> None:
 
 def records() -> None:
     record(layouts.job(layouts.LAYOUTS["DDP 2"], "AdamW"), 2)
+
+
+def test_a_recording_leaves_the_words_of_errors_as_they_are() -> None:
+    before = sys.excepthook
+    records()
+    assert sys.excepthook is before
 
 
 def test_a_process_of_a_run_cannot_record() -> None:

@@ -1,5 +1,6 @@
 """A process group that has one rank, says that there are others, and sends nothing."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,9 @@ def fake_process_group(rank: int, ranks: int) -> Iterator[None]:
     def keep(mesh: Any, _: int | None) -> None:
         vars(mesh)["_thread_id"] = -1
 
+    hook = (
+        sys.excepthook
+    )  # torch puts the rank before each line of a traceback, once for each group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as opened:
@@ -67,6 +71,7 @@ def fake_process_group(rank: int, ranks: int) -> Iterator[None]:
             opened.enter_context(replace(distributed_c10d, "_process_group_name", name_of))
             yield
     finally:
+        sys.excepthook = hook
         dist.destroy_process_group()
 
 
