@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tomllib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ LONG = (
 )
 DAILY = [page for page in PAGES if page.name not in LONG]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
+
+GLOO_AT_EXIT = "terminate called without an active exception"
+"""Message of a process whose gloo thread frees a tensor after the interpreter ended, by chance:
+pytorch/pytorch, issue 190489. A run of ours leaves before that, a plain script may meet it."""
 
 NOT_RUN = {
     "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
@@ -149,6 +154,9 @@ def test_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
         if "not run" not in block.marks:
             for played in plays(block, tmp_path):
                 status, output = in_child(played.action, tmp_path)
+                if status and GLOO_AT_EXIT in output:
+                    warnings.warn(f"A rank died in native code: {played.what}", stacklevel=1)
+                    status, output = in_child(played.action, tmp_path)
                 expected = int(block.marks.get("ends with", 0))
                 assert status == expected, f"{block}: {played.what}\n{output}"
 
