@@ -10,6 +10,8 @@ calibrated as in the same run, and timed by `torchtitan compare` in turns.
 import argparse
 import os
 import platform
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -95,7 +97,7 @@ def ranks(values: Sequence[float]) -> list[int]:
 def main() -> None:
     """Plan and time layouts, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=12, help="number of layouts")
+    parser.add_argument("--count", type=int, default=8, help="number of layouts")
     parser.add_argument("--page", type=Path, help="file for the page")
     arguments = parser.parse_args()
     job, load_before = load(), os.getloadavg()[0]
@@ -116,7 +118,7 @@ def main() -> None:
     rows.sort(key=lambda row: row.planned)
     places = ranks([row.planned for row in rows]), ranks([row.timed for row in rows])
     page = PAGE.format(
-        command="python benchmarks/plan_search.py --page benchmarks/results/plan_search.md",
+        command=shlex.join(["python", "benchmarks/plan_search.py", *sys.argv[1:]]),
         count=len(rows),
         all=number,
         flags=", ".join(f"`{flag}`" for flag in FLAGS[:3]),

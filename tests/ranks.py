@@ -19,9 +19,9 @@ def run_ranks(
 ) -> list[Result]:
     """`function(*args)` on `world` ranks with a process group; the results in rank order.
 
-    A fault in native code is torch's, as no module here is compiled: two were seen in some ten runs
-    of all tests on busy machines, each elsewhere and never there again. It is shown as a warning,
-    with the stacks, and the ranks run once more.
+    No module here is compiled, so a fault in native code is in torch, Python or another package.
+    Two were seen in about ten runs of all tests, each in another test, and none could be repeated.
+    Such a fault is shown as a warning, with the stacks, and the ranks run once more.
 
     Raises:
         AssertionError: with the tracebacks of the ranks that failed.

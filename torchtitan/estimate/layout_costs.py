@@ -38,8 +38,12 @@ from torchtitan.parallel.schedules import SCHEDULES
 KEPT_COMPILED = 0.8
 """Share of the counted activations of a block that compiled code keeps, about."""
 CONTEXT = 0.15
-"""Additional time of the computation for each doubling of context parallelism, about: attention is
-in pieces."""
+"""Additional time of the computation for each doubling of context parallelism, about: plans of 405B
+on 512 H100 with a degree of 4 compute for 30 % longer."""
+FLOAT8 = 1.5
+"""Rate of Float8 products with their casts, relative to bfloat16, about."""
+ASYNCHRONOUS = 0.5
+"""Share of the messages of tensor parallelism that asynchronous ones leave exposed, a guess."""
 FRAGMENTS = 1.05
 """Memory that the allocator reserves, relative to the tensors, about."""
 
@@ -67,7 +71,7 @@ class LayoutCosts:
         streams = share * length / cp * layers / pp * width * 2 * (tp - 1) / tp
         in_turn = (8 + 2 * again) * streams / _bandwidth(self._link(tp))
         if self.job.parallelism.enable_async_tensor_parallel:
-            in_turn /= 2
+            in_turn *= ASYNCHRONOUS
         # The keys and values are gathered in the forward and the backward, their gradients reduced.
         keys = share * length * layers / pp * self._keys / tp * 2 * (cp - 1) / cp
         in_turn += (3 + again) * keys / _bandwidth(self._link(tp * cp))
@@ -168,7 +172,7 @@ class LayoutCosts:
                     / product_rate(name, rows, max(n, 1), max(k, 1), 1, self.hardware)
                 )
             self._rates[rows, tp] = work / seconds if seconds else 1e12
-        return self._rates[rows, tp] * (1.5 if self.job.convert else 1.0)
+        return self._rates[rows, tp] * (FLOAT8 if self.job.convert else 1.0)
 
     @cached_property
     def _block(self) -> tuple[int, int, float]:

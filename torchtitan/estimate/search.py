@@ -117,7 +117,7 @@ class LayoutQueue:
     def pop(self, most: float) -> Cost | None:
         """Remove the first; None if it is expected to take longer than `most` seconds.
 
-        Layouts that are expected not to fit come after all others.
+        Layouts that are expected not to fit come after all others, and only without such a limit.
         """
         usual = [median(each) for each in zip(*self._excess.values(), strict=True)] or [1.0, 1.0]
         expected: dict[tuple[Any, ...], float] = {}

@@ -11,7 +11,7 @@ from torchtitan.device import DeviceType
 from torchtitan.estimate.layouts import BATCH, SHARDS, Changes, own_layout, with_changes
 from torchtitan.estimate.plan import Plan
 from torchtitan.estimate.search import SearchResult, fastest, planned_recipe, search
-from torchtitan.tools.plan.timing import fastest_run, run_text, time_layouts, timing_folder
+from torchtitan.tools.plan.timing import fastest_run, run_text, time_layouts
 
 Json = dict[str, Any]
 FEW_RANKS = 1024
@@ -54,9 +54,9 @@ def search_layouts(
 
     rows, best = fastest(found, max(SHOWN, timed)), 0
     if timed:
-        chosen = [row["changes"] for row in rows[:timed]]
-        folder = timing_folder(output, chosen)
-        runs = time_layouts(folder, [text(each, folder) for each in chosen], ranks)
+        folder = output.parent / f"{output.stem}_timed"
+        recipes = [text(row["changes"], folder) for row in rows[:timed]]
+        runs = time_layouts(folder, recipes, ranks)
         for row, run in zip(rows, runs, strict=False):
             row["measured"] = run
         best = fastest_run(runs)

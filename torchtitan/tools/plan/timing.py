@@ -1,7 +1,6 @@
 """Time the fastest planned layouts for a few steps, where their hardware is there."""
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,8 @@ def time_layouts(folder: Path, recipes: Sequence[str], ranks: int) -> list[Measu
     """Run recipes in turns, and return the measured numbers of each.
 
     Args:
-        folder: of the recipes, the runs and the report of the comparison.
+        folder: for the recipes, the runs and the report of the comparison. Runs of the same recipes
+            that are there already are used.
         recipes: their text; what they extend is relative to `folder`.
     """
     paths = [folder / f"layout_{number}.toml" for number in range(1, len(recipes) + 1)]
@@ -54,11 +54,6 @@ def time_layouts(folder: Path, recipes: Sequence[str], ranks: int) -> list[Measu
     conditions = {"rounds": ROUNDS, "warmup_steps": WARMUP, "steps": STEPS, "trace": False}
     study = read(paths, [], [], ranks=ranks, output=str(folder), **conditions)
     return [measured(each) for each in compare(study).variants]
-
-
-def timing_folder(output: Path, layouts: object) -> Path:
-    """Return a folder for the runs of these layouts, which the same command continues."""
-    return output.parent / f"{output.stem}_timed" / sha256(repr(layouts).encode()).hexdigest()[:8]
 
 
 def measured(variant: Variant) -> Measured:
