@@ -203,7 +203,13 @@ def test_faster_links_are_never_slower() -> None:
     for bandwidth in (0.1, 1, 10, 100, 1000):
         link = Link(bandwidth=bandwidth, latency=5)
         faster = hardware.model_copy(
-            update={"node": link, "network": link, "host_us": 0.01, "ranks_per_node": 4}
+            update={
+                "node": link,
+                "network": link,
+                "host_us": 0.01,
+                "dispatch_us": 0.01,
+                "ranks_per_node": 4,
+            }
         )
         seconds.append(step_time(job, 8, step, faster).seconds)
     assert seconds == sorted(seconds, reverse=True)

@@ -4,7 +4,8 @@ A rank has a host that issues work, a stream that computes, and streams that sen
 the order of issue; the rest is known of PyTorch on a CUDA device:
 
     kernels         start when issued, after those before them; the host takes `Hardware.host_us`
-                    for each, unless CUDA graphs replay them
+                    for each, and `Hardware.dispatch_us` for an operator on a DTensor, unless CUDA
+                    graphs replay them
     FSDP's gathers  are issued a block ahead: in the forward as the host is ahead of the device, in
                     the backward as FSDP prefetches. At most two are held.
     its reductions  start when the gradients are there, and overlap with the backward of the next
@@ -29,7 +30,7 @@ from torchtitan.estimate.hardware import Hardware
 from torchtitan.estimate.kernel_time import kernel_seconds
 from torchtitan.estimate.link_traffic import nodes
 from torchtitan.estimate.message_time import message_seconds
-from torchtitan.estimate.recording import Kernel, Message
+from torchtitan.estimate.recording import DISPATCH, Kernel, Message
 
 COMPUTE, HOST = "compute", "host"
 CONTENTION: Final = 1.35
@@ -50,7 +51,8 @@ class _Piece:
     """Message, or kernels that are issued one after the other."""
 
     seconds: float
-    kernels: int = 1
+    issue: float = 0.0
+    """Seconds of the host."""
     message: Message | None = None
 
 
@@ -58,15 +60,26 @@ class DeviceStreams:
     """Host and streams of a rank; all times are seconds."""
 
     def __init__(
-        self, source: RankRecording, hardware: Hardware, *, replays: bool, chunks: bool
+        self,
+        source: RankRecording,
+        hardware: Hardware,
+        *,
+        replays: bool,
+        chunks: bool,
+        turns: float = 1.0,
     ) -> None:
         """
         Args:
+            turns: number of ranks that take turns on a core.
             replays: whether CUDA graphs issue the kernels.
             chunks: whether tensor-parallel collectives overlap with products, chunk by chunk.
         """
         self.source, self.hardware, self.chunks = source, hardware, chunks
-        self.issue = 0.0 if replays else hardware.host_us * 1e-6
+        self.turns = turns
+        self.issue, self.dispatch = (
+            0.0 if replays else turns * each * 1e-6
+            for each in (hardware.host_us, hardware.dispatch_us)
+        )
         self.overlaps = hardware.device_type != "cpu"
         self.clock = 0.0
         """Moment at which the device is done with what was issued."""
@@ -125,10 +138,10 @@ class DeviceStreams:
         if self.overlaps:
             shared = max(0.0, max(self._links.values(), default=0.0) - self.clock)
             seconds += (CONTENTION - 1) * min(seconds, shared / CONTENTION)
-            self.host += piece.kernels * self.issue
+            self.host += piece.issue
             idle = max(0.0, self.host - self.clock - seconds)
         else:
-            idle = piece.kernels * self.issue
+            idle = piece.issue
         self.spent[COMPUTE] += seconds
         self.spent[HOST] += idle
         self.clock += seconds + idle
@@ -206,7 +219,9 @@ class DeviceStreams:
         """Gather that overlaps with the next product."""
         for event in segment.events:
             if isinstance(event, Kernel):
-                seconds = kernel_seconds(event, self.hardware)
+                is_kernel = event != DISPATCH
+                seconds = self.turns * kernel_seconds(event, self.hardware) if is_kernel else 0.0
+                issue = self.issue if is_kernel else self.dispatch
                 if event.flops:
                     product = seconds
                     if chunk is not None and chunk.message is not None:
@@ -214,9 +229,9 @@ class DeviceStreams:
                         chunk = None
                 if pieces and pieces[-1].message is None:
                     pieces[-1].seconds += seconds
-                    pieces[-1].kernels += 1
+                    pieces[-1].issue += issue
                 else:
-                    pieces.append(_Piece(seconds))
+                    pieces.append(_Piece(seconds, issue))
             elif isinstance(event, Message) and not self._is_of_pipeline(event):
                 pieces.append(_Piece(self._duration(event), message=event))
                 if self.chunks and self.source.axes[event.group] == "tp":

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from torchtitan.estimate.fake_rank import GATHER, RankRecording
 from torchtitan.estimate.recording import (
+    DISPATCH,
     Change,
     Event,
     Kernel,
@@ -36,7 +37,7 @@ class StepSegment:
     @cached_property
     def kernels(self) -> list[Kernel]:
         """Kernels in the order of their issue."""
-        return [event for event in self.events if isinstance(event, Kernel)]
+        return [each for each in self.events if isinstance(each, Kernel) and each != DISPATCH]
 
     @cached_property
     def messages(self) -> list[Message]:

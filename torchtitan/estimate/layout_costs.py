@@ -44,6 +44,8 @@ FLOAT8 = 1.5
 """Rate of Float8 products with their casts, relative to bfloat16, about."""
 ASYNCHRONOUS = 0.5
 """Share of the messages of tensor parallelism that asynchronous ones leave exposed, a guess."""
+DISPATCHES = 150
+"""Operators on DTensors in the forward and backward of a tensor-parallel block, about."""
 FRAGMENTS = 1.05
 """Memory that the allocator reserves, relative to the tensors, about."""
 
@@ -66,12 +68,18 @@ class LayoutCosts:
         again, length = recomputation(layout).again, self.job.training.seq_len
         rate = self._rate(math.ceil(size * length / cp), tp)
         compute = layout[BATCH] * length / self.ranks * self._flops * (1 + again / 3) / rate
-        compute *= self._imbalance(layout) * (1 + CONTEXT * math.log2(cp))
+        turns = self.hardware.ranks_per_core(self.ranks)
+        compute *= turns * self._imbalance(layout) * (1 + CONTEXT * math.log2(cp))
         # Each block gathers and scatters its hidden states twice, and as often in the backward.
         streams = share * length / cp * layers / pp * width * 2 * (tp - 1) / tp
         in_turn = (8 + 2 * again) * streams / _bandwidth(self._link(tp))
         if self.job.parallelism.enable_async_tensor_parallel:
             in_turn *= ASYNCHRONOUS
+        if tp > 1:
+            each = (8 + 2 * again) * (tp - 1) * self._link(tp).latency
+            if not self.job.compile.compiles("model"):
+                each += turns * (1 + again / 3) * DISPATCHES * self.hardware.dispatch_us
+            in_turn += share / size * layers / pp * each * 1e-6
         # The keys and values are gathered in the forward and the backward, their gradients reduced.
         keys = share * length * layers / pp * self._keys / tp * 2 * (cp - 1) / cp
         in_turn += (3 + again) * keys / _bandwidth(self._link(tp * cp))
@@ -82,9 +90,11 @@ class LayoutCosts:
         of_copies = 8 * part / shards * (copies - 1) / copies
         spread = of_shards / _bandwidth(self._link(tp * shards))
         spread += of_copies / _bandwidth(self._link(tp * cp * data))
+        # Ranks on a CPU that wait for other stages leave their turns to others.
+        used = min((1 - bubble(layout)) * turns, 1.0)
         if pp > 1 and keeps_gathered(layout):  # before the first and after the last microbatch
-            return float((compute + in_turn) / (1 - bubble(layout)) + spread)
-        return float(max(compute + in_turn, spread) / (1 - bubble(layout)))
+            return float((compute + in_turn) / used + spread)
+        return float(max(compute + in_turn, spread) / used)
 
     def gib(self, layout: Changes) -> float:
         """Return about the memory that the allocator of a rank reserves, in GiB."""

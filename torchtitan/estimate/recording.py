@@ -51,6 +51,10 @@ class Kernel(NamedTuple):
     """Whether it is attention of each token to earlier ones, for which `flops` counts all pairs."""
 
 
+DISPATCH = Kernel("dispatch", 0, 0, 0, torch.int64, ())
+"""Work of the host alone: it finds the operators on this rank of one on a DTensor."""
+
+
 class Message(NamedTuple):
     """Collective, or message between two ranks."""
 
@@ -242,6 +246,7 @@ class KernelRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(map(_follows, types)):
+            self.recording.events.append(DISPATCH)
             return NotImplemented  # its operators on the tensors inside follow
         if (whole := IN_PARTS.get(str(function._overloadpacket))) is not None:
             return self.run(whole, *args)
@@ -498,6 +503,7 @@ WITHOUT_MESSAGES = frozenset(
     {
         *("c10d.recv_", "c10d.recv_any_source_", "c10d.barrier", "c10d.monitored_barrier_"),
         *("c10d.check_for_nan", "_c10d_functional.wait_tensor", "_c10d_functional.irecv"),
+        "_c10d_functional._wrap_tensor_autograd",
     }
 )
 """Operators that wait or receive; a message is counted where it is sent."""

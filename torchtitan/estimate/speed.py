@@ -1,15 +1,16 @@
 """Time of a step: of the kernels of each rank, of exposed communication, and of the pipeline.
 
 `device_streams` runs each recorded rank by itself. In a pipeline its actions take the time that
-they take there, and `parallel.schedules` finds when each runs. Not modeled: ranks that wait for
-slower ones, and waiting for data.
+they take there, and `parallel.schedules` finds when each runs. Ranks on a CPU that are more than
+its cores take turns, and one that waits for another stage leaves its turn to others. Not modeled:
+ranks that wait for slower ones, and waiting for data.
 """
 
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -67,7 +68,10 @@ def step_time(
     """
     degrees, work, model = job.degrees(ranks), job.work(ranks), MODELS[job.model.name]
     orders = _all_passes(work.orders, work.passes)
-    timed = {rank: _time_rank(job, step, orders[rank], hardware) for rank, step in steps.items()}
+    turns = hardware.ranks_per_core(ranks)
+    timed = {
+        rank: _time_rank(job, step, orders[rank], hardware, turns) for rank, step in steps.items()
+    }
     nearest = {rank: min(timed, key=lambda each: abs(each - rank)) for rank in orders}
     durations, rests = dict[Action, float](), dict[Action, float]()
     for rank, actions in orders.items():
@@ -84,16 +88,18 @@ def step_time(
         for each in (slots, timeline(orders, durations, rests))
     )
     busy = {rank: sum(durations[a] + rests[a] for a in row) for rank, row in orders.items()}
+    mean = sum(busy.values()) / len(busy)
+    faster = max(1 / turns, mean / end)  # with the turns of ranks that wait for other stages
     slowest = max(busy, key=lambda rank: busy[rank])
     mine = timed[nearest[slowest]]
-    exposed = {"all": 0.0, **mine.spent}
-    compute, host_bound = exposed.pop(COMPUTE, 0.0), exposed.pop(HOST, 0.0)
+    spent = {"all": 0.0, **{name: faster * each for name, each in mine.spent.items()}}
+    compute, host_bound = spent.pop(COMPUTE, 0.0), spent.pop(HOST, 0.0)
     if degrees.pp > 1:
-        exposed["pp"] = end - end_at_once
+        spent["pp"] = faster * (end - end_at_once)
     if ranks > 1:
-        exposed["all"] = AGREEMENTS * message_seconds("all_reduce", 8, range(ranks), hardware)
+        spent["all"] = AGREEMENTS * message_seconds("all_reduce", 8, range(ranks), hardware)
     update = max(each.update for each in timed.values())
-    seconds = end + exposed["all"] + update
+    seconds = faster * end + spent["all"] + update
     units = work.passes * job.local_batch(degrees) * degrees.data
     units *= TASKS[model.task].units(job.training.seq_len)
     flops = units * model.flops_per_unit(job.model_args(), job.training.seq_len)
@@ -102,14 +108,14 @@ def step_time(
     return StepTime(
         seconds,
         compute,
-        {axis: each for axis, each in sorted(exposed.items()) if each},
-        end_at_once - busy[slowest],
+        {axis: each for axis, each in sorted(spent.items()) if each},
+        faster * (end_at_once - busy[slowest]),
         host_bound,
         update,
         units / seconds / ranks,
         flops / seconds / ranks / peak if peak else None,
-        {name: _coarse(lane, seconds) for name, lane in mine.lanes(own, end).items()},
-        slots if degrees.pp > 1 else (),
+        {name: _coarse(lane, seconds, faster) for name, lane in mine.lanes(own, end).items()},
+        [_scaled(slot, faster) for slot in slots] if degrees.pp > 1 else (),
     )
 
 
@@ -165,13 +171,14 @@ class _RankTime:
 
 
 def _time_rank(
-    job: JobConfig, step: RankStep, actions: Sequence[Action], hardware: Hardware
+    job: JobConfig, step: RankStep, actions: Sequence[Action], hardware: Hardware, turns: float
 ) -> _RankTime:
     streams = DeviceStreams(
         step.source,
         hardware,
         replays=job.compile.enable and job.compile.cuda_graphs,
         chunks=job.parallelism.enable_async_tensor_parallel,
+        turns=turns,
     )
     *recorded, update = _by_action(step)
     found = []
@@ -220,10 +227,17 @@ def _places(actions: Sequence[Action]) -> list[int]:
     return [stages.index(action.stage) for action in actions]
 
 
-def _coarse(lane: Iterable[Interval], seconds: float) -> list[Interval]:
+TimedT = TypeVar("TimedT", Interval, Slot)
+
+
+def _scaled(timed: TimedT, times: float) -> TimedT:
+    return timed._replace(start=times * timed.start, end=times * timed.end)
+
+
+def _coarse(lane: Iterable[Interval], seconds: float, times: float) -> list[Interval]:
     """Join intervals that nearly touch if they are too short to be seen."""
     found: list[Interval] = []
-    for each in lane:
+    for each in (_scaled(interval, times) for interval in lane):
         if found and each.end - found[-1].start < FINEST * seconds:
             found[-1] = found[-1]._replace(end=each.end)
         else:

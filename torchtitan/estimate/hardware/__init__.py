@@ -139,6 +139,10 @@ class Hardware(Config):
     """Time of an empty kernel on the device in microseconds."""
     host_us: Microseconds
     """Time of the host to issue an operator of eager code in microseconds."""
+    dispatch_us: Microseconds = 60.0
+    """Time of the host to find the operators on this rank of one on a DTensor, in microseconds."""
+    cores: Annotated[int, _between(0, 65536, "cores")] = 0
+    """Cores of a node that its ranks share on a CPU, each with a thread; 0: each has its own."""
     outside_allocator_gib: Annotated[float, _between(0, 64, "GiB")]
     """Memory of the context, with the kernels of libraries, on each device in GiB."""
     communicator_gib: Annotated[float, _between(0, 16, "GiB")] = 0.6
@@ -148,6 +152,10 @@ class Hardware(Config):
         """Return the dense peak of products of a dtype in FLOP/s; None if it is not known."""
         teraflops: float | None = getattr(self.peaks, dtype_name(dtype))
         return None if teraflops is None else teraflops * 1e12
+
+    def ranks_per_core(self, ranks: int) -> float:
+        """Return how many ranks of a run take turns on a core, at least 1."""
+        return max(min(ranks, self.ranks_per_node) / self.cores, 1.0) if self.cores else 1.0
 
     def problems(self, context: Context) -> Iterator[Problem]:
         """Find rates above the peaks, and rates without one."""

@@ -5,23 +5,27 @@ measured among local ranks; a link between nodes cannot be, and is that of the n
 """
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from torchtitan.device import GIB, Device, pick
 from torchtitan.estimate.expansion import expand
 from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.hardware import Hardware, dtype_name, find_hardware, hardware_names
 from torchtitan.estimate.kernel_time import attention_share
-from torchtitan.estimate.recording import Kernel
+from torchtitan.estimate.recording import DISPATCH, Kernel, KernelRecorder, Message
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import run_ranks
 
@@ -29,8 +33,10 @@ PRODUCTS = 6
 """Number of products that are measured: the largest by their FLOPs in a step."""
 LONGEST = 0.3
 """Seconds of a kernel above which fewer rows are measured."""
-MESSAGE = 2**24
-"""Bytes of the whole tensor of a collective on a CPU; on CUDA 16 times as many."""
+MESSAGES = {"cpu": 2**22, "cuda": 2**28}
+"""Bytes of the whole tensor of a collective."""
+MOST_RANKS = 8
+"""Number of ranks on a CPU up to which as many send as in a run."""
 
 
 def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
@@ -40,9 +46,14 @@ def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
     device = pick()
     near = _nearest(device)
     source = record(job, ranks, device_type=device.type)
-    step = expand(source, 1)
-    kernels = [kernel for segment in step.segments for kernel in segment.kernels]
-    products = [*_products(kernels, device)]
+    kernels = [kernel for segment in expand(source, 1).segments for kernel in segment.kernels]
+    if device.type == "cpu":  # with a rank on each core, as in a run, and a thread in each
+        cores = len(os.sched_getaffinity(0))
+        own, *_ = run_ranks(_of_device, min(cores, ranks), kernels, near, device="cpu")
+        own |= {"cores": cores, "multiprocessors": 1, "ranks_per_node": near.ranks_per_node}
+        local_ranks = min(max(ranks // 2 * 2, 2), MOST_RANKS)
+    else:
+        own, local_ranks = _of_device(kernels, near), torch.cuda.device_count()
     values = near.model_dump(exclude_none=True) | {
         "name": path.stem,
         "description": f"{device.name}, measured; between nodes as {near.name}",
@@ -50,20 +61,32 @@ def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
         "device": device.name,
         "device_type": device.type,
         "memory_gib": round(device.memory_capacity(), 2),
+        **own,
+    }
+    if local_ranks > 1:
+        size, turns = MESSAGES[device.type], max(local_ranks / own.get("cores", local_ranks), 1.0)
+        values["node"] = run_ranks(_link, local_ranks, size, turns, device=device.type)[0]
+    hardware = Hardware.model_validate(values)
+    path.write_text(tomlkit.dumps(hardware.model_dump(exclude_none=True)), encoding="utf-8")
+    return hardware
+
+
+def _of_device(kernels: list[Kernel], near: Hardware) -> dict[str, Any]:
+    """Measure the device of this process: products, attention, memory and overheads."""
+    device = pick()
+    products = [*_products(kernels, device)]
+    found = {
         "memory_bandwidth": _memory_bandwidth(device),
-        "multiprocessors": _multiprocessors(device),
-        "ranks_per_node": _local_ranks(device) if device.type == "cuda" else near.ranks_per_node,
         "peaks": _peaks(products, near, device),
         "products": products,
         "attention": [*_attention(kernels, device)] or near.model_dump()["attention"],
         **_overheads(device),
     }
-    if (found := _local_ranks(device)) > 1:
-        size = MESSAGE * (16 if device.type == "cuda" else 1)
-        values["node"] = run_ranks(_link, found, size, device=device.type)[0]
-    hardware = Hardware.model_validate(values)
-    path.write_text(tomlkit.dumps(hardware.model_dump(exclude_none=True)), encoding="utf-8")
-    return hardware
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device.index)
+        found["multiprocessors"] = properties.multi_processor_count
+        found["ranks_per_node"] = torch.cuda.device_count()
+    return found
 
 
 def _nearest(device: Device) -> Hardware:
@@ -75,13 +98,17 @@ def _nearest(device: Device) -> Hardware:
 
 def _seconds(act: Callable[[], object], device: Device, times: int = 5) -> float:
     """Return the shortest time of `act` on the device, since others may use the machine too."""
+    return min(_times(act, device, times))
+
+
+def _times(act: Callable[[], object], device: Device, times: int) -> list[float]:
     act()
     taken = []
     for _ in range(times):
         begin = device.stamp()
         act()
-        taken.append(device.seconds(begin, device.stamp()))
-    return max(min(taken), 1e-7)
+        taken.append(max(device.seconds(begin, device.stamp()), 1e-7))
+    return taken
 
 
 def _fitting(act: Callable[[int], Callable[[], object]], rows: int, device: Device) -> int:
@@ -171,49 +198,102 @@ def _memory_bandwidth(device: Device) -> float:
 
 
 def _overheads(device: Device) -> dict[str, float]:
-    """Return the time of a small kernel, of the host for an operator, and memory outside."""
-    x = torch.zeros(8, device=device.torch_device)
-    count = 200
-
-    def issue() -> None:
-        for _ in range(count):
-            torch.add(x, x)
-
-    issue()
-    device.synchronize()
-    begin = time.perf_counter()
-    issue()
-    host = (time.perf_counter() - begin) / count
-    device.synchronize()
-    found = {"host_us": max(_rounded(1e6 * host), 0.01)}
+    """Return the time of the host for an operator, without and with DTensor, and memory outside."""
+    x = torch.zeros(8, device=device.torch_device, requires_grad=True)
+    plain = _host_us(x)
+    found = {"host_us": plain}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found["dispatch_us"] = _dispatch_us(device)
     if device.type == "cpu":
-        return found | {"launch_us": found["host_us"]}
+        return found | {"launch_us": 0.01}  # the host computes
     free, total = torch.cuda.mem_get_info(device.index)
     outside = (total - free - torch.cuda.memory_reserved(device.index)) / GIB
     return found | {"outside_allocator_gib": _rounded(outside)}
 
 
-def _multiprocessors(device: Device) -> int:
-    if device.type == "cpu":
-        return 1  # of products on a CPU the threads share each tile
-    return int(torch.cuda.get_device_properties(device.index).multi_processor_count)
+def _host_us(x: Tensor) -> float:
+    """Return the microseconds of the host for an operator on `x`, in a forward and its backward."""
+    count = 50
+
+    def issue() -> float:
+        begin, y = time.perf_counter(), x
+        for _ in range(count):
+            y = y * x
+        torch.autograd.grad(y, x, torch.ones_like(y))
+        return time.perf_counter() - begin
+
+    issue()
+    # Of a product there are two in the backward, and the sum of what both give to `x`.
+    return max(_rounded(1e6 * min(issue() for _ in range(10)) / (4 * count)), 0.01)
 
 
-def _local_ranks(device: Device) -> int:
-    return torch.cuda.device_count() if device.type == "cuda" else 2
+def _dispatch_us(device: Device) -> float:
+    """Return the microseconds of the host for an operator on a DTensor in tensor parallelism."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh(device.type, list(range(dist.get_world_size())))
+    x, up, down = (
+        DTensor.from_local(torch.zeros(shape, device=device.torch_device), mesh, [Shard(dim)])
+        for shape, dim in (((1, 8, 8), 1), ((8, 8), 0), ((8, 8), 1))
+    )
+    for each in (x, up, down):
+        each.requires_grad_()
+
+    def act() -> None:
+        hidden: Any = F.silu(F.linear(x.redistribute(mesh, [Replicate()]), up))
+        hidden = F.linear(hidden, down)
+        out: Tensor = hidden.redistribute(mesh, [Shard(1)])
+        torch.autograd.grad(out.sum(), [x, up, down])
+
+    act()
+    with KernelRecorder() as recorder:
+        act()
+    messages = sum(isinstance(each, Message) for each in recorder.recording.events)
+    word = torch.zeros(1, device=device.torch_device)
+    alone = median(_times(lambda: dist.all_reduce(word), device, 50))
+    seconds = median(_times(act, device, 50)) - messages * alone
+    return max(_rounded(1e6 * seconds / recorder.recording.events.count(DISPATCH)), 0.01)
 
 
-def _link(size: int) -> dict[str, float]:
-    """Return the bandwidth and latency of the link between the ranks of a group."""
+def _link(size: int, turns: float) -> dict[str, float]:
+    """Return the bandwidth and latency of the link between ranks.
+
+    On a CPU they send in pairs, between products as in a step, whose time is not counted.
+    """
     device, ranks = pick(dist.get_rank()), dist.get_world_size()
     device.make_current()
-    whole, word = (torch.zeros(elements, device=device.torch_device) for elements in (size // 4, 1))
-    large = _seconds(lambda: dist.all_reduce(whole), device)
-    small = _seconds(lambda: dist.all_reduce(word), device, 20)
+    group = dist.group.WORLD
+    if in_pairs := device.type == "cpu":
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+        ranks, group = 2, pairs[dist.get_rank() // 2]
+    seconds = []
+    for elements in (size // 4, 1):
+        x = torch.zeros(elements, device=device.torch_device)
+        act = partial(dist.all_reduce, x, group=group)
+        each = _between_products(act, turns) if in_pairs else median(_times(act, device, 20))
+        seconds.append(each)
+    large, small = seconds
+    if in_pairs:
+        large = max(large - small, small)
     return {
         "bandwidth": _rounded(2 * size * (ranks - 1) / ranks / large / 1e9),
         "latency": max(_rounded(1e6 * small / (2 * (ranks - 1))), 0.01),
     }
+
+
+def _between_products(act: Callable[[], object], turns: float, times: int = 40) -> float:
+    """Return the mean time of `act` between products, of which each rank has its turn."""
+    matrix, products = torch.ones(256, 256), 0.0
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(times):
+        start = time.thread_time()
+        for _ in range(8):
+            matrix @ matrix
+        products += time.thread_time() - start
+        act()
+    return max((time.perf_counter() - begin - turns * products) / times, 1e-5)
 
 
 def _rounded(value: float) -> float:
