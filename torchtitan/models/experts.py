@@ -149,6 +149,13 @@ def idle_parameters(model: nn.Module) -> int:
     )
 
 
+def parameters_in_words(model: nn.Module) -> str:
+    """Return the number of parameters, and the number that a token uses if these are fewer."""
+    total, idle = sum(p.numel() for p in model.parameters()), idle_parameters(model)
+    used = f" ({total - idle:,} used by a token)" if idle else ""
+    return f"{total:,} parameters{used}"
+
+
 @torch.library.custom_op("torchtitan::expert_products", mutates_args=())
 def expert_products(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> Tensor:
     """Multiply the rows of each expert with its matrix, like a linear layer.
