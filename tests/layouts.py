@@ -305,6 +305,8 @@ LONG = (
 the layouts is compared by the gate."""
 QWEN3 = {"name": "tiny_qwen3"}
 """Queries and keys are normalized in each head, and heads are wider than dim / heads."""
+SPARSE = {"name": "tiny_sparse"}
+"""Mixtures of experts in all blocks but the first."""
 WINDOW = {"sliding_window": 9}
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
@@ -314,6 +316,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
         for name, layout in LAYOUTS.items()
         if layout.pp == 1 and not layout.converts_linears
     },
+    "Qwen3-MoE": {name: layout.of(**SPARSE) for name, layout in LAYOUTS.items()},
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

@@ -111,6 +111,18 @@ def compare_steps(
             assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
+def compare_routers(found: Trace, expected: Trace, where: str) -> None:
+    """Routers moved as on one rank, relative to how far: by SGD, as their gradients say.
+
+    Their gradients are small, so that one of another scale could hide among the weights.
+    """
+    for name in (name for name in found.weights[0] if ".router." in name):
+        mine, one = ([trace.weights[step][name] for step in (0, -1)] for trace in (found, expected))
+        first, last = (own.of(whole) for own, whole in zip(mine, one, strict=True))
+        moved, off = last - first, last - first - (mine[1].local - mine[0].local)
+        assert off.norm() <= 1e-3 * moved.norm(), f"{where}: {name} is off by {off.norm()}"
+
+
 def compare_converted(found: Trace, expected: Trace, where: str) -> None:
     """The first step is that of one rank, up to rounding, and all others are nearly.
 

@@ -15,6 +15,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
+from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
+from torchtitan.models.sparse_decoder import SparseArgs
 
 ARGS = DecoderArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
 
@@ -79,6 +81,12 @@ MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 FACTS: dict[str, Any] = {"head_norms": True, "head_dim": 16}
 NORMED = {name: dataclasses.replace(args, **FACTS) for name, args in FLAVORS.items()}
 MODELS["tiny_qwen3"] = dataclasses.replace(QWEN3, name="tiny_qwen3", flavors=NORMED)
+# Experts that four shards do not divide, and a first block without.
+ROUTED: dict[str, Any] = {"n_experts": 6, "top_k": 2, "expert_dim": 48, "dense_layers": 1}
+SPARSE = {
+    name: SparseArgs(**vars(args), **ROUTED) for name, args in NORMED.items() if args.n_layers > 1
+}
+MODELS["tiny_sparse"] = dataclasses.replace(QWEN3_MOE, name="tiny_sparse", flavors=SPARSE)
 
 
 def problems(

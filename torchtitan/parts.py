@@ -26,8 +26,9 @@ from torchtitan.metrics import (
 from torchtitan.metrics.data_ledger import DataLedger
 from torchtitan.metrics.startup import Startup
 from torchtitan.models import MODELS, attention
+from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.models.spec import build_empty
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
 from torchtitan.parallel import Degrees, ParallelModel, World, parallelize, stages
 from torchtitan.parallel.compile import compiled
@@ -214,10 +215,10 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     layout = job.layout(world.degrees)
     network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     logger.info(
-        "%s %s: %s parameters, computed in %s, on %d x %s",
+        "%s %s: %s, computed in %s, on %d x %s",
         job.model.name,
         job.model.flavor,
-        f"{count_parameters(network).total:,}",
+        parameters_in_words(network),
         job.training.mixed_precision_param,
         world.size,
         world.device.name,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import test_resume
-from tests.layouts import FAMILIES, FULL, LAYOUTS, NO_SEQUENCE, QWEN3, ULYSSES, WINDOW, case
+from tests.layouts import FAMILIES, FULL, LAYOUTS, NO_SEQUENCE, QWEN3, SPARSE, ULYSSES, WINDOW, case
 from tests.parallel import (
     test_collectives,
     test_compile,
@@ -32,12 +32,21 @@ DAILY = [
     ("Qwen3", "PP 2, ZBVZeroBubble"),
     (TIED, "FSDP 2, accumulating 4"),
     (WINDOWED, "TP 2"),
+    *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
+    *(("Qwen3-MoE", name) for name in ("FSDP 4", "CP 2, ring", "PP 2, ZBVZeroBubble")),
+    ("Qwen3-MoE", "FSDP 2, operators recomputed"),
 ]
 IN_GATE = {
     "Qwen3": (
         *("DDP 2", "FSDP 2, operators recomputed", "HSDP 2 x 2", "TP 4", "TP 2, neither"),
         *("FSDP 2 x TP 2", "CP 2, ring", "CP 2, documents", "PP 2, Interleaved1F1B"),
         *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
+    ),
+    "Qwen3-MoE": (
+        *("DDP 2", "FSDP 2, full recomputation", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 4"),
+        *("TP 2, operators recomputed", "FSDP 2 x TP 2", "CP 2, documents", "CP 2 x TP 2"),
+        *("PP 2, 1F1B", "PP 2, Interleaved1F1B", "FSDP 2 x TP 2 x PP 2"),
+        *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses", "FSDP 2, Float8 rowwise"),
     ),
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
@@ -77,6 +86,16 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
     test_collectives.sends_what_the_formulas_say(SENDING[name].of(**QWEN3), monkeypatch)
 
 
+EXPERTS_SEND = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
+EXPERTS_SEND["TP 2, full recomputation"] = case(tp=2, recompute=FULL)
+EXPERTS_SEND["TP 2, operators recomputed"] = LAYOUTS["TP 2, operators recomputed"]
+
+
+@pytest.mark.parametrize("name", tiers(EXPERTS_SEND, ["TP 2"]))
+def test_experts_send_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
+
+
 @pytest.mark.gate
 def test_a_window_sends_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
@@ -101,6 +120,14 @@ def test_states_in_host_memory() -> None:
 def test_it_is_the_same_run_compiled() -> None:
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
+
+
+@pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "TP 2, operators recomputed"])
+@pytest.mark.gate
+def test_experts_are_the_same_run_compiled(name: str) -> None:
+    """A first block without them would be a graph of its own."""
+    layout, graphs = test_compile.CASES[name]
+    test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
 
 
 @pytest.mark.gate

@@ -14,7 +14,14 @@ import torch
 from tests import layouts, tiny
 from tests.layouts import DAILY, LAYOUTS, LONG, ONE, OPTIMIZERS, Case, alone
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, compare_converted, trace
+from tests.runs import (
+    Trace,
+    assert_complete,
+    compare,
+    compare_converted,
+    compare_routers,
+    trace,
+)
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
@@ -68,6 +75,8 @@ def is_the_run_of_one_rank(layout: Case, device: str) -> None:
                 compare_converted(trace_of_rank, expected, where)
             else:
                 compare(trace_of_rank, expected, where, bound(layout))
+                if jobs[number].optimizer.name == "SGD":
+                    compare_routers(trace_of_rank, expected, where)
 
 
 def test_reference_learns_and_is_uneven() -> None:

@@ -50,6 +50,7 @@ RANKS = {
     "qwen3_4b": 8,
     "qwen3_8b": 8,
     "qwen3_debug": 1,
+    "qwen3_moe_debug": 1,
 }
 FLAVORS = {name: name.removesuffix("_long").rpartition("_")[2].upper() for name in RANKS}
 RATES = {"llama3_70b": 1.5e-4, "llama3_405b": 8e-5, "qwen3_32b": 1.5e-4}  # others: 3e-4
@@ -82,7 +83,9 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     assert main(words) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
-    assert re.search(r"(llama3|qwen3) .*: [\d,]+ parameters, ", output)
+    assert re.search(
+        r"(llama3|qwen3\w*) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ", output
+    )
 
 
 @every_large

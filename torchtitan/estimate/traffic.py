@@ -16,6 +16,7 @@ import torch
 from torchtitan.comm import Unit
 from torchtitan.estimate import traffic_formulas as formulas
 from torchtitan.models.attention import SelfAttention
+from torchtitan.models.experts import Router
 from torchtitan.optim import OptimizerConfig, name_parameters
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.sharding import ShardingConfig
@@ -90,10 +91,22 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
         keeps_sums = work.recomputation.by_operator and work.splits_stream
         yield from formulas.of_stream(
             size,
-            gathers=(counts["input_gather"] + counts["logits"] * work.heads) * work.times,
-            sums=(counts["rowwise"] + counts["embedding"] * work.heads) * work.times,
-            more_gathers=again["input_gather"],
-            more_sums=0 if keeps_sums else again["rowwise"] - ends,
+            gathers=(counts["input_gather"] + counts["experts"] + counts["logits"] * work.heads)
+            * work.times,
+            sums=(counts["rowwise"] + counts["experts"] + counts["embedding"] * work.heads)
+            * work.times,
+            more_gathers=again["input_gather"] + again["experts"],
+            more_sums=0 if keeps_sums else again["rowwise"] + again["experts"] - ends,
+            split=work.splits_stream,
+        )
+    for name in (name for name, role in roles.items() if role == "router"):
+        router = part.module.get_submodule(name)
+        assert isinstance(router, Router)
+        block = next(b for b in work.order if name.startswith(f"{b}."))
+        yield from formulas.of_router(
+            work.tokens(block) * router.top_k,
+            times=work.times,
+            more=part.recomputations(name),
             split=work.splits_stream,
         )
     if "logits" in roles.values():
@@ -122,7 +135,7 @@ def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
     work, precision = part.work, part.work.precision
     dtype = precision.compute if work.shards else precision.parameters
     sums = sharding.reductions(work.passes, work.microbatches) if work.shards else 1
-    summed = ("norm", "head_norm") if work.splits_stream else ("head_norm",)
+    summed = ("norm", "head_norm", "router") if work.splits_stream else ("head_norm",)
     for name in (name for name, role in part.roles.items() if role in summed):
         for weight in part.module.get_submodule(name).parameters():
             yield from formulas.of_norms(weight.numel() * dtype.itemsize, sums=sums)

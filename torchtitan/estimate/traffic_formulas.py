@@ -5,6 +5,7 @@ The formulas of parameters are in `torchtitan.parallel.work`, for use by the sha
 
 from collections.abc import Iterator, Sequence
 
+from torchtitan.comm.unit import Operation
 from torchtitan.parallel.work import Traffic
 
 FP32 = 4
@@ -30,6 +31,21 @@ def of_stream(
         yield Traffic("tp", "activations", "reduce_scatter", hidden, sums + gathers + more_sums)
     else:
         yield Traffic("tp", "activations", "all_reduce", hidden, sums + gathers + more_sums)
+
+
+def of_router(rows: int, *, times: int, more: int, split: bool) -> Iterator[Traffic]:
+    """Yield the choices of a router, which each tensor rank makes for its part of the sequence.
+
+    Args:
+        rows: chosen experts of a microbatch: b s k. Each is an int64, with a score in float32.
+        times, more: number of forwards in a step, and of recomputed ones.
+        split: whether sequence parallelism is on; without, only gradients of scores are summed.
+    """
+    if split:
+        yield Traffic("tp", "activations", "all_gather", 4 * rows, times + more)
+        yield Traffic("tp", "activations", "all_gather", 8 * rows, times + more)
+    operation: Operation = "reduce_scatter" if split else "all_reduce"
+    yield Traffic("tp", "activations", operation, 4 * rows, times)
 
 
 def of_norms(size: int, *, sums: int) -> Iterator[Traffic]:

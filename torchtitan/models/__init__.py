@@ -6,10 +6,13 @@ from typing import Any
 from torchtitan.config import Registry
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
+from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import ModelSpec
 
-MODELS = Registry[ModelSpec[Any]]("model", {"llama3": LLAMA3, "qwen3": QWEN3})
+MODELS = Registry[ModelSpec[Any]](
+    "model", {"llama3": LLAMA3, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+)
 
 
 class _SettingsOfModels(Mapping[str, type[ModelConfig]]):

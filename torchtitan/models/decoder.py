@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D model dim, V vocabulary, A number of tokens predi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,19 @@ class DecoderArgs:
         """Number of tokens after the next that a batch must provide for each token."""
         return max(self.multi_token, *(head.ahead for head in self.auxiliary_heads), 0)
 
+    @property
+    def ffn_parameters(self) -> int:
+        """Number of parameters of a block's feed-forward that a token uses."""
+        return 3 * self.dim * self.ffn_dim
+
+    def ffn_kept(self, itemsize: int) -> int:
+        """Bytes per token that a feed-forward keeps for its backward, its input included."""
+        return itemsize * (self.dim + 4 * self.ffn_dim)
+
+    def of_layer(self, number: int) -> Self:
+        """Return the arguments of a block, or with `n_layers` those of blocks after the last."""
+        return self
+
 
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each on a normalized copy and added to the residual stream."""
@@ -99,7 +112,9 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dict, so that the first block of a later pipeline stage is still called `layers.16`,
         # say.
-        self.layers = nn.ModuleDict({str(i): block(args, self.rope) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): block(args.of_layer(i), self.rope) for i in range(args.n_layers)}
+        )
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = (
             TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -113,7 +128,7 @@ class Decoder(nn.Module):
         """Build the modules of auxiliary losses, by name; multi-token depths are named from "1"."""
         made: dict[str, nn.Module] = {}
         for depth in range(1, args.multi_token + 1):
-            own = block(args, self.rope)
+            own = block(args.of_layer(args.n_layers), self.rope)
             made[str(depth)] = AheadModule(depth, args.dim, args.norm_eps, own)
         if made:
             made["ahead_loss"] = LinearLoss(is_main=False)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
@@ -22,6 +22,10 @@ ROPE = {
 
 class DecoderConfig(TextConfig):
     """A decoder with rotary positions, grouped queries and SwiGLU."""
+
+    args_type: ClassVar[type[DecoderArgs]] = DecoderArgs
+    theirs: ClassVar[Mapping[str, str]] = {}
+    """Names of sizes that only this family has in Hugging Face's config.json."""
 
     dim: int | None = Field(None, gt=0)
     """Width of the residual stream (default: the flavor's)."""

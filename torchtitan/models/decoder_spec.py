@@ -45,7 +45,7 @@ def init_std(args: DecoderArgs, name: str) -> InitialWeight:
     """
     if name.endswith("norm.weight"):
         return "ones"
-    if name.endswith((".wo.weight", ".w2.weight")):
+    if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
         return 0.02 / math.sqrt(2 * args.n_layers)
     return 0.02
 
@@ -53,6 +53,12 @@ def init_std(args: DecoderArgs, name: str) -> InitialWeight:
 def shapes(args: DecoderArgs, seq_len: int) -> SampleShapes:
     """Return the shapes of a sample; embeddings of later tokens accompany its hidden states."""
     return shapes_of_tokens(args, seq_len)._replace(extra_hidden=args.multi_token)
+
+
+def of_block(args: DecoderArgs, name: str) -> DecoderArgs:
+    """Return the arguments of a block by its name; blocks after the last are all alike."""
+    number = name.removeprefix("layers.")
+    return args.of_layer(int(number) if number.isdigit() else args.n_layers)
 
 
 def attended(args: DecoderArgs, seq_len: int) -> int:
@@ -71,7 +77,7 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     """
     dim, heads, keys = args.dim, args.n_heads * args.head_size, args.n_kv_heads * args.head_size
     norms = 2 * dim + 2 * args.head_size * args.head_norms
-    matrices = dim * (2 * heads + 2 * keys + 3 * args.ffn_dim)
+    matrices = dim * (2 * heads + 2 * keys) + of_block(args, name).ffn_parameters
     block = 6 * (matrices + norms) + 12 * heads * attended(args, seq_len)
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
@@ -85,8 +91,8 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
 
 def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
     """Return the floating-point operations of a token in the whole model."""
-    once = (flops_of(args, seq_len, name) for name in ("norm", "output", "auxiliary"))
-    return args.n_layers * flops_of(args, seq_len, "layers.0") + sum(once)
+    names = ("norm", "output", "auxiliary", *(f"layers.{i}" for i in range(args.n_layers)))
+    return sum(flops_of(args, seq_len, name) for name in names)
 
 
 def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
@@ -104,8 +110,9 @@ def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
         in_float32 += 2 * (heads + keys) + args.n_heads + args.n_kv_heads
     if name == "auxiliary":
         return 4 * (6 * args.dim + 3) + itemsize * 2 * args.dim
-    in_compute = 2 * args.dim + 2 * heads + 2 * keys + 4 * args.ffn_dim
-    return 4 * in_float32 + itemsize * in_compute
+    in_compute = args.dim + 2 * heads + 2 * keys
+    kept_by_ffn = of_block(args, name).ffn_kept(itemsize)
+    return 4 * in_float32 + itemsize * in_compute + kept_by_ffn
 
 
 def attention(args: DecoderArgs) -> AttentionShape:
@@ -200,12 +207,14 @@ def decoder_spec(
     open_vocabulary: Collection[str] = (),
     block: BlockBuilder = TransformerBlock,
     block_plan: Mapping[str, TensorRole] = BLOCK_PLAN,
+    optional: Collection[str] = (),
 ) -> ModelSpec[DecoderArgs]:
     """Return the spec of a family of decoders.
 
     Args:
         block: class of its blocks.
         block_plan: tensor-parallel roles of the modules in a block, without those of head norms.
+        optional: names in `block_plan` of modules that only some blocks have.
 
     `ModelSpec` describes the other arguments.
     """
@@ -221,6 +230,7 @@ def decoder_spec(
         auxiliary="auxiliary",
         auxiliary_blocks=auxiliary_blocks,
         tensor_plan=tensor_plan(block_plan, head_norms),
+        optional=tuple(f"layers.*.{name}" for name in optional),
         tensor_splits=tensor_splits,
         flops_per_unit=flops_per_unit,
         flops_of=flops_of,

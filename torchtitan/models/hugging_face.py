@@ -34,10 +34,18 @@ MODULES = {
     "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
     "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
     "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
+    "layers.*.mixture.router": "model.layers.*.mlp.gate",
     "norm": "model.norm",
     "output": "lm_head",
 }
 """Their module names by ours; `*` is the number of a block."""
+EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Their names of the matrices of an expert by ours, which are one parameter for all experts."""
+FUSED = {
+    ".experts.gate_up_proj": (".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"),
+    ".experts.down_proj": (".experts.*.down_proj.weight",),
+}
+"""Names of the matrices of all experts in one tensor, as transformers 5 has them in memory."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1.0}
 """Options with the only values that decoders here have."""
@@ -77,6 +85,8 @@ THEIRS = {
 def name(ours: str) -> str:
     module, _, kind = ours.rpartition(".")
     block = re.search(r"\.(\d+)\.", module)
+    if module.endswith(".experts"):
+        return f"model.layers.{block[1]}.mlp.experts.*.{EXPERTS[kind]}.weight" if block else ""
     theirs = MODULES[re.sub(r"\.\d+\.", ".*.", module)]
     return f"{theirs.replace('*', block[1]) if block else theirs}.{kind}"
 
@@ -169,7 +179,7 @@ def args_in(
         "tied": config.get("tie_word_embeddings", False),
         "sliding_window": 0 if window is None else window,
     }
-    return family.checked(DecoderArgs(**sizes | own), THEIRS, problems)
+    return family.checked(family.args_type(**sizes | own), {**THEIRS, **family.theirs}, problems)
 
 
 def unsupported(
@@ -214,6 +224,7 @@ def decoder_format(
         args=args,
         name=name,
         rows=rows,
+        fused=FUSED,
         repeated=lambda args: {"lm_head.weight": "tok_embeddings.weight"} if args.tied else {},
         computed=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     )

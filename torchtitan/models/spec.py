@@ -5,7 +5,7 @@ network does not. Everything outside `torchtitan.models` reads the facts and nev
 new model is two files and one line in `torchtitan.models.MODELS`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -21,7 +21,16 @@ InitialWeight = float | Literal["ones", "zeros"]
 """Initial value of a parameter: normal with this standard deviation, or all ones, or zeros."""
 
 TensorRole = Literal[
-    "embedding", "norm", "head_norm", "whole", "input_gather", "colwise", "rowwise", "logits"
+    "embedding",
+    "norm",
+    "head_norm",
+    "whole",
+    "input_gather",
+    "colwise",
+    "rowwise",
+    "logits",
+    "router",
+    "experts",
 ]
 """Role of a module in tensor parallelism (Megatron-LM, https://arxiv.org/abs/1909.08053):
 
@@ -33,6 +42,8 @@ TensorRole = Literal[
     colwise       a linear sharded by its outputs
     rowwise       a linear sharded by its inputs, whose results are summed over ranks
     logits        the last linear, sharded on the vocabulary
+    router        replicated: each rank chooses experts for its tokens, and all learn of the choice
+    experts       sharded by hidden features, whose results are summed over ranks
 """
 
 
@@ -119,7 +130,11 @@ class WeightFormat(Generic[Args]):
     args: Callable[[Mapping[str, Any]], Args]
     """Content of its config file to arguments; a RecipeError names everything unsupported."""
     name: Callable[[str], str]
-    """Our name of a parameter to its name there."""
+    """Our name of a parameter to its name there; `*` in it is the index in our first dim, of
+    parameters that are several tensors there."""
+    fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """End of the name of a tensor that may hold others, as equal parts of its second dim, to the
+    ends of their names, with `*` for the index in its first."""
     architectures: Collection[str] = ()
     """Names of its networks in a config file, if it has names."""
     rows: Callable[[Args, str], Tensor | None] = lambda args, name: None
@@ -172,6 +187,8 @@ class ModelSpec(Generic[Args]):
     `auxiliary`, the bytes kept around each of its blocks."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to their role in tensor parallelism."""
+    optional: Collection[str] = ()
+    """Patterns of `tensor_plan` that match no module of some networks."""
     tensor_splits: Callable[[Args], TensorSplits] = lambda args: TensorSplits({}, {})
     """Sizes that must be divisible by the tensor-parallel degree, if there is a `tensor_plan`."""
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -219,7 +236,8 @@ class ModelSpec(Generic[Args]):
         return [
             pattern
             for pattern in self.tensor_plan
-            if not (self.auxiliary and _within(pattern, (self.auxiliary,)))
+            if pattern not in self.optional
+            and not (self.auxiliary and _within(pattern, (self.auxiliary,)))
             and not any(fnmatchcase(name, pattern) for name in names)
         ]
 

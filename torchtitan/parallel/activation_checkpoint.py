@@ -93,7 +93,10 @@ def _save_expensive_operators() -> Any:
     Each block counts its own matrix products, so its choice does not depend on other blocks.
     """
     aten = torch.ops.aten
-    products = {aten.mm.default, aten.addmm.default}
+    products = {
+        *(aten.mm.default, aten.addmm.default),
+        torch.ops.torchtitan.expert_products.default,
+    }
     expensive = KEPT_OPERATORS | {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

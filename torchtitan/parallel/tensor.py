@@ -15,6 +15,8 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     columns    rows (*)    whole                  a part of the features
     rows       columns     a part of the features partial sums -> stream
     logits     rows (*)    stream -> whole        a part of the vocabulary, or whole
+    router     whole       stream                 stream -> whole
+    experts    features    stream -> whole        partial sums -> stream
 
 (*) `nn.Linear` stores its weight as (outputs, inputs), so its columns are the tensor's rows.
 
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.convert import Wire
+from torchtitan.models.experts import Experts, Router
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.technique import Technique
 
@@ -73,6 +76,8 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
         "colwise": Style(rows, given=whole, needed=whole, left=features),
         "rowwise": Style(columns, given=features, needed=features, left=stream),
         "logits": Style(rows, given=stream, needed=whole, left=logits),
+        "router": Style(whole, given=stream, needed=stream, left=None),
+        "experts": Style(whole, given=stream, needed=whole, left=stream),
     }
 
 
@@ -127,17 +132,20 @@ def _wire(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | None) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert style.weight is not None, f"{name} is in a module without weights of its own"
         # A bias has no input dim to split.
         splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
         placement = Replicate() if splits_inputs else style.weight
+        if isinstance(module, Experts):
+            placement = Shard(module.HIDDEN_DIM[name])
         # No values are sent, since all are drawn later, by name.
         placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed))
 
+    module.__class__ = SPLIT.get(type(module), type(module))
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
     if (
@@ -201,6 +209,39 @@ def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
     assert matrix is not None
     product = F.linear(x.to_local(), matrix, bias)
     return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
+
+
+class SplitRouter(Router):
+    """Router that chooses for this rank's part of the stream, and gathers the choices of all."""
+
+    def forward(self, x: "DTensor") -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        weight: Tensor = self.weight
+        assert isinstance(weight, DTensor)
+        grads = Partial() if x.placements[0].is_shard() else Replicate()
+        found = self.route(x.to_local(), weight.to_local(grad_placements=[grads]))
+        mine = [DTensor.from_local(t, x.device_mesh, x.placements, run_check=False) for t in found]
+        scores, chosen = (each.redistribute(placements=[Replicate()]) for each in mine)
+        # The gradient of a score is a sum over the features of an expert, of which ranks have some.
+        return scores.to_local(grad_placements=[Partial()]), chosen.to_local()
+
+
+class SplitExperts(Experts):
+    """Experts with some hidden features each, for all tokens."""
+
+    def forward(self, x: "DTensor", scores: Tensor, chosen: Tensor) -> "DTensor":  # type: ignore[override]
+        from torch.distributed.tensor import DTensor, Partial
+
+        whole = x.to_local(grad_placements=[Partial()])
+        weights = [w.to_local() for w in (self.w1, self.w2, self.w3) if isinstance(w, DTensor)]
+        out = self.mix(whole, scores, chosen, *weights)
+        return DTensor.from_local(out, x.device_mesh, [Partial()], run_check=False)
+
+
+SPLIT: dict[type[nn.Module], type[nn.Module]] = {Router: SplitRouter, Experts: SplitExperts}
+"""Classes of modules that compute on plain tensors. A class, where a function for each module would
+make blocks differ for the compiler."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchtitan.comm import CommunicationConfig, Unit
 from torchtitan.comm.unit import Operation
+from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, SampleShapes, TensorRole, build_empty, tensor_roles
 from torchtitan.parallel import stages
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
@@ -237,6 +238,8 @@ class Part:
             sizes[0] = -(-shape[0] // tp)
         elif role == "rowwise":
             sizes[1] //= tp
+        elif role == "experts":
+            sizes[Experts.HIDDEN_DIM[name.rpartition(".")[2]]] //= tp
         sizes[dim] = -(-sizes[dim] // parts)
         return torch.Size(sizes)
 

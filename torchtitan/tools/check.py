@@ -24,7 +24,8 @@ from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.models.experts import parameters_in_words
+from torchtitan.models.spec import build_empty
 from torchtitan.optim import describe_rules, name_parameters
 from torchtitan.parallel import stages
 from torchtitan.parts import open_task, resume_policy
@@ -215,7 +216,7 @@ def summary(
     task, samples = TASKS[spec.task], job.global_batch(degrees)
     network = build_empty(spec.build, args, t.seq_len)
     yield (
-        f"{job.model.name} {job.model.flavor}: {count_parameters(network).total:,} parameters, "
+        f"{job.model.name} {job.model.flavor}: {parameters_in_words(network)}, "
         f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"
     )
     yield memory(planned)

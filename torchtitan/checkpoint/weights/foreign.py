@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.network import Network, Sizes
+from torchtitan.checkpoint.weights.network import Network, Sizes, in_slices
 from torchtitan.config import ConfigError, RecipeError
 
 Kind = tuple[torch.dtype, Sizes]
@@ -47,7 +47,10 @@ class ForeignWeights(ABC):
             for n, k in found.items()
             if n not in constants and not re.fullmatch(self.format.computed, n)
         }
+        self._views: dict[str, tuple[str, Sizes]] = {}
+        known = self._unfused(known)
         self._kinds = fitting(folder, network, known, *network.tensors(kind))
+        self._sizes = network.parameters()
         for theirs, ours in self.format.repeated(network.args).items():
             original = self.format.name(ours)
             if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
@@ -55,6 +58,26 @@ class ForeignWeights(ABC):
         for theirs, constant in constants.items():
             if theirs in found and not self._holds(theirs, found[theirs], constant):
                 raise ConfigError(f"{folder}: {theirs} differs from the fixed values of {network}")
+
+    def _unfused(self, found: Mapping[str, Kind | str]) -> dict[str, Kind | str]:
+        """Replace each tensor that holds others by these, unless some of them are there too."""
+        kinds = dict(found)
+        for name, kind in found.items():
+            end = next((end for end in self.format.fused if name.endswith(end)), None)
+            if end is None or isinstance(kind, str) or len(kind[1]) != 3:
+                continue
+            (dtype, (count, rows, columns)), parts = kind, self.format.fused[end]
+            size, stem = rows // len(parts), name.removesuffix(end)
+            views = {
+                stem + part.replace("*", str(index)): (name, (index, number * size, 0))
+                for number, part in enumerate(parts)
+                for index in range(count)
+            }
+            if size * len(parts) == rows and not views.keys() & found.keys():
+                self._views |= views
+                kinds |= dict.fromkeys(views, (dtype, (size, columns)))
+                del kinds[name]
+        return kinds
 
     def _holds(self, theirs: str, kind: Kind | str, constant: Tensor) -> bool:
         """Whether a foreign tensor equals `constant`, within its dtype's precision."""
@@ -65,18 +88,26 @@ class ForeignWeights(ABC):
 
     def shapes(self) -> dict[str, Kind]:
         """Return dtype and shape by our name."""
-        return {ours: self._kinds[theirs] for ours, theirs in self._names.items()}
+        return {ours: self._kind(ours) for ours in self._names}
+
+    def _kind(self, ours: str) -> Kind:
+        return self._kinds[self._names[ours].replace("*", "0")][0], self._sizes[ours[6:]]
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Read a tensor, or a block of it; copy it, do not modify it."""
         theirs = self._names[name]
-        dtype, shape = self._kinds[theirs]
+        dtype, shape = self._kind(name)
         offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
         sizes = shape if sizes is None else tuple(sizes)
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
+        if "*" in theirs:
+            indices = range(offsets[0], offsets[0] + sizes[0])
+            slices = (theirs.replace("*", str(index)) for index in indices)
+            found = [self._viewed(each, offsets[1:], sizes[1:]) for each in slices]
+            return torch.stack(found).to(dtype)
         rows = self.format.rows(self.network.args, name.removeprefix("model."))
         if rows is None:
             return self._block(theirs, offsets, sizes)
@@ -85,6 +116,14 @@ class ForeignWeights(ABC):
         first, last = int(rows.min()), int(rows.max())
         near = self._block(theirs, (first, *offsets[1:]), (last + 1 - first, *sizes[1:]))
         return near[rows - first]
+
+    def _viewed(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        """Read a block of a tensor, which may be in another one."""
+        if theirs not in self._views:
+            return self._block(theirs, offsets, sizes)
+        whole, (index, *start) = self._views[theirs]
+        begin = (first + more for first, more in zip(start, offsets, strict=True))
+        return self._block(whole, (index, *begin), (1, *sizes))[0]
 
     def _whole(self, theirs: str) -> Tensor:
         shape = self._kinds[theirs][1]
@@ -105,7 +144,14 @@ class Translated:
         self.source, self.network, self.dtype = source, network, dtype
         self.format = network.format(kind)
         self._kinds = weights_of(source, network)
-        self._names = {self.format.name(ours): ours for ours in self._kinds}
+        self._names: dict[str, str] = {}
+        self._slices: dict[str, tuple[int, Sizes]] = {}
+        self._last: tuple[str, Tensor] | None = None
+        for ours, (_, shape) in self._kinds.items():
+            for index, (theirs, size) in enumerate(in_slices(self.format.name(ours), shape)):
+                self._names[theirs] = ours
+                if size != shape:
+                    self._slices[theirs] = (index, size)
         if self.format.must_repeat:
             self._names |= self.format.repeated(network.args)
         self._constants = self.format.constants(network.args)
@@ -113,6 +159,7 @@ class Translated:
     def shapes(self) -> dict[str, Kind]:
         """Return dtype and shape by foreign name, in the order of the network."""
         kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
+        kinds |= {n: (kinds[n][0], size) for n, (_, size) in self._slices.items()}
         kinds |= {n: (self._dtype(c), tuple(c.shape)) for n, c in self._constants.items()}
         return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
 
@@ -126,6 +173,11 @@ class Translated:
             constant = self._constants[theirs]
             return cast(theirs, constant, self.dtype or self._dtype(constant))
         ours = self._names[theirs]
+        if theirs in self._slices:
+            if self._last is None or self._last[0] != ours:  # the slices are read in turn
+                self._last = ours, self.source.read(f"model.{ours}")
+            # A copy, since safetensors writes no views of the same memory.
+            return cast(theirs, self._last[1][self._slices[theirs][0]].clone(), self.dtype)
         tensor = self.source.read(f"model.{ours}")
         rows = self.format.rows(self.network.args, ours)
         return cast(theirs, tensor if rows is None else tensor[rows.argsort()], self.dtype)

@@ -71,10 +71,18 @@ class Network(NamedTuple):
         """Return shapes by a format's names: of required tensors, and of optional copies."""
         written, parameters = self.format(kind), self.parameters()
         repeated = written.repeated(self.args)
+        named = ((written.name(ours), shape) for ours, shape in parameters.items())
         return (
-            {written.name(ours): shape for ours, shape in parameters.items()},
+            {name: size for theirs, shape in named for name, size in in_slices(theirs, shape)},
             {theirs: parameters[ours] for theirs, ours in repeated.items()},
         )
+
+
+def in_slices(theirs: str, shape: Sizes) -> list[tuple[str, Sizes]]:
+    """Return the foreign tensors of a parameter: one, or one for each index of its first dim."""
+    if "*" not in theirs:
+        return [(theirs, shape)]
+    return [(theirs.replace("*", str(index)), shape[1:]) for index in range(shape[0])]
 
 
 def named(where: object, models: Mapping[str, ModelSpec[Any]], name: str, flavor: str) -> Network:

@@ -1,0 +1,147 @@
+"""The mixture of experts against its formula, token by token, in each way to compute products."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.models.experts import (
+    MixtureOfExperts,
+    Router,
+    expert_gradients,
+    expert_products,
+    idle_parameters,
+)
+
+WAYS = ["grouped", "loop", "padded"]
+SIZES = (16, 6, 24, 3)  # D, E, F, K: all different
+
+
+def layer(products: str = "grouped", dtype: torch.dtype = torch.float32, **how) -> MixtureOfExperts:
+    made = MixtureOfExperts(*SIZES, products=products, **how).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return made
+
+
+def tokens(dtype: torch.dtype = torch.float32, count: int = 20) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, count // 2, SIZES[0], generator=generator).to(dtype).requires_grad_()
+
+
+def by_formula(made: MixtureOfExperts, x: Tensor) -> Tensor:
+    """The module's formula, one token and one expert at a time."""
+    router, experts = made.router, made.experts
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = router.weight @ token
+        chosen = sorted(range(len(logits)), key=lambda e: (-logits[e].item(), e))[: router.top_k]
+        scores = (logits.softmax(0) if router.scores == "softmax" else logits.sigmoid())[chosen]
+        scores = scores / scores.sum() if router.renormalizes else scores
+        parts = [
+            experts.w2[e] @ (F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token))
+            for e in chosen
+        ]
+        rows.append(sum(score * part for score, part in zip(scores, parts, strict=True)))
+    out = torch.stack(rows).view_as(x)
+    return out if made.shared is None else out + made.shared(x)
+
+
+@pytest.mark.parametrize("products", WAYS)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"scores": "sigmoid"}, {"renormalizes": False}, {"shared_dim": 8}],
+    ids=["softmax", "sigmoid", "not renormalized", "shared"],
+)
+def test_it_is_the_formula(how, products):
+    made = layer(products, **how)
+    x, same = tokens(), tokens()
+    found, expected = made(x), by_formula(made, same)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    weights = list(made.parameters())
+    gradients = torch.autograd.grad(found.square().sum(), [x, *weights])
+    wanted = torch.autograd.grad(expected.square().sum(), [same, *weights])
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_ways_are_equal_also_with_experts_without_rows(dtype):
+    generator = torch.Generator().manual_seed(2)
+    ends = torch.tensor([0, 5, 5, 6, 20, 20], dtype=torch.int32)
+    x = torch.randn(20, 16, generator=generator).to(dtype)
+    weight = torch.randn(6, 24, 16, generator=generator).to(dtype)
+    grad = torch.randn(20, 24, generator=generator).to(dtype)
+    of_loop = expert_products(x, weight, ends, "loop"), expert_gradients(grad, x, ends, "loop")
+    assert of_loop[1][0].eq(0).all()
+    assert not of_loop[1][1].eq(0).all()
+    for way in WAYS[::2]:
+        found = expert_products(x, weight, ends, way), expert_gradients(grad, x, ends, way)
+        torch.testing.assert_close(found, of_loop, atol=1e-5, rtol=1.6e-2 if x.itemsize < 4 else 0)
+
+
+@pytest.mark.parametrize("products", WAYS)
+def test_operators_keep_the_contract_of_the_compiler(products):
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    x = torch.randn(10, 8, requires_grad=True)
+    weight = torch.randn(3, 12, 8, requires_grad=True)
+    torch.library.opcheck(expert_products, (x, weight, ends, products))
+    torch.library.opcheck(expert_gradients, (torch.randn(10, 12), x.detach(), ends, products))
+
+
+def test_gradients_in_float64_and_a_size_that_is_not_aligned_are_looped(caplog):
+    caplog.set_level("INFO")
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(expert_products, (x, weight, ends, "grouped"))
+    assert "no grouped product for 2 x 3 matrices in float64, so experts are" in caplog.text
+    narrow = expert_products(x.float(), weight.float(), ends, "grouped")
+    torch.testing.assert_close(narrow.double(), expert_products(x, weight, ends, "loop"))
+    assert "matrices in float32" in caplog.text
+
+
+def test_of_equal_logits_the_first_experts_are_chosen():
+    router = Router(4, 8, 3, "softmax", renormalizes=True)
+    with torch.no_grad():
+        router.weight.zero_()[5] = 1.0
+    scores, chosen = router(torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0], [-1.0, 0, 0, 0]]]))
+    assert chosen.tolist() == [[[5, 0, 1], [0, 1, 2], [0, 1, 2]]]
+    torch.testing.assert_close(scores.sum(-1), torch.ones(1, 3))
+
+
+def test_scores_are_computed_and_applied_in_float32():
+    """In bfloat16, logits of 64.0 and 64.2 are equal, and 1/3 of a sum of ones is not 1."""
+    router = Router(2, 3, 2, "softmax", renormalizes=True).bfloat16()
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[64.0, 0], [64.0, 0.2], [0, 0]]))
+    scores, chosen = router(torch.tensor([[[1.0, 1.0]]], dtype=torch.bfloat16))
+    assert scores.dtype == torch.float32
+    assert chosen.tolist() == [[[1, 0]]]
+    assert scores[0, 0, 0] > 0.54
+    made, x = layer(dtype=torch.bfloat16), tokens(torch.bfloat16)
+    made(x).sum().backward()
+    assert made(x).dtype == x.grad.dtype == made.router.weight.grad.dtype == torch.bfloat16
+
+
+def test_all_tokens_may_choose_the_same_experts_and_one_token_is_enough():
+    made = layer()
+    with torch.no_grad():
+        made.router.weight.zero_()
+    for x in (tokens(), tokens(count=2)):
+        torch.testing.assert_close(made(x), by_formula(made, x), atol=1e-5, rtol=1e-5)
+    made(tokens()).sum().backward()
+    assert made.experts.w1.grad[3:].eq(0).all()
+
+
+@pytest.mark.parametrize("products", WAYS)
+def test_it_compiles_as_one_graph(products):
+    made, x = layer(products), tokens()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), made(x), atol=0, rtol=0)
+
+
+def test_parameters_that_a_token_does_not_use():
+    assert idle_parameters(layer(shared_dim=8)) == 3 * 3 * 16 * 24

@@ -1,0 +1,240 @@
+"""Qwen3-MoE against transformers' on the same weights, and the facts of its spec."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.experts import MixtureOfExperts, idle_parameters
+from torchtitan.models.initialize import initialize
+from torchtitan.models.sparse_decoder import SparseArgs
+from torchtitan.models.spec import MinShape, build_empty, count_parameters
+
+SPEC = MODELS["qwen3_moe"]
+HUGGING_FACE = SPEC.formats["hf"]
+SEQ_LEN = 64
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 96}
+ROUTED = {"n_experts": 11, "top_k": 3, "expert_dim": 40}  # more than 10: experts sort as numbers
+FACTS = {"head_norms": True, "vocab_size": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
+ARGS = SparseArgs(**SIZES, **ROUTED, **FACTS)
+
+
+def published(flavor):
+    """What matters of the config.json of `Qwen/Qwen3-{flavor}`."""
+    sizes = {"30B-A3B": (2048, 48, 32, 6144, 768), "235B-A22B": (4096, 94, 64, 12288, 1536)}
+    hidden, layers, heads, intermediate, of_expert = sizes[flavor]
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 32768,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": of_expert,
+        "norm_topk_prob": True,
+        "num_attention_heads": heads,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+
+
+def build(args):
+    model = SPEC.build(args, SEQ_LEN)
+    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    return model
+
+
+def to_transformers(args, named):
+    """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
+    result = {}
+    for name, value in named:
+        rows = HUGGING_FACE.rows(args, name)
+        stem, _, kind = name.rpartition(".experts.")
+        if stem:
+            fused = HUGGING_FACE.name(name).partition(".experts.")[0] + ".experts."
+            key = fused + ("down_proj" if kind == "w2" else "gate_up_proj")
+            before = result.get(key, value[:, :0])
+            result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
+        else:
+            result[HUGGING_FACE.name(name)] = value if rows is None else value[rows.argsort()]
+    return result
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"renormalize": False, "dense_layers": 1}],
+    ids=["renormalized", "not renormalized, first block dense"],
+)
+def test_logits_and_gradients_equal_those_of_transformers(change):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    args = dataclasses.replace(ARGS, **change)
+    config = HUGGING_FACE.config(args, SEQ_LEN)
+    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, attn_implementation="eager")).float()
+    ours = build(args)
+    missing, unexpected = theirs.load_state_dict(
+        to_transformers(args, ours.state_dict().items()), strict=False
+    )
+    assert (missing, unexpected) == ([], [])
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
+    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
+    gradients = to_transformers(args, [(n, p.grad) for n, p in ours.named_parameters()])
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("flavor", "total", "active"),
+    [("30B-A3B", 30_532_122_624, 3_353_032_704), ("235B-A22B", 235_093_634_560, 22_190_763_520)],
+)
+def test_flavors_have_the_published_sizes(flavor, total, active):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    args, config = SPEC.flavors[flavor], published(flavor)
+    assert HUGGING_FACE.args(config) == args
+    written = HUGGING_FACE.config(args, None)
+    assert {key: config[key] for key in written} == written
+    ours = build_empty(SPEC.build, args, 16)
+    assert count_parameters(ours).total == total
+    assert total - idle_parameters(ours) == active
+    with torch.device("meta"):
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+    # A token's share of attention to 4,096 others; the embedding is a look-up.
+    in_products = active - 151_936 * args.dim
+    scores = 12 * args.n_layers * args.n_heads * 128 * 4096
+    assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
+
+
+@pytest.mark.parametrize("shared_dim", [0, 24])
+def test_operations_are_those_that_torch_counts(shared_dim):
+    args = dataclasses.replace(ARGS, shared_dim=shared_dim)
+    mixture = MixtureOfExperts(48, 11, 40, 3, shared_dim=shared_dim)
+    with FlopCounterMode(display=False) as counter:
+        mixture(torch.zeros(2, 8, 48, requires_grad=True)).sum().backward()
+    assert counter.get_total_flops() == 16 * 6 * args.ffn_parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", [{}, {"renormalize": False}, {"shared_dim": 24}], ids=str)
+def test_bytes_kept_are_those_that_torch_keeps(change, dtype):
+    args, kept = dataclasses.replace(ARGS, **change), {}
+    mixture = MixtureOfExperts(
+        *(48, 11, 40, 3), shared_dim=args.shared_dim, renormalizes=args.renormalize
+    ).to(dtype)
+    parameters = {p.untyped_storage().data_ptr() for p in mixture.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    count = 400  # of tokens; the copies of the router's weight and the ends are of no token
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = mixture(torch.randn(1, count, 48, dtype=dtype, requires_grad=True))
+    found = sum(size for _, size in kept.values())
+    assert found / count == pytest.approx(args.ffn_kept(dtype.itemsize), abs=8)
+    assert out.requires_grad
+
+
+def test_roles_are_those_that_optimizer_groups_select():
+    names = [name for name, _ in build_empty(SPEC.build, ARGS, 16).named_parameters()]
+    roles = {name.removeprefix("layers.2."): SPEC.role(name, 2) for name in names}
+    assert roles["mixture.router.weight"] == "router"
+    assert {roles[f"mixture.experts.{w}"] for w in ("w1", "w2", "w3")} == {"expert"}
+    assert roles["attention.wq.weight"] == "matrix"
+
+
+def test_weights_that_add_to_the_stream_start_smaller():
+    stds = {name: SPEC.init_std(ARGS, f"layers.0.mixture.{name}") for name in WEIGHTS}
+    assert stds == pytest.approx(
+        {name: 0.02 / (6**0.5 if "w2" in name else 1) for name in WEIGHTS}, rel=1e-9
+    )
+
+
+WEIGHTS = ("router.weight", "experts.w1", "experts.w2", "experts.w3", "shared.w2.weight")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
+    large = dataclasses.replace(SPEC.flavors[flavor], dense_layers=3, shared_dim=512)
+    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    assert (small.n_experts, small.top_k, small.dense_layers) == (8, 2, 1)
+    assert small.expert_dim % (8 * tp) == small.shared_dim % (8 * tp) == 0
+    assert small.expert_dim / small.dim < 1.5
+    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: a token cannot have 129 of 128 "),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers: got [3]; wanted the first blocks, or none"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: got 2; qwen3moe has 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: got 0; input should be greater"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_network_of_another_kind_is_refused_in_words(change, line):
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(published("30B-A3B") | change)
+    assert error.value.lines[0].startswith(line)
+
+
+def test_a_shared_expert_has_no_place_in_the_format():
+    with pytest.raises(RecipeError, match="shared_dim: got 8; Qwen3MoeForCausalLM has 0"):
+        HUGGING_FACE.config(dataclasses.replace(ARGS, shared_dim=8), None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "message"),
+    [
+        ({"top_k": 9}, "model.top_k", "a token cannot have 9 of 8 experts; use at most as many"),
+        ({"n_experts": 1}, "model.n_experts", "a token cannot have 2 of 1 experts"),
+        ({"dense_layers": 6}, "model.dense_layers", "the first 6 of 6 blocks have no experts"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(keys, path, message):
+    model = {"name": "qwen3_moe", "flavor": "debugmodel", **keys}
+    (found,) = tiny.problems(tiny.job(model=model))
+    assert found.path == path
+    assert found.message.startswith(message)
+
+
+def test_tensor_ranks_must_divide_the_experts_width():
+    job = tiny.job(
+        model={"name": "qwen3_moe", "flavor": "debugmodel", "expert_dim": 191},
+        parallelism={"tensor_parallel_degree": 2},
+    )
+    (found,) = tiny.problems(job)
+    assert found.message.startswith(
+        "it does not divide the 191 hidden features of an expert of qwen3_moe debugmodel"
+    )

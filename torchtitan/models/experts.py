@@ -1,0 +1,275 @@
+"""Mixture of experts: each token goes to a few of many feed-forward networks (Shazeer et al., 2017,
+arXiv:1701.06538), and none is dropped, however uneven the choice (Gale et al., 2022,
+arXiv:2211.15841).
+
+    l = W_r x                                 logits of the router, in float32
+    s = softmax(l) or sigmoid(l)              scores
+    y = sum of s_e w2_e(silu(w1_e x) * w3_e x) over the experts e with the k largest l
+
+The scores of the chosen experts are divided by their sum if the router renormalizes. A shared
+expert, which every token uses, is added if there is one.
+
+Each token is repeated k times, and the rows are sorted by expert. An expert then multiplies
+consecutive rows, whose number is known on the device alone, and the number of all rows is constant.
+The modules are written for one device; distribution is applied from outside.
+
+Shapes: B batch, S sequence, D model dim, E experts, K experts of a token, N = B S K rows,
+F hidden dim of an expert.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from torchtitan.logging import logger
+from torchtitan.models.layers import FeedForward
+
+Scores = Literal["softmax", "sigmoid"]
+Products = Literal["grouped", "loop", "padded"]
+"""Ways to multiply the rows of each expert with its matrix. All give the same result."""
+
+
+class Router(nn.Module):
+    """Choice of K experts for each token, and their scores."""
+
+    def __init__(
+        self, dim: int, n_experts: int, top_k: int, scores: Scores, *, renormalizes: bool
+    ) -> None:
+        super().__init__()
+        self.top_k, self.scores, self.renormalizes = top_k, scores, renormalizes
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.route(x, self.weight)
+
+    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts by the largest logits; of equal ones, the first.
+
+        Args:
+            x: (B, S, D).
+            weight: (E, D).
+
+        Returns:
+            Scores (B, S, K) in float32 or wider, and the chosen experts (B, S, K) int64.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), weight.to(wide))  # (B, S, E)
+        # A stable sort, since `topk` returns any of equal logits, and another on each device.
+        order = logits.detach().sort(dim=-1, descending=True, stable=True).indices
+        chosen = order[..., : self.top_k].contiguous()
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        scores = scores.gather(-1, chosen)
+        if self.renormalizes:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return scores, chosen
+
+
+class Experts(nn.Module):
+    """E networks with SwiGLU, of which each token uses K."""
+
+    HIDDEN_DIM: ClassVar = {"w1": 1, "w2": 2, "w3": 1}
+    """Dim of F in each parameter."""
+
+    def __init__(self, dim: int, n_experts: int, hidden_dim: int, products: Products) -> None:
+        super().__init__()
+        self.products = products
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+
+    def forward(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        return self.mix(x, scores, chosen, self.w1, self.w2, self.w3)
+
+    def mix(
+        self, x: Tensor, scores: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
+    ) -> Tensor:
+        """Add up the results of the chosen experts, weighted in float32.
+
+        Args:
+            x: (B, S, D).
+            scores: (B, S, K) in float32 or wider.
+            chosen: (B, S, K) int64.
+            w1, w3: (E, F, D), or some of the hidden features, for a part of the sum over them.
+            w2: (E, D, F), with the same features.
+
+        Returns:
+            (B, S, D).
+        """
+        top_k, (expert, order) = chosen.shape[-1], chosen.flatten().sort(stable=True)
+        numbers = torch.arange(len(w1), device=x.device)
+        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
+        # Repeated before they are sorted: gradients of rows that are selected once are added up in
+        # an order that is always the same.
+        rows = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2).index_select(0, order)
+        gate = expert_products(rows, w1, ends, self.products)  # (N, F)
+        hidden = F.silu(gate) * expert_products(rows, w3, ends, self.products)
+        out = expert_products(hidden, w2, ends, self.products).index_select(0, order.argsort())
+        by_token: Tensor = out.unflatten(0, (-1, top_k)).to(scores.dtype)  # (B S, K, D)
+        return (by_token * scores.view(-1, top_k, 1)).sum(1).to(x.dtype).view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    """Feed-forward of a block: a router, its experts, and a shared one if `shared_dim` is not 0."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_experts: int,
+        hidden_dim: int,
+        top_k: int,
+        *,
+        shared_dim: int = 0,
+        scores: Scores = "softmax",
+        renormalizes: bool = True,
+        products: Products = "grouped",
+    ) -> None:
+        super().__init__()
+        self.router = Router(dim, n_experts, top_k, scores, renormalizes=renormalizes)
+        self.experts = Experts(dim, n_experts, hidden_dim, products)
+        self.shared = FeedForward(dim, shared_dim) if shared_dim else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, *self.router(x))
+        return out if self.shared is None else out + self.shared(x)
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """Return the number of parameters that a token does not use: those of experts not chosen."""
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return sum(
+        (len(layer.experts.w1) - layer.router.top_k) * weight[0].numel()
+        for layer in layers
+        for weight in layer.experts.parameters()
+    )
+
+
+def parameters_in_words(model: nn.Module) -> str:
+    """Return the number of parameters, and the number that a token uses if these are fewer."""
+    total, idle = sum(p.numel() for p in model.parameters()), idle_parameters(model)
+    used = f" ({total - idle:,} used by a token)" if idle else ""
+    return f"{total:,} parameters{used}"
+
+
+@torch.library.custom_op("torchtitan::expert_products", mutates_args=())
+def expert_products(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> Tensor:
+    """Multiply the rows of each expert with its matrix, like a linear layer.
+
+    It is an operator because the number of rows of an expert is unknown to fake tensors, and
+    because torch's own grouped product has no fake kernel for float32.
+
+    Args:
+        x: (N, I), the rows of the first expert first.
+        weight: (E, O, I).
+        ends: (E,) int32, row after the last of each expert; the last one is N.
+        products: a value of `Products`.
+
+    Returns:
+        (N, O).
+    """
+    by_inputs = weight.transpose(1, 2)  # (E, I, O)
+    if _is_grouped(products, x, *weight.shape[1:]):
+        return F.grouped_mm(x.contiguous(), by_inputs, offs=ends)
+    if products == "padded":
+        padded, places = _pad(x, ends)
+        return torch.bmm(padded, by_inputs)[places]
+    out = x.new_empty(len(x), weight.shape[1])
+    for number, rows in enumerate(_spans(ends)):
+        torch.mm(x[rows], by_inputs[number], out=out[rows])
+    return out
+
+
+@expert_products.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("torchtitan::expert_gradients", mutates_args=())
+def expert_gradients(grad: Tensor, x: Tensor, ends: Tensor, products: str) -> Tensor:
+    """Compute the gradient of the matrices in `expert_products`; 0 for an expert without rows.
+
+    Args:
+        grad: (N, O), gradient of the result.
+        x, ends, products: as there.
+
+    Returns:
+        (E, O, I).
+    """
+    if _is_grouped(products, x, grad.shape[1], x.shape[1]):
+        return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
+    if products == "padded":
+        (of_rows, _), (padded, _) = _pad(grad, ends), _pad(x, ends)
+        return torch.bmm(of_rows.transpose(1, 2), padded)
+    return torch.stack([grad[rows].t() @ x[rows] for rows in _spans(ends)])
+
+
+@expert_gradients.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor, products: str) -> Tensor:
+    return x.new_empty(len(ends), grad.shape[1], x.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.products = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    of_x = expert_products(grad, weight.transpose(1, 2), ends, ctx.products)
+    return of_x, expert_gradients(grad, x, ends, ctx.products), None, None
+
+
+expert_products.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.torchtitan.expert_products)
+def _(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * weight[1]
+
+
+@register_flop_formula(torch.ops.torchtitan.expert_gradients)
+def _(grad: torch.Size, x: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * grad.numel() * x[1]
+
+
+def _spans(ends: Tensor) -> Iterator[slice]:
+    """Yield the rows of each expert; waits for the device."""
+    return (slice(*bounds) for bounds in pairwise([0, *ends.tolist()]))
+
+
+def _pad(x: Tensor, ends: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return rows as (E, largest number of rows of an expert, I), and where each row is there."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    expert = torch.repeat_interleave(counts)
+    place = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
+    padded = x.new_zeros(len(ends), int(counts.max()), x.shape[1])
+    padded[expert, place] = x
+    return padded, (expert, place)
+
+
+def _is_grouped(products: str, x: Tensor, *sizes: int) -> bool:
+    """Whether torch's grouped product can be used.
+
+    It needs rows that are aligned to 16 bytes, and has no float64 (seen with torch 2.11 to 2.13).
+    """
+    if products != "grouped":
+        return False
+    is_aligned = all(size * x.itemsize % 16 == 0 for size in sizes)
+    if is_aligned and x.dtype != torch.float64 and hasattr(F, "grouped_mm"):
+        return True
+    _say_looped(x.dtype, sizes)
+    return False
+
+
+@cache
+def _say_looped(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    logger.info(
+        "experts: torch %s has no grouped product for %s matrices in %s, so experts are computed "
+        "one after the other",
+        *(torch.__version__, " x ".join(map(str, sizes)), str(dtype).removeprefix("torch.")),
+    )

@@ -1,0 +1,172 @@
+"""Decoders with mixtures of experts: arguments, block, settings, and the facts in which they differ
+from other decoders (`torchtitan.models.decoder_spec`).
+
+A family of them is a set of `SparseArgs`. The first blocks may have an ordinary feed-forward.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from torchtitan.config import Problem
+from torchtitan.models.decoder import DecoderArgs, TransformerBlock
+from torchtitan.models.decoder_settings import DecoderConfig
+from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
+from torchtitan.models.experts import MixtureOfExperts, Products, Scores
+from torchtitan.models.layers import RotaryEmbedding
+from torchtitan.models.spec import MinShape, ModelSpec, TensorRole, TensorSplits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseArgs(DecoderArgs):
+    """Sizes of one flavor; `ffn_dim` is that of blocks without experts."""
+
+    n_experts: int  # 0: none, in a block without them
+    top_k: int  # number of experts of a token
+    expert_dim: int
+    shared_dim: int = 0  # hidden width of the expert that all tokens use; 0: there is none
+    dense_layers: int = 0  # number of first blocks without experts
+    router_scores: Scores = "softmax"
+    renormalize: bool = True  # whether the scores of the chosen experts sum to 1
+    expert_products: Products = "grouped"
+
+    @property
+    def ffn_parameters(self) -> int:
+        if not self.n_experts:
+            return super().ffn_parameters
+        of_experts = 3 * (self.top_k * self.expert_dim + self.shared_dim)
+        return self.dim * (of_experts + self.n_experts)
+
+    def ffn_kept(self, itemsize: int) -> int:
+        """See `DecoderArgs`; exact for torch's operators.
+
+        The input of the router, its scores for all experts, the results of the experts and the
+        weights of the sum are float32; the rows of the experts and their hidden features are kept
+        in the computed dtype, as is the input for a shared expert. Three indices per row are int64.
+        """
+        if not self.n_experts:
+            return super().ffn_kept(itemsize)
+        k, dim = self.top_k, self.dim
+        in_float32 = dim + k * dim + self.n_experts + k + (k + 1) * self.renormalize
+        in_compute = k * dim + 4 * k * self.expert_dim
+        if self.shared_dim:
+            in_compute += dim * (itemsize < 4) + 4 * self.shared_dim
+        return 4 * in_float32 + itemsize * in_compute + 8 * 3 * k
+
+    def of_layer(self, number: int) -> Self:
+        return replace(self, n_experts=0) if number < self.dense_layers else self
+
+
+class SparseBlock(TransformerBlock):
+    """A block whose feed-forward is a mixture of experts, if its arguments have experts."""
+
+    def __init__(self, args: SparseArgs, rope: RotaryEmbedding) -> None:
+        super().__init__(args, rope)
+        self.mixture: nn.Module | None = None
+        if args.n_experts:
+            del self.feed_forward
+            self.mixture = MixtureOfExperts(
+                *(args.dim, args.n_experts, args.expert_dim, args.top_k),
+                shared_dim=args.shared_dim,
+                scores=args.router_scores,
+                renormalizes=args.renormalize,
+                products=args.expert_products,
+            )
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, documents)
+        feed_forward = self.feed_forward if self.mixture is None else self.mixture
+        out: Tensor = x + feed_forward(self.ffn_norm(x))
+        return out
+
+
+class SparseConfig(DecoderConfig):
+    """A decoder with mixtures of experts."""
+
+    args_type: ClassVar[type[DecoderArgs]] = SparseArgs
+
+    n_experts: int | None = Field(None, gt=0)
+    """Number of experts of a block (default: the flavor's)."""
+    top_k: int | None = Field(None, gt=0)
+    """Number of experts that compute a token, at most n_experts (default: the flavor's)."""
+    expert_dim: int | None = Field(None, gt=0)
+    """Hidden width of an expert (default: the flavor's)."""
+    shared_dim: int | None = Field(None, ge=0)
+    """Hidden width of an expert that computes all tokens; 0: there is none (default: the
+    flavor's)."""
+    dense_layers: int | None = Field(None, ge=0)
+    """Number of first blocks with a feed-forward of width ffn_dim instead of experts (default: the
+    flavor's)."""
+    router_scores: Scores | None = None
+    """Function from the logits of the router to scores (default: the flavor's)."""
+    renormalize: bool | None = None
+    """Divide the scores of a token's experts by their sum (default: the flavor's)."""
+    expert_products: Products | None = None
+    """Way to multiply tokens with the matrices of their experts, all with the same result. grouped:
+    one kernel, by torch's grouped_mm; loop: one expert after the other; padded: one batched
+    product, as if all experts had as many tokens as the busiest (default: the flavor's)."""
+
+    def size_problems(self, args: Any) -> Iterator[Problem]:
+        yield from super().size_problems(args)
+        if args.top_k > args.n_experts:
+            message = f"a token cannot have {args.top_k} of {args.n_experts} experts"
+            yield Problem(self.origin("top_k", "n_experts"), f"{message}; use at most as many")
+        if args.dense_layers >= args.n_layers:
+            message = (
+                f"the first {args.dense_layers} of {args.n_layers} blocks have no experts, so "
+                "none has; use fewer, or a dense model"
+            )
+            yield Problem(self.origin("dense_layers", "n_layers"), message)
+
+
+OF_SHARED: dict[str, TensorRole] = {
+    "mixture.shared": "input_gather",
+    "mixture.shared.w1": "colwise",
+    "mixture.shared.w3": "colwise",
+    "mixture.shared.w2": "rowwise",
+}
+OF_DENSE = [name for name in BLOCK_PLAN if name.startswith("feed_forward")]
+SPARSE_PLAN: dict[str, TensorRole] = {
+    **BLOCK_PLAN,
+    "mixture.router": "router",
+    "mixture.experts": "experts",
+    **OF_SHARED,
+}
+
+
+def sparse_splits(args: Any) -> TensorSplits:
+    """Return the sizes that tensor-parallel ranks and FSDP must divide."""
+    heads, dims = tensor_splits(args)
+    return TensorSplits({**heads, "hidden features of an expert": args.expert_dim}, dims)
+
+
+def sparse_shrink(args: Any, needed: MinShape) -> Any:
+    """Return the same structure, with at most 8 experts, of which a token has at most 2."""
+    small, multiple = shrink(args, needed), needed.tensor_ranks * 8
+    widths = {
+        key: -(-getattr(args, key) * small.dim // (args.dim * multiple)) * multiple
+        for key in ("expert_dim", "shared_dim")
+    }
+    n_experts = min(args.n_experts, 8)
+    fewer = {"n_experts": n_experts, "top_k": min(args.top_k, 2)}
+    dense_layers = min(args.dense_layers, 1 if needed.n_layers > 1 else 0)
+    return replace(small, **widths, **fewer, dense_layers=dense_layers)  # type: ignore[call-arg]
+
+
+def sparse_decoder_spec(
+    *, flavors: Mapping[str, SparseArgs], settings: type[SparseConfig], **facts: Any
+) -> ModelSpec[DecoderArgs]:
+    """Return the spec of a family; `decoder_spec` describes the arguments."""
+    spec = decoder_spec(
+        flavors=flavors,
+        settings=settings,
+        block=SparseBlock,  # type: ignore[arg-type]
+        block_plan=SPARSE_PLAN,
+        optional=[*OF_SHARED, *OF_DENSE],
+        **facts,
+    )
+    roles = {"*.mixture.router.*": "router", "*.mixture.experts.*": "expert"}
+    return replace(spec, roles=roles, tensor_splits=sparse_splits, shrink=sparse_shrink)
