@@ -202,6 +202,8 @@ def linears(
 ) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linears that `config` converts; `done` records all, with reasons for skipping."""
     for name, module in list(model.named_modules()):
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            done.skipped[name] = "experts are not converted"
         if not isinstance(module, nn.Linear):
             continue
         outputs, inputs = module.weight.shape

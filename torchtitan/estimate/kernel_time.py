@@ -88,13 +88,13 @@ def _arithmetic_seconds(kernel: Kernel, hardware: Hardware) -> float:
     if "attention" in kernel.name:
         return _attention_seconds(kernel, hardware)
     shapes, name = kernel.shapes, dtype_name(kernel.dtype)
-    if "grouped_mm" in kernel.name:  # torch does not count its FLOPs
-        (*_, rows, inner), (*groups, _, columns) = shapes[:2]
-        count = math.prod(groups)
-        rate = product_rate(name, max(rows // max(count, 1), 1), columns, inner, count, hardware)
-        return 2 * rows * inner * columns / rate
     if not kernel.flops:
         return 0.0
+    if kernel.name in ("torchtitan.expert_products", "torchtitan.expert_gradients"):
+        (rows, width), other, (count,) = shapes[:3]
+        each = max(rows // count, 1)  # as if all experts had as many rows
+        m, k = (each, width) if len(other) == 3 else (width, each)
+        return kernel.flops / product_rate(name, m, other[1], k, count, hardware)
     if "addmm" in kernel.name or "baddbmm" in kernel.name:
         shapes = shapes[1:]
     if "mm" in kernel.name and len(shapes) > 1:
