@@ -104,7 +104,7 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
         assert isinstance(router, Router)
         block = next(b for b in work.order if name.startswith(f"{b}."))
         yield from formulas.of_router(
-            work.tokens(block) * router.top_k,
+            work.tokens(block) * router.routing.top_k,
             times=work.times,
             more=part.recomputations(name),
             split=work.splits_stream,

@@ -15,6 +15,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.experts import Router
 from torchtitan.models.layers import (
     Attention,
     FeedForward,
@@ -138,6 +139,9 @@ class Decoder(nn.Module):
     def init_buffers(self) -> None:
         """Fill buffers outside of checkpoints; call it after `to_empty` or a change of dtype."""
         self.rope.init_buffers()
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.init_buffers()
 
     def forward(
         self,

@@ -4,10 +4,12 @@ arXiv:2211.15841).
 
     l = W_r x                                 logits of the router, in float32
     s = softmax(l) or sigmoid(l)              scores
-    y = sum of s_e w2_e(silu(w1_e x) * w3_e x) over the experts e with the k largest l
+    y = sum of s_e w2_e(silu(w1_e x) * w3_e x) over the experts e with the k largest s
 
 The scores of the chosen experts are divided by their sum if the router renormalizes. A shared
-expert, which every token uses, is added if there is one.
+expert, which every token uses, is added if there is one. As in DeepSeek-V3 (2024, arXiv:2412.19437,
+section 2.1.2), a router may have a bias that affects the choice but not the scores, and may choose
+groups of experts first.
 
 Each token is repeated k times, and the rows are sorted by expert. An expert then multiplies
 consecutive rows, whose number is known on the device alone, and the number of all rows is constant.
@@ -18,6 +20,7 @@ F hidden dim of an expert.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -35,21 +38,48 @@ Products = Literal["grouped", "loop", "padded"]
 """Ways to multiply the rows of each expert with its matrix. All give the same result."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Rule by which a router chooses experts and weights their results."""
+
+    top_k: int
+    """Number of experts of a token."""
+    scores: Scores = "softmax"
+    renormalizes: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the scores of the chosen experts."""
+    groups: int = 1
+    """Number of groups of consecutive experts."""
+    top_groups: int = 1
+    """Number of groups of a token: those with the largest sums of their two best scores."""
+    has_bias: bool = False
+    """Whether the choice is by score plus a bias of each expert."""
+
+
 class Router(nn.Module):
     """Choice of K experts for each token, and their scores."""
 
-    def __init__(
-        self, dim: int, n_experts: int, top_k: int, scores: Scores, *, renormalizes: bool
-    ) -> None:
+    bias: Tensor | None
+    """(E,) float32, no parameter: it is changed between steps, to balance the experts."""
+
+    def __init__(self, dim: int, n_experts: int, routing: Routing) -> None:
         super().__init__()
-        self.top_k, self.scores, self.renormalizes = top_k, scores, renormalizes
+        self.routing = routing
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        bias = torch.zeros(n_experts, dtype=torch.float32) if routing.has_bias else None
+        self.register_buffer("bias", bias)
+
+    def init_buffers(self) -> None:
+        """Fill the bias with zeros."""
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.route(x, self.weight)
 
     def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts by the largest logits; of equal ones, the first.
+        """Choose the experts with the largest scores; of equal ones, the first.
 
         Args:
             x: (B, S, D).
@@ -58,16 +88,36 @@ class Router(nn.Module):
         Returns:
             Scores (B, S, K) in float32 or wider, and the chosen experts (B, S, K) int64.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
+        rule, wide = self.routing, torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), weight.to(wide))  # (B, S, E)
-        # A stable sort, since `topk` returns any of equal logits, and another on each device.
-        order = logits.detach().sort(dim=-1, descending=True, stable=True).indices
-        chosen = order[..., : self.top_k].contiguous()
-        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+        chosen = self._choose((scores if self.bias is not None else logits).detach())
         scores = scores.gather(-1, chosen)
-        if self.renormalizes:
+        if rule.renormalizes:
             scores = scores / scores.sum(-1, keepdim=True)
-        return scores, chosen
+        return scores if rule.scale == 1 else scores * rule.scale, chosen
+
+    def _choose(self, values: Tensor) -> Tensor:
+        """Return the K best experts (B, S, K) by scores, or logits in their place (B, S, E)."""
+        rule = self.routing
+        if self.bias is not None:
+            values = values + self.bias
+        if rule.groups > 1:
+            by_group = values.view(*values.shape[:-1], rule.groups, -1)
+            best = _largest(
+                by_group.topk(min(2, by_group.shape[-1])).values.sum(-1), rule.top_groups
+            )
+            left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            values = by_group.masked_fill(left_out[..., None], -torch.inf).view_as(values)
+        return _largest(values, rule.top_k)
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """Return the indices of the `k` largest values in the last dim; of equal ones, the first.
+
+    By a stable sort, since `topk` returns any of equal values, and others on each device.
+    """
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 class Experts(nn.Module):
@@ -122,15 +172,13 @@ class MixtureOfExperts(nn.Module):
         dim: int,
         n_experts: int,
         hidden_dim: int,
-        top_k: int,
+        routing: Routing,
         *,
         shared_dim: int = 0,
-        scores: Scores = "softmax",
-        renormalizes: bool = True,
         products: Products = "grouped",
     ) -> None:
         super().__init__()
-        self.router = Router(dim, n_experts, top_k, scores, renormalizes=renormalizes)
+        self.router = Router(dim, n_experts, routing)
         self.experts = Experts(dim, n_experts, hidden_dim, products)
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
 
@@ -143,7 +191,7 @@ def idle_parameters(model: nn.Module) -> int:
     """Return the number of parameters that a token does not use: those of experts not chosen."""
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     return sum(
-        (len(layer.experts.w1) - layer.router.top_k) * weight[0].numel()
+        (len(layer.experts.w1) - layer.router.routing.top_k) * weight[0].numel()
         for layer in layers
         for weight in layer.experts.parameters()
     )

@@ -15,7 +15,7 @@ from torchtitan.config import Problem
 from torchtitan.models.decoder import DecoderArgs, TransformerBlock
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
-from torchtitan.models.experts import MixtureOfExperts, Products, Scores
+from torchtitan.models.experts import MixtureOfExperts, Products, Routing, Scores
 from torchtitan.models.layers import RotaryEmbedding
 from torchtitan.models.spec import MinShape, ModelSpec, TensorRole, TensorSplits
 
@@ -31,7 +31,24 @@ class SparseArgs(DecoderArgs):
     dense_layers: int = 0  # number of first blocks without experts
     router_scores: Scores = "softmax"
     renormalize: bool = True  # whether the scores of the chosen experts sum to 1
+    router_scale: float = 1.0  # factor of the scores of the chosen experts
+    router_bias: bool = False  # whether a bias of each expert balances the choice
+    expert_groups: int = 1
+    top_groups: int = 1  # number of groups of experts of a token
     expert_products: Products = "grouped"
+
+    @property
+    def routing(self) -> Routing:
+        """Rule of the routers."""
+        return Routing(
+            top_k=self.top_k,
+            scores=self.router_scores,
+            renormalizes=self.renormalize,
+            scale=self.router_scale,
+            groups=self.expert_groups,
+            top_groups=self.top_groups,
+            has_bias=self.router_bias,
+        )
 
     @property
     def ffn_parameters(self) -> int:
@@ -69,10 +86,8 @@ class SparseBlock(TransformerBlock):
         if args.n_experts:
             del self.feed_forward
             self.mixture = MixtureOfExperts(
-                *(args.dim, args.n_experts, args.expert_dim, args.top_k),
+                *(args.dim, args.n_experts, args.expert_dim, args.routing),
                 shared_dim=args.shared_dim,
-                scores=args.router_scores,
-                renormalizes=args.renormalize,
                 products=args.expert_products,
             )
 
@@ -104,6 +119,15 @@ class SparseConfig(DecoderConfig):
     """Function from the logits of the router to scores (default: the flavor's)."""
     renormalize: bool | None = None
     """Divide the scores of a token's experts by their sum (default: the flavor's)."""
+    router_scale: float | None = Field(None, gt=0)
+    """Factor of the scores of a token's experts (default: the flavor's)."""
+    router_bias: bool | None = None
+    """Choose experts by their score plus a bias, which no gradient changes (default: the
+    flavor's)."""
+    expert_groups: int | None = Field(None, gt=0)
+    """Number of groups of consecutive experts, a divisor of n_experts (default: the flavor's)."""
+    top_groups: int | None = Field(None, gt=0)
+    """Number of groups from which a token's experts are chosen (default: the flavor's)."""
     expert_products: Products | None = None
     """Way to multiply tokens with the matrices of their experts, all with the same result. grouped:
     one kernel, by torch's grouped_mm; loop: one expert after the other; padded: one batched
@@ -114,6 +138,19 @@ class SparseConfig(DecoderConfig):
         if args.top_k > args.n_experts:
             message = f"a token cannot have {args.top_k} of {args.n_experts} experts"
             yield Problem(self.origin("top_k", "n_experts"), f"{message}; use at most as many")
+        if args.n_experts % args.expert_groups:
+            message = f"the {args.expert_groups} groups do not divide the {args.n_experts} experts"
+            yield Problem(self.origin("expert_groups", "n_experts"), message)
+        elif args.top_groups > args.expert_groups:
+            key = self.origin("top_groups", "expert_groups")
+            message = f"a token cannot have {args.top_groups} of {args.expert_groups} groups"
+            yield Problem(key, f"{message}; use at most as many")
+        elif (most := args.n_experts // args.expert_groups * args.top_groups) < min(
+            args.top_k, args.n_experts
+        ):
+            key = self.origin("top_groups", "top_k", "expert_groups")
+            message = f"a token cannot have {args.top_k} of the {most} experts in its groups"
+            yield Problem(key, f"{message} (top_groups = {args.top_groups}); use more groups")
         if args.dense_layers >= args.n_layers:
             message = (
                 f"the first {args.dense_layers} of {args.n_layers} blocks have no experts, so "

@@ -8,17 +8,21 @@ from torch import Tensor
 from torchtitan.models.experts import (
     MixtureOfExperts,
     Router,
+    Routing,
     expert_gradients,
     expert_products,
     idle_parameters,
 )
 
 WAYS = ["grouped", "loop", "padded"]
-SIZES = (16, 6, 24, 3)  # D, E, F, K: all different
+SIZES = (16, 6, 24)  # D, E, F: all different
 
 
-def layer(products: str = "grouped", dtype: torch.dtype = torch.float32, **how) -> MixtureOfExperts:
-    made = MixtureOfExperts(*SIZES, products=products, **how).to(dtype)
+def layer(
+    products: str = "grouped", dtype: torch.dtype = torch.float32, shared_dim: int = 0, **rule
+) -> MixtureOfExperts:
+    routing = Routing(**{"top_k": 3, **rule})
+    made = MixtureOfExperts(*SIZES, routing, shared_dim=shared_dim, products=products).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -31,15 +35,28 @@ def tokens(dtype: torch.dtype = torch.float32, count: int = 20) -> Tensor:
     return torch.randn(2, count // 2, SIZES[0], generator=generator).to(dtype).requires_grad_()
 
 
+def best(rule: Routing, values: Tensor) -> list[int]:
+    """The experts with the largest values, in the groups whose best two have the largest sums."""
+    numbers, size = range(len(values)), len(values) // rule.groups
+    groups = [numbers[g * size : (g + 1) * size] for g in range(rule.groups)]
+
+    def of_group(group: range) -> float:
+        return -sum(sorted((values[e].item() for e in group), reverse=True)[:2])
+
+    allowed = [e for group in sorted(groups, key=of_group)[: rule.top_groups] for e in group]
+    return sorted(sorted(allowed), key=lambda e: -values[e].item())[: rule.top_k]
+
+
 def by_formula(made: MixtureOfExperts, x: Tensor) -> Tensor:
     """The module's formula, one token and one expert at a time."""
-    router, experts = made.router, made.experts
+    router, experts, rule = made.router, made.experts, made.router.routing
     rows = []
     for token in x.flatten(0, 1):
         logits = router.weight @ token
-        chosen = sorted(range(len(logits)), key=lambda e: (-logits[e].item(), e))[: router.top_k]
-        scores = (logits.softmax(0) if router.scores == "softmax" else logits.sigmoid())[chosen]
-        scores = scores / scores.sum() if router.renormalizes else scores
+        all_scores = logits.softmax(0) if rule.scores == "softmax" else logits.sigmoid()
+        chosen = best(rule, all_scores if router.bias is None else all_scores + router.bias)
+        scores = all_scores[chosen]
+        scores = rule.scale * (scores / scores.sum() if rule.renormalizes else scores)
         parts = [
             experts.w2[e] @ (F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token))
             for e in chosen
@@ -52,11 +69,20 @@ def by_formula(made: MixtureOfExperts, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("products", WAYS)
 @pytest.mark.parametrize(
     "how",
-    [{}, {"scores": "sigmoid"}, {"renormalizes": False}, {"shared_dim": 8}],
-    ids=["softmax", "sigmoid", "not renormalized", "shared"],
+    [
+        {},
+        {"scores": "sigmoid"},
+        {"renormalizes": False},
+        {"shared_dim": 8},
+        {"scores": "sigmoid", "has_bias": True, "scale": 2.5},
+        {"has_bias": True, "groups": 3, "top_groups": 2},
+    ],
+    ids=["softmax", "sigmoid", "not renormalized", "shared", "bias", "groups"],
 )
 def test_it_is_the_formula(how, products):
     made = layer(products, **how)
+    if made.router.bias is not None:
+        made.router.bias.copy_(torch.tensor([-1.0, 0.6, 0.0, 0.1, -0.4, 0.5]))
     x, same = tokens(), tokens()
     found, expected = made(x), by_formula(made, same)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -104,7 +130,7 @@ def test_gradients_in_float64_and_a_size_that_is_not_aligned_are_looped(caplog):
 
 
 def test_of_equal_logits_the_first_experts_are_chosen():
-    router = Router(4, 8, 3, "softmax", renormalizes=True)
+    router = Router(4, 8, Routing(top_k=3))
     with torch.no_grad():
         router.weight.zero_()[5] = 1.0
     scores, chosen = router(torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0], [-1.0, 0, 0, 0]]]))
@@ -114,7 +140,7 @@ def test_of_equal_logits_the_first_experts_are_chosen():
 
 def test_scores_are_computed_and_applied_in_float32():
     """In bfloat16, logits of 64.0 and 64.2 are equal, and 1/3 of a sum of ones is not 1."""
-    router = Router(2, 3, 2, "softmax", renormalizes=True).bfloat16()
+    router = Router(2, 3, Routing(top_k=2)).bfloat16()
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[64.0, 0], [64.0, 0.2], [0, 0]]))
     scores, chosen = router(torch.tensor([[[1.0, 1.0]]], dtype=torch.bfloat16))

@@ -137,7 +137,7 @@ def test_flavors_have_the_published_sizes(flavor, total, active):
 @pytest.mark.parametrize("shared_dim", [0, 24])
 def test_operations_are_those_that_torch_counts(shared_dim):
     args = dataclasses.replace(ARGS, shared_dim=shared_dim)
-    mixture = MixtureOfExperts(48, 11, 40, 3, shared_dim=shared_dim)
+    mixture = MixtureOfExperts(48, 11, 40, args.routing, shared_dim=shared_dim)
     with FlopCounterMode(display=False) as counter:
         mixture(torch.zeros(2, 8, 48, requires_grad=True)).sum().backward()
     assert counter.get_total_flops() == 16 * 6 * args.ffn_parameters
@@ -147,9 +147,7 @@ def test_operations_are_those_that_torch_counts(shared_dim):
 @pytest.mark.parametrize("change", [{}, {"renormalize": False}, {"shared_dim": 24}], ids=str)
 def test_bytes_kept_are_those_that_torch_keeps(change, dtype):
     args, kept = dataclasses.replace(ARGS, **change), {}
-    mixture = MixtureOfExperts(
-        *(48, 11, 40, 3), shared_dim=args.shared_dim, renormalizes=args.renormalize
-    ).to(dtype)
+    mixture = MixtureOfExperts(48, 11, 40, args.routing, shared_dim=args.shared_dim).to(dtype)
     parameters = {p.untyped_storage().data_ptr() for p in mixture.parameters()}
 
     def keep(tensor):
@@ -221,6 +219,13 @@ def test_a_shared_expert_has_no_place_in_the_format():
     [
         ({"top_k": 9}, "model.top_k", "a token cannot have 9 of 8 experts; use at most as many"),
         ({"n_experts": 1}, "model.n_experts", "a token cannot have 2 of 1 experts"),
+        ({"expert_groups": 3}, "model.expert_groups", "the 3 groups do not divide the 8 experts"),
+        ({"top_groups": 2}, "model.top_groups", "a token cannot have 2 of 1 groups; use at most"),
+        (
+            {"top_k": 3, "expert_groups": 4},
+            "model.top_k",
+            "a token cannot have 3 of the 2 experts in its groups",
+        ),
         ({"dense_layers": 6}, "model.dense_layers", "the first 6 of 6 blocks have no experts"),
     ],
 )
