@@ -210,6 +210,7 @@ def test_where_a_technique_begins_to_pay(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("attention", "research/attention_8bit"),
         ("document_attention", "attention"),
+        ("experts", "experts"),
         ("optimizers", "optimizers"),
     ],
 )
@@ -240,7 +241,7 @@ def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path)
     "name",
     [
         *("parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"),
-        *("data", "document_attention", "plan_memory"),
+        *("data", "document_attention", "experts", "plan_memory"),
     ],
 )
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.gpu import mixture
 from tests.gpu.planned import calibration, planned
 from torchtitan.build import build
 from torchtitan.checks import load_job
@@ -109,6 +110,7 @@ TRANSFORMERS = "transformers, compiled"
 HADAMARD = "Hadamard transform"
 CALIBRATION = "calibration"
 ATTENTION = {"attention, 8,192 tokens": 8192, "attention, 32,768 tokens": 32768}
+EXPERTS = {f"experts, {name}": layer for name, layer in mixture.LAYERS.items()}
 MASKS = {
     "causal": (0, 0),
     **{f"documents of {size:,}": (size, 0) for size in (500, 1000, 2000, 4000, 8000)},
@@ -127,7 +129,7 @@ def names(rehearsed: bool) -> list[str]:
     if importlib.util.find_spec("transformers"):
         rows.append(TRANSFORMERS)
     rows += [*ROWS][5:]
-    cases = ["matrix product", CALIBRATION, HADAMARD, *ATTENTION]
+    cases = ["matrix product", CALIBRATION, HADAMARD, *ATTENTION, *EXPERTS]
     for model in models:
         chosen = MODELS_HERE[model].rows if model in MODELS_HERE else ()
         cases += [f"{model}: {row}" for row in [*(chosen or rows), "compiled, again"]]
@@ -141,6 +143,10 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         return hadamard_transform(device, backend)
     if name in ATTENTION:
         return document_attention(ATTENTION[name], device)
+    if name in EXPERTS:
+        layer, rounds = EXPERTS[name], 20 if device.type == "cuda" else 2
+        layer = layer if device.type == "cuda" else layer.shrunk(64)
+        return mixture.timed(layer, device, torch.bfloat16, rounds)
     if name == CALIBRATION:
         model = MODELS_HERE["8B, 4 layers"] if device.type == "cuda" else TOY
         return calibration(job_of("compiled", model, device, backend), device)

@@ -109,6 +109,7 @@ def fast(rows: Rows) -> str:
         times = "; ".join(f"{name} {ms:.3g}" for name, ms in rotated.items())
         parts.append(f"A Hadamard transform of rows of 128 in bf16: {times}.")
     parts += attention(rows)
+    parts += experts(rows)
     models: dict[str, Rows] = {}
     for case, row in rows.items():
         if ": " in case and "tokens/s" in row["figures"]:
@@ -167,6 +168,27 @@ def attention(rows: Rows) -> Iterator[str]:
         yield f"### {case.capitalize()}"
         yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
         yield table(heads, cells)
+
+
+def experts(rows: Rows) -> Iterator[str]:
+    """A table of each layer, with a row for each way to compute it, and for its parts."""
+    for case, row in rows.items():
+        if not (ways := row["figures"].get("ways")):
+            continue
+        waits, cells = row["figures"].get("waits", {}), []
+        for name, found in ways.items():
+            times, ratios = (
+                f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+                for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
+            )
+            mfu = row["figures"].get(f"MFU, {name}")
+            cells.append(
+                [name, times, ratios, f"{mfu:.1%}" if mfu else "-", str(waits.get(name, "-"))]
+            )
+        heads = ["", "ms (quartiles)", "to a feed-forward of equal FLOPs, by round", "MFU"]
+        yield f"### {case[0].upper()}{case[1:]}"
+        yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
+        yield table([*heads, "waits of the host"], cells)
 
 
 def traces(found: Mapping[str, Mapping[str, Any]]) -> str:

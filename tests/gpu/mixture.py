@@ -1,0 +1,182 @@
+"""One mixture of experts, timed beside a feed-forward of equal FLOPs, for `scripts/gpu` and
+benchmarks/experts.py.
+
+All ways to compute products take turns in each round, and ratios are of one round.
+"""
+
+import dataclasses
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.device import Device
+from torchtitan.models.experts import MixtureOfExperts, Products, Routing, expert_products
+from torchtitan.models.layers import FeedForward
+
+Built = TypeVar("Built", bound=nn.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer, and the tokens that it gets."""
+
+    dim: int
+    n_experts: int
+    expert_dim: int
+    routing: Routing
+    shared_dim: int = 0
+    tokens: int = 8192
+
+    @property
+    def active_dim(self) -> int:
+        """Width of the feed-forward of equal FLOPs."""
+        return self.routing.top_k * self.expert_dim + self.shared_dim
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the experts of all tokens, forward and backward."""
+        return 6 * self.tokens * 3 * self.dim * self.active_dim
+
+    def build(self) -> MixtureOfExperts:
+        """Build the layer."""
+        sizes = (self.dim, self.n_experts, self.expert_dim)
+        return MixtureOfExperts(*sizes, self.routing, shared_dim=self.shared_dim)
+
+    def shrunk(self, by: int) -> "Layer":
+        """Return a layer whose widths and tokens are smaller."""
+        sizes = ("dim", "expert_dim", "shared_dim", "tokens")
+        return dataclasses.replace(self, **{size: getattr(self, size) // by for size in sizes})
+
+
+DEEPSEEK = Routing(top_k=8, scores="sigmoid", scale=2.5, groups=8, top_groups=4, has_bias=True)
+LAYERS = {
+    "30B-A3B": Layer(2048, 128, 768, Routing(top_k=8)),
+    "671B": Layer(7168, 256, 2048, DEEPSEEK, shared_dim=2048),
+}
+
+
+def timed(layer: Layer, device: Device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Return milliseconds by what is computed, ratios to the feed-forward, and host waits."""
+    where = {"device": device.torch_device, "dtype": dtype}
+    x = torch.randn(1, layer.tokens, layer.dim, **where, requires_grad=True)
+    mixture = _drawn(layer.build, device, dtype)
+    dense = _drawn(lambda: FeedForward(layer.dim, layer.active_dim), device, dtype)
+
+    def of(products: str) -> Callable[[], None]:
+        def run() -> None:
+            mixture.experts.products = products
+            mixture(x).backward(x.detach())
+
+        return run
+
+    ways: dict[str, Callable[[], None]] = {
+        "feed-forward": lambda: dense(x).backward(x.detach()),
+        **{products: of(products) for products in get_args(Products)},
+        **_parts(mixture, x),
+    }
+    found = _in_turns(ways, device, rounds, [x, *mixture.parameters(), *dense.parameters()])
+    quartiles = {
+        name: {
+            "ms": [1000 * s for s in statistics.quantiles(taken, n=4)],
+            "ratio": statistics.quantiles(
+                (a / b for a, b in zip(taken, found["feed-forward"], strict=True)), n=4
+            ),
+        }
+        for name, taken in found.items()
+    }
+    figures: dict[str, Any] = {"ways": quartiles}
+    if peak := device.peak_flops(dtype):
+        for name in ("feed-forward", *get_args(Products)):
+            figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
+    if device.type == "cuda":
+        figures["waits"] = {name: _waits(ways[name]) for name in get_args(Products)}
+        figures["GiB"] = device.memory_peak()
+    return figures
+
+
+def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]]:
+    """Return what surrounds the products, forward and backward."""
+    experts, top_k = mixture.experts, mixture.router.routing.top_k
+    with torch.no_grad():
+        scores, chosen = mixture.router(x)
+        ends = torch.searchsorted(
+            chosen.flatten().sort().values,
+            torch.arange(len(experts.w1), device=x.device),
+            right=True,
+            out_int32=True,
+        )
+        rows = x.detach().repeat_interleave(top_k, dim=1)[0].requires_grad_()
+    weights = scores.clone().requires_grad_()
+    w1 = experts.w1
+
+    def route() -> None:
+        mixture.router(x)[0].backward(scores)
+
+    def combine() -> None:
+        out = (rows.unflatten(0, (-1, top_k)).to(weights.dtype) * weights[0, ..., None]).sum(1)
+        out.backward(out.detach())
+
+    def dispatch() -> None:
+        order = chosen.flatten().sort(stable=True).indices
+        repeated = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2)
+        repeated.index_select(0, order).backward(rows.detach())
+
+    def one_product() -> None:
+        expert_products(rows, w1, ends, "grouped").sum().backward()
+
+    return {
+        "routing": route,
+        "dispatch": dispatch,
+        "combine": combine,
+        "one grouped product": one_product,
+    }
+
+
+def _in_turns(
+    ways: dict[str, Callable[[], None]], device: Device, rounds: int, given: list[Tensor]
+) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 2):  # two to warm up
+        for name in [*ways][:: 1 if number % 2 else -1]:
+            begin = device.stamp()
+            ways[name]()
+            seconds = device.seconds(begin, device.stamp())
+            for tensor in given:
+                tensor.grad = None
+            if number >= 2:
+                taken[name].append(seconds)
+    return taken
+
+
+def _waits(run: Callable[[], None]) -> int:
+    """Count the calls in which the host waits for the device."""
+    usual = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode(usual)
+    return sum("synchroniz" in str(each.message) for each in caught)
+
+
+def _drawn(build: Callable[[], Built], device: Device, dtype: torch.dtype) -> Built:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            made = build()
+    finally:
+        torch.set_default_dtype(usual)
+    made.to_empty(device=device.torch_device)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.02)
+        for buffer in made.buffers():
+            buffer.zero_()
+    return made
