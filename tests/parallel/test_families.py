@@ -106,6 +106,15 @@ def test_muon_trains_the_same_run_as_one_rank() -> None:
     test_muon.is_the_run_of_one_rank(case(shard=2, tp=2).of(**QWEN3))
 
 
+MUON = {"FSDP 2": case(shard=2), "FSDP 2 x TP 2": case(shard=2, tp=2)}
+MUON["HSDP 2 x 2 x TP 2"] = case(replicate=2, shard=2, tp=2)
+
+
+@pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
+def test_muon_takes_each_expert_as_a_matrix(name: str) -> None:
+    test_muon.is_the_run_of_one_rank(MUON[name].of(**SPARSE))
+
+
 @pytest.mark.gate
 def test_steps_in_the_backward() -> None:
     test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3))

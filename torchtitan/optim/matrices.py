@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 
 
 class Area(NamedTuple):
-    """Rows and columns of a parameter."""
+    """Rows and columns of a parameter, or of some of the matrices in one of three dims."""
 
     rows: range
     columns: range
+    matrices: range = range(1)
+
+    @classmethod
+    def of_dims(cls, dims: Sequence[range]) -> "Area":
+        """Return the area with these ranges of a tensor of two or three dims."""
+        *matrices, rows, columns = dims
+        return cls(rows, columns, *matrices)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,16 +45,20 @@ class Area(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        return len(self.rows) * len(self.columns)
+        return len(self.rows) * len(self.columns) * len(self.matrices)
 
     def __and__(self, other: "Area") -> "Area":
         """Return the intersection."""
-        return Area(_both(self.rows, other.rows), _both(self.columns, other.columns))
+        rows, columns, matrices = (_both(*pair) for pair in zip(self, other, strict=True))
+        return Area(rows if matrices else rows[:0], columns, matrices)
 
     def of(self, tensor: Tensor, begin: "Area") -> Tensor:
         """Return a view of this area of `tensor`, which holds the area `begin` of the parameter."""
-        top, left = self.rows.start - begin.rows.start, self.columns.start - begin.columns.start
-        return tensor[top : top + len(self.rows), left : left + len(self.columns)]
+        rows, columns, matrices = (
+            slice(mine.start - theirs.start, mine.stop - theirs.start)
+            for mine, theirs in zip(self, begin, strict=True)
+        )
+        return tensor[..., rows, columns] if tensor.ndim == 2 else tensor[matrices, rows, columns]
 
 
 def _both(one: range, other: range) -> range:
@@ -64,7 +75,7 @@ class Matrix(NamedTuple):
 
 
 class MatrixSharding(NamedTuple):
-    """Sharding of a two-dimensional parameter over ranks."""
+    """Sharding of a parameter of two or three dims over ranks."""
 
     parts: Sequence[Area]
     """Area of each rank."""
@@ -131,7 +142,7 @@ class Exchange:
     ) -> None:
         """
         Args:
-            parameters: two-dimensional parameters.
+            parameters: parameters of two dims, or of three with a matrix in each of the first.
             matrices: returns the areas of a parameter that are matrices.
             cost: cost of an update, by rows and columns.
             limit: maximum elements of whole matrices per rank and round, unless one matrix has
@@ -184,7 +195,7 @@ class _Group:
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
         shardings = {
             number: MatrixSharding(
-                [Area(*extents(p.tensor, at)) for at in coordinates],
+                [Area.of_dims(extents(p.tensor, at)) for at in coordinates],
                 [
                     tuple(i for i, how in zip(at, p.placements, strict=True) if how.is_replicate())
                     for at in coordinates

@@ -28,6 +28,7 @@ from torchtitan.torch_private.optimizers import without_compiler
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: steep at 0, and within 0.7 and 1.2 where it has converged."""
+EXPERT = "expert"
 EPS = 1e-7
 """Minimum norm that a matrix is divided by."""
 MIB = 2**20
@@ -63,8 +64,9 @@ class Muon(OptimizerConfig):
 
     name: Literal["Muon"] = "Muon"
     """Name of the optimizer."""
-    roles: tuple[str, ...] = Field(("matrix",), min_length=1)
-    """Roles of the two-dimensional parameters that Muon updates; AdamW updates the rest."""
+    roles: tuple[str, ...] = Field(("matrix", EXPERT), min_length=1)
+    """Roles of the parameters that Muon updates, of two dims, or of three with a matrix in each of
+    the first; AdamW updates the rest. A dense model has none of the role expert."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of the running gradient."""
     nesterov: bool = True
@@ -135,17 +137,17 @@ class Muon(OptimizerConfig):
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         known = list(dict.fromkeys(parameter.role for parameter in parameters))
         for role in self.roles:
-            if role not in known:
+            if role not in (*known, EXPERT):
                 message = f"no parameter has the role {shorten(role)}; {allowed_names(role, known)}"
                 yield Problem("roles", message)
         if self.by_head and not any(p.heads for p in parameters if p.role in self.roles):
             message = f"no parameter of {show(list(self.roles))} has heads; use false"
             yield Problem("by_head", message, ("roles",))
-        flat = [p for p in parameters if p.role in self.roles and len(p.shape) != 2]
+        flat = [p for p in parameters if p.role in self.roles and len(p.shape) not in (2, 3)]
         if flat:
             other = [role for role in self.roles if role not in {p.role for p in flat}]
             message = (
-                f"Muon updates matrices, of 2 dims; {flat[0].name}, which is of the role "
+                f"Muon updates matrices, of 2 or 3 dims; {flat[0].name}, which is of the role "
                 f"{flat[0].role}, has {len(flat[0].shape)}"
                 + (f", as have {len(flat) - 1} others" if len(flat) > 1 else "")
                 + (f"; use {show(other)}" if other else "; use another self.name")
@@ -178,7 +180,9 @@ class Muon(OptimizerConfig):
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
         """Return the areas of a parameter that are orthogonalized separately."""
-        rows, columns = map(range, parameter.shape)
+        *_, rows, columns = map(range, parameter.shape)
+        if len(parameter.shape) == 3:
+            return [Area(rows, columns, range(e, e + 1)) for e in range(parameter.shape[0])]
         if not self.by_head or parameter.heads is None:
             return [Area(rows, columns)]
         dim, count = parameter.heads
@@ -210,7 +214,7 @@ class Muon(OptimizerConfig):
 
 
 class MuonOptimizer(torch.optim.Optimizer):
-    """Muon over two-dimensional parameters, with any placement on a mesh."""
+    """Muon over matrices, with any placement on a mesh."""
 
     def __init__(
         self, groups: list[dict[str, Any]], config: Muon, parameters: Sequence[NamedParameter]

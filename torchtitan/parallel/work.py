@@ -232,16 +232,22 @@ class Part:
     def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
         """Return the padded shape of each rank's part of a parameter, on the first tensor rank."""
         sizes, dim, parts = list(shape), 0, self.work.degrees.fsdp
-        role, tp = self.roles.get(name.rpartition(".")[0]), self.work.degrees.tp
-        if role in SPLIT_IN_ROWS:
-            dim = 1 if shape[0] % (tp * parts) else 0  # as `fsdp2` does
-            sizes[0] = -(-shape[0] // tp)
-        elif role == "rowwise":
-            sizes[1] //= tp
-        elif role == "experts":
-            sizes[Experts.HIDDEN_DIM[name.rpartition(".")[2]]] //= tp
+        tp, split = self.work.degrees.tp, self.tensor_dim(name)
+        if split is not None:
+            dim = 1 if split == 0 and shape[0] % (tp * parts) else 0  # as `fsdp2` does
+            sizes[split] = -(-shape[split] // tp)
         sizes[dim] = -(-sizes[dim] // parts)
         return torch.Size(sizes)
+
+    def tensor_dim(self, name: str) -> int | None:
+        """Return the dim of a parameter that tensor ranks split; None: each has all of it."""
+        module, _, last = name.rpartition(".")
+        role = self.roles.get(module)
+        if role in SPLIT_IN_ROWS:
+            return 0
+        if role == "rowwise":
+            return 1
+        return Experts.HIDDEN_DIM[last] if role == "experts" else None
 
     def of_unit(
         self,

@@ -103,7 +103,7 @@ def exchanged(layout: str, limit: int) -> tuple[float, int, int, int]:
         for one in found:
             matrix = one.of(whole, area(*whole.shape))
             one.of(expected, area(*whole.shape)).copy_(2 * (matrix - matrix.mean()))
-        held = Area(*extents(parameter.tensor, coordinate))
+        held = Area.of_dims(extents(parameter.tensor, coordinate))
         wrong += held.shape != tuple(local(parameter.tensor).shape)
         off = held.of(expected, area(*whole.shape)) - local(parameter.tensor)
         worst = max([worst, *off.abs().flatten().tolist()])

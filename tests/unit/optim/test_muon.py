@@ -1,6 +1,7 @@
 """Muon on one rank, and what is refused of it."""
 
 import copy
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_on_one_rank_it_is_that_of_torch(scale: Any, nesterov: bool) -> None:
     assert (other[0] - expected[0]).norm() > 1e-2 * (expected[0] - start[0]).norm()
 
 
+def test_each_expert_is_a_matrix() -> None:
+    """As if the experts were parameters of their own, of which one has larger gradients."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(2, 3, 10, 6) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)
+    together = nn.ParameterDict({"w": start.clone()})
+    apart = nn.ParameterDict({str(e): matrix.clone() for e, matrix in enumerate(start)})
+    for model in (together, apart):
+        parameters = [dataclasses.replace(each, role="expert", heads=None) for each in named(model)]
+        for each in parameters:
+            each.tensor.grad = gradient if each.name == "w" else gradient[int(each.name)]
+        Optimizers(parameters, Muon(lr=0.02, ns_dtype="float32")).step()
+    torch.testing.assert_close(together["w"], torch.stack([*apart.values()]))
+    assert (together["w"] - start).abs().amin() > 0
+
+
 def test_a_parameter_without_a_gradient_stays() -> None:
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False))
     optimizers = Optimizers(named(model), Muon())
@@ -153,8 +169,8 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
         [
             (
                 "optimizer.roles",
-                "Muon updates matrices, of 2 dims; layers.0.attention_norm.weight, which is of the "
-                'role norm, has 1, as have 4 others; use ["matrix"]',
+                "Muon updates matrices, of 2 or 3 dims; layers.0.attention_norm.weight, which is "
+                'of the role norm, has 1, as have 4 others; use ["matrix"]',
             )
         ],
     ),

@@ -30,7 +30,7 @@ from torchtitan.optim import NamedParameter
 from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
-from torchtitan.parallel.work import SPLIT_IN_ROWS, Part, Traffic
+from torchtitan.parallel.work import Part, Traffic
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule
@@ -107,21 +107,19 @@ class FSDP2(ShardingConfig):
 
     def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
         work, degrees = part.work, part.work.degrees
-        rows, columns = parameter.shape
-        role, tp = part.roles.get(parameter.name.rpartition(".")[0]), degrees.tp
-        by_rows, by_columns = role in SPLIT_IN_ROWS, role == "rowwise"
-        again = 1 if by_rows and rows % (tp * degrees.fsdp) else 0  # as in `Part.shape`
+        tp, split = degrees.tp, part.tensor_dim(parameter.name)
+        again = 1 if split == 0 and parameter.shape[0] % (tp * degrees.fsdp) else 0
         areas, copies = [], []
         replicas = degrees.dp_replicate if work.communication.replicas.in_backward else 1
         for copy, shard, place in itertools.product(
             range(replicas), range(degrees.fsdp), range(tp)
         ):
-            dims = [range(rows), range(columns)]
-            if by_rows or by_columns:
-                dims[by_columns] = _chunk(dims[by_columns], tp, place)
+            dims = [range(size) for size in parameter.shape]
+            if split is not None:
+                dims[split] = _chunk(dims[split], tp, place)
             dims[again] = _chunk(dims[again], degrees.fsdp, shard)
-            areas.append(Area(*dims))
-            copies.append((copy,) if by_rows or by_columns else (copy, place))
+            areas.append(Area.of_dims(dims))
+            copies.append((copy, place) if split is None else (copy,))
         return MatrixSharding(areas, copies)
 
 
