@@ -9,6 +9,7 @@ run and change later, as a pure function of the step, so a resumed run has the s
     multi_token  the tokens after the next, by chained blocks, one for each, that share the
                  embedding and the output of the model (DeepSeek-V3, 2024, arXiv:2412.19437,
                  section 2.2)
+    load_balance, router_z_loss   of mixtures of experts (`torchtitan.models.experts.Router`)
 """
 
 import dataclasses
@@ -168,6 +169,41 @@ class MultiToken(ModelLossConfig):
         return self.depth
 
 
+class RouterLoss(ModelLossConfig):
+    """A loss of the routers of a mixture of experts, whose blocks compute it."""
+
+    def wanted(self, has: bool) -> bool:
+        return True
+
+
+class LoadBalance(RouterLoss):
+    """The balance of experts over the global batch (arXiv:2101.03961, arXiv:2501.11873)."""
+
+    argument: ClassVar[str] = "load_balance"
+
+    name: Literal["load_balance"] = "load_balance"
+    """Name of the loss."""
+    weight: float = Field(0.01, ge=0)
+    """Weight in the training loss; 0: it is not computed."""
+
+
+class RouterZLoss(RouterLoss):
+    """The square of the log-sum-exp of the routers' logits (arXiv:2202.08906)."""
+
+    argument: ClassVar[str] = "router_z_loss"
+
+    name: Literal["router_z_loss"] = "router_z_loss"
+    """Name of the loss."""
+    weight: float = Field(1e-3, ge=0)
+    """Weight in the training loss; 0: it is not computed."""
+
+
 AUXILIARY_LOSSES = Registry[type[AuxiliaryLossConfig]](
-    "auxiliary_loss", {"z_loss": ZLoss, "multi_token": MultiToken}
+    "auxiliary_loss",
+    {
+        "z_loss": ZLoss,
+        "multi_token": MultiToken,
+        "load_balance": LoadBalance,
+        "router_z_loss": RouterZLoss,
+    },
 )

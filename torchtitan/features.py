@@ -16,11 +16,13 @@ import xxhash
 from torchtitan.checkpoint import TrainState
 from torchtitan.config import Registry
 from torchtitan.device import collect_garbage
+from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
 from torchtitan.parallel import Degrees, stages
 from torchtitan.parts import Parts
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
@@ -73,6 +75,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     if job.auxiliary_losses:
         weigh = model.auxiliary.begin
         yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
+    if loads := open_loads(parts):
+        yield from expert_loads(parts, loads)
     for name in job.optimizer.features:
         yield FEATURES[name](parts)
     replicas = job.communication.replicas
@@ -184,6 +188,40 @@ def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
             parts.optimizers.zero_grad()
 
     return measure
+
+
+def open_loads(parts: Parts) -> ExpertLoads | None:
+    """Return the counts of the loads of experts, if the model has any."""
+    job, world, spec = parts.job, parts.world, MODELS[parts.job.model.name]
+    everyones = routers(build_empty(spec.build, job.model_args(), 1))
+    if not everyones:
+        return None
+    return ExpertLoads(
+        parts.model.parts,
+        list(everyones),
+        len(next(iter(everyones.values())).weight),
+        job.experts.rate,
+        world,
+        parts.timeline,
+        splits_stream=world.degrees.tp > 1 and not job.parallelism.disable_sequence_parallel,
+    )
+
+
+def expert_loads(parts: Parts, loads: ExpertLoads) -> Iterator[Hooks]:
+    """Return the hooks that count the choices of routers, and then balance these."""
+    every, last = parts.job.metrics.statistics_freq, parts.job.training.steps
+
+    def follow(state: TrainState) -> None:
+        if not state.consecutive_skips:
+            loads.update()
+        if every and (state.step % every == 0 or state.step == last):
+            parts.meter.measured(state.step, "experts", **loads.by_expert())
+
+    yield Hooks(
+        before_forward=lambda batch: loads.begin(),
+        after_backward=lambda batch: parts.meter.record(**loads.end()),
+        after_step=follow,
+    )
 
 
 class StatisticsProbe:

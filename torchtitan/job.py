@@ -22,6 +22,7 @@ from torchtitan.config import (
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
+from torchtitan.expert_loads import ExpertsConfig
 from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
@@ -183,6 +184,7 @@ class JobConfig(Config):
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW", OPTIMIZER_KEYS)] = AdamW()
     loss: LossConfig = LossConfig()
     auxiliary_losses: Annotated[tuple[AuxiliaryLossConfig, ...], ListOf(AUXILIARY_LOSSES)] = ()
+    experts: ExpertsConfig = ExpertsConfig()
     lr_scheduler: Annotated[ScheduleConfig, OneOf(SCHEDULES, "warmup_stable_decay")] = (
         WarmupStableDecay()
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torchtitan.auxiliary_losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
 from torchtitan.checks.model import RecipeModel, model_of
 from torchtitan.config import PlannedWorld, Problem
+from torchtitan.expert_loads import routers
 from torchtitan.job import JobConfig
 from torchtitan.models.output import auxiliary_losses
 from torchtitan.tasks import TASKS
@@ -42,16 +43,17 @@ def block_losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return
     if has_block_losses(model):
         message = (
-            f"this version of torch cannot compile the blocks of {job.model.name}, which "
-            'recompute their auxiliary losses; use activation_checkpoint.mode = "none", or '
+            f"this version of torch cannot compile the blocks of {job.model.name}, whose "
+            'sums would also count recomputations; use activation_checkpoint.mode = "none", or '
             "torch 2.13"
         )
         yield Problem("compile.enable", message, (*SECTIONS, "activation_checkpoint"))
 
 
 def has_block_losses(model: RecipeModel) -> bool:
-    """Whether the blocks of a model have losses of their own."""
-    return any(auxiliary_losses(each) for each in model.spec.blocks(model.empty()).values())
+    """Whether the blocks of a model have losses of their own, or experts, which are counted."""
+    blocks = model.spec.blocks(model.empty()).values()
+    return any(auxiliary_losses(block) or routers(block) for block in blocks)
 
 
 def is_inside(config: AuxiliaryLossConfig, job: JobConfig) -> bool:

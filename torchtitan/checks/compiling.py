@@ -83,8 +83,8 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
         yield f"the {accumulation} microbatches of a step {OVERWRITE}; {bigger}"
     if in_graphs(job):
         yield (
-            "the sums of auxiliary losses in graphs of the model move in each step; remove "
-            "these losses"
+            "the sums of auxiliary losses and loads of experts in graphs of the model move in "
+            "each step; remove these losses, or use a dense model"
         )
     if job.model.separates_documents:
         yield (

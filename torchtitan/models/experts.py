@@ -19,7 +19,7 @@ Shapes: B batch, S sequence, D model dim, E experts, K experts of a token, N = B
 F hidden dim of an expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -32,6 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchtitan.logging import logger
 from torchtitan.models.layers import FeedForward
+from torchtitan.models.output import AuxiliaryLoss
 
 Scores = Literal["softmax", "sigmoid"]
 Products = Literal["grouped", "loop", "padded"]
@@ -55,13 +56,32 @@ class Routing:
     """Number of groups of a token: those with the largest sums of their two best scores."""
     has_bias: bool = False
     """Whether the choice is by score plus a bias of each expert."""
+    balances: bool = False
+    """Whether the loss `load_balance` is computed."""
+    has_z_loss: bool = False
+    """Whether the loss `router_z_loss` is computed."""
+    layers: int = 1
+    """Number of layers with experts, over which these losses are averaged."""
 
 
 class Router(nn.Module):
-    """Choice of K experts for each token, and their scores."""
+    """Choice of K experts for each token, and their scores.
+
+    Two losses keep experts in use and logits small. With P the mean of the scores, of which those
+    of a token sum to 1, over the global batch, and f the share of each expert in the choices:
+
+        load_balance    E sum of f_e P_e, 1 if balanced (Fedus et al., 2021, arXiv:2101.03961)
+        router_z_loss   mean of logsumexp(l)^2 (Zoph et al., 2022, arXiv:2202.08906)
+
+    f is of the global batch, as balance within a microbatch would keep experts from specializing
+    (Qiu et al., 2025, arXiv:2501.11873), and of the step before: that of the present one is known
+    after its last microbatch, when the first have had their gradients.
+    """
 
     bias: Tensor | None
     """(E,) float32, no parameter: it is changed between steps, to balance the experts."""
+    share: Tensor | None
+    """(E,) float32, share of each expert in the choices of the last step; uniform at first."""
 
     def __init__(self, dim: int, n_experts: int, routing: Routing) -> None:
         super().__init__()
@@ -69,11 +89,22 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         bias = torch.zeros(n_experts, dtype=torch.float32) if routing.has_bias else None
         self.register_buffer("bias", bias)
+        share = torch.empty(n_experts, dtype=torch.float32) if routing.balances else None
+        self.register_buffer("share", share)
+        self.balance = AuxiliaryLoss("load_balance", 0.0) if routing.balances else None
+        self.z_loss = AuxiliaryLoss("router_z_loss", 0.0) if routing.has_z_loss else None
+        self.count: Callable[[Router, Tensor], None] | None = None
+        """Called with each choice of experts, once set."""
+        self.tally: Tensor
+        """(E,) int64, for `count`."""
+        self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fill the bias with zeros."""
+        """Fill the buffers as before the first step."""
         if self.bias is not None:
             self.bias.zero_()
+        if self.share is not None:
+            self.share.fill_(1 / len(self.share))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.route(x, self.weight)
@@ -92,10 +123,26 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), weight.to(wide))  # (B, S, E)
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
         chosen = self._choose((scores if self.bias is not None else logits).detach())
-        scores = scores.gather(-1, chosen)
+        if self.count is not None:
+            self.count(self, chosen)
+        weights = scores.gather(-1, chosen)
         if rule.renormalizes:
-            scores = scores / scores.sum(-1, keepdim=True)
-        return scores if rule.scale == 1 else scores * rule.scale, chosen
+            weights = weights / weights.sum(-1, keepdim=True)
+        if rule.scale != 1:
+            weights = weights * rule.scale
+        return self._with_losses(weights, logits, scores), chosen
+
+    def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return `weights`, through which the losses get their gradients."""
+        if self.balance is not None and self.share is not None:
+            if self.routing.scores == "sigmoid":
+                scores = scores / scores.sum(-1, keepdim=True)
+            total = len(self.share) * (scores @ self.share.to(scores.dtype)).sum()
+            weights = self.balance(weights, total / self.routing.layers)
+        if self.z_loss is not None:
+            total = logits.logsumexp(-1).square().sum()
+            weights = self.z_loss(weights, total / self.routing.layers)
+        return weights
 
     def _choose(self, values: Tensor) -> Tensor:
         """Return the K best experts (B, S, K) by scores, or logits in their place (B, S, E)."""

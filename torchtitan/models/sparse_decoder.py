@@ -36,6 +36,8 @@ class SparseArgs(DecoderArgs):
     expert_groups: int = 1
     top_groups: int = 1  # number of groups of experts of a token
     expert_products: Products = "grouped"
+    load_balance: bool = False  # whether the loss of this name is computed
+    router_z_loss: bool = False
 
     @property
     def routing(self) -> Routing:
@@ -48,6 +50,9 @@ class SparseArgs(DecoderArgs):
             groups=self.expert_groups,
             top_groups=self.top_groups,
             has_bias=self.router_bias,
+            balances=self.load_balance,
+            has_z_loss=self.router_z_loss,
+            layers=self.n_layers - self.dense_layers,
         )
 
     @property

@@ -178,7 +178,7 @@ class World:
             self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
         )
 
-    def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss"]) -> Tensor:
+    def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss", "tp"]) -> Tensor:
         """Sum over an axis or joined axes, in place; equal on all their ranks."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.groups[over])
         return values
