@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan.auxiliary_losses import AuxiliaryLossConfig, MultiToken, ZLoss
+from torchtitan.auxiliary_losses import (
+    AuxiliaryLossConfig,
+    LoadBalance,
+    MultiToken,
+    RouterZLoss,
+    ZLoss,
+)
 from torchtitan.convert import (
     MXFP8,
     ConverterConfig,
@@ -307,6 +313,7 @@ QWEN3 = {"name": "tiny_qwen3"}
 """Queries and keys are normalized in each head, and heads are wider than dim / heads."""
 SPARSE = {"name": "tiny_sparse"}
 """Mixtures of experts in all blocks but the first."""
+OF_ROUTERS = (LoadBalance(weight=0.1), RouterZLoss(weight=0.01))
 WINDOW = {"sliding_window": 9}
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
@@ -317,6 +324,11 @@ FAMILIES: dict[str, dict[str, Case]] = {
         if layout.pp == 1 and not layout.converts_linears
     },
     "Qwen3-MoE": {name: layout.of(**SPARSE) for name, layout in LAYOUTS.items()},
+    "Qwen3-MoE, balanced": {
+        name: dataclasses.replace(layout.of(**SPARSE, router_bias=True), auxiliary=OF_ROUTERS)
+        for name, layout in LAYOUTS.items()
+        if not (layout.convert or layout.auxiliary)
+    },
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

@@ -52,9 +52,9 @@ class Part(NamedTuple):
 
 
 def parts(run: Run) -> dict[str, Part]:
-    """What this rank holds of all weights."""
+    """What this rank holds of all weights, and of buffers that are saved with them."""
     found = {}
-    for name, p in (item for part in run.model.parts for item in part.named_parameters()):
+    for name, p in (item for part in run.model.parts for item in part.state_dict().items()):
         offset = local_extent(p)[1] if isinstance(p, DTensor) else (0,) * p.ndim
         found[name] = Part(local(p).detach().cpu().clone(), offset)
     return found

@@ -25,6 +25,7 @@ from tests.tiers import tiers
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
+BALANCED = "Qwen3-MoE, balanced"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -35,6 +36,7 @@ DAILY = [
     *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
     *(("Qwen3-MoE", name) for name in ("FSDP 4", "CP 2, ring", "PP 2, ZBVZeroBubble")),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
+    *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
 ]
 IN_GATE = {
     "Qwen3": (
@@ -47,6 +49,11 @@ IN_GATE = {
         *("TP 2, operators recomputed", "FSDP 2 x TP 2", "CP 2, documents", "CP 2 x TP 2"),
         *("PP 2, 1F1B", "PP 2, Interleaved1F1B", "FSDP 2 x TP 2 x PP 2"),
         *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses", "FSDP 2, Float8 rowwise"),
+    ),
+    BALANCED: (
+        *("FSDP 2, accumulating 4", "TP 2, no sequence parallelism", "HSDP 2 x 2", "CP 2, ring"),
+        *("FSDP 2, full recomputation", "TP 2, operators recomputed", "PP 2, Interleaved1F1B"),
+        *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2"),
     ),
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
