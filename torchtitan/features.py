@@ -46,7 +46,9 @@ class Hooks:
     before_update: Callable[[], None] | None = None
     """Before weights change."""
     after_update: Callable[[], None] | None = None
-    """After the optimizers have updated the weights."""
+    """After the optimizers have updated the weights, which it may change too."""
+    updated: Callable[[], None] | None = None
+    """After an update, of which it leaves the weights as they are."""
     after_step: Callable[[TrainState], object] | None = None
     """After a step was counted; True marks the step as void, and no later feature is called."""
     flag: Flag | None = None
@@ -76,7 +78,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
         weigh = model.auxiliary.begin
         yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
     if loads := open_loads(parts):
-        yield from expert_loads(parts, loads)
+        yield expert_loads(parts, loads)
     for name in job.optimizer.features:
         yield FEATURES[name](parts)
     replicas = job.communication.replicas
@@ -207,20 +209,19 @@ def open_loads(parts: Parts) -> ExpertLoads | None:
     )
 
 
-def expert_loads(parts: Parts, loads: ExpertLoads) -> Iterator[Hooks]:
+def expert_loads(parts: Parts, loads: ExpertLoads) -> Hooks:
     """Return the hooks that count the choices of routers, and then balance these."""
     every, last = parts.job.metrics.statistics_freq, parts.job.training.steps
 
-    def follow(state: TrainState) -> None:
-        if not state.consecutive_skips:
-            loads.update()
+    def report(state: TrainState) -> None:
         if every and (state.step % every == 0 or state.step == last):
             parts.meter.measured(state.step, "experts", **loads.by_expert())
 
-    yield Hooks(
+    return Hooks(
         before_forward=lambda batch: loads.begin(),
         after_backward=lambda batch: parts.meter.record(**loads.end()),
-        after_step=follow,
+        updated=loads.update,
+        after_step=report,
     )
 
 

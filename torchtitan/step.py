@@ -176,17 +176,20 @@ class StepOptimizers:
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         before_update: Sequence[Callable[[], None]] = (),
         after_update: Sequence[Callable[[], None]] = (),
+        updated: Sequence[Callable[[], None]] = (),
     ) -> None:
         """
         Args:
             max_norm: limit of the global gradient norm; 0 disables clipping.
             norm_of_all: takes the norm of these ranks, and returns that of all replica groups.
             before_update: calls to make before weights change.
-            after_update: calls to make after they have changed.
+            after_update: calls to make after they have changed, which may change them too.
+            updated: calls to make then, which leave them as they are.
         """
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
         self.norm_of_all = norm_of_all
         self.before_update, self.after_update = before_update, after_update
+        self.updated = updated
 
     def begin(self, factor: float) -> float:
         """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
@@ -218,6 +221,8 @@ class StepOptimizers:
                 call()
             if self.after_update:
                 self.inner.weights_changed()
+            for call in self.updated:
+                call()
 
     def _before_update(self) -> None:
         for call in self.before_update:

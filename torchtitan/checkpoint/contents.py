@@ -1,11 +1,12 @@
 """Contents of a checkpoint: weights, optimizer state, random generators, data position, counters.
 
 Tensors have names that do not depend on the layout: `model.<parameter>`,
-`optimizer.<parameter>.<state>` and `rng.<rank>.<device>`; only `communication.<rank>.<name>`, the
-per-rank state of communication, belongs to one layout. If replicas make local updates, these names
-are those of the first, and replica r has `replica.<r>.model.<parameter>` and so on. Tensors are
-live, saved directly and loaded in place, except that low-bit states give the values they represent
-and take them back in `take_optimizer` after loading.
+`optimizer.<parameter>.<state>`, `experts.<router>.share` and `rng.<rank>.<device>`; only
+`communication.<rank>.<name>`, the per-rank state of communication, belongs to one layout. If
+replicas make local updates, these names are those of the first, and replica r has
+`replica.<r>.model.<parameter>` and so on. Tensors are live, saved directly and loaded in place,
+except that low-bit states give the values they represent and take them back in `take_optimizer`
+after loading.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -24,11 +25,13 @@ from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.data import BatchStream, merge_states
 from torchtitan.logging import logger
+from torchtitan.models.experts import Router
 from torchtitan.optim import Optimizers
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 
+EXPERTS = "experts."
 SHOWN = 3
 """Maximum number of differences in the message that a checkpoint does not match."""
 
@@ -99,7 +102,8 @@ class Checkpointable:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of this rank in a full checkpoint."""
-        own, prefix = self.weights() | self.of_optimizer(), of_copy(self.copy)
+        own = self.weights() | self.of_optimizer() | self._of_experts()
+        prefix = of_copy(self.copy)
         named = {f"{prefix}{name}": tensor for name, tensor in own.items()}
         # Cloned, since the next backward may change these before a save has copied them.
         sending = {name: tensor.clone() for name, tensor in self._of_sending().items()}
@@ -135,8 +139,9 @@ class Checkpointable:
         has_rng = "rng" not in skip and saved.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
-        tensors = self.weights() | optimizer | rng
         source = self._of_this_copy(saved)
+        experts = self._of_experts() if any(map(_is_of_experts, source.shapes())) else {}
+        tensors = self.weights() | optimizer | rng | experts
         self._read(saved.path, tensors, source, {"model", "optimizer"} - set(skip))
         if found := self._not_finite():
             logger.warning("%s: NaN or infinity in %s", saved.path, found)
@@ -203,6 +208,15 @@ class Checkpointable:
         """Return the optimizer's state; a step without effect creates it if there is none."""
         return {f"optimizer.{name}": t for name, t in self.optimizers.state_dict().items()}
 
+    def _of_experts(self) -> dict[str, Tensor]:
+        """Return what routers have of the last step; a run that starts to balance has none."""
+        found = ((n, m) for part in self.model for n, m in part.named_modules())
+        return {
+            f"{EXPERTS}{name}.share": module.share
+            for name, module in found
+            if isinstance(module, Router) and module.share is not None
+        }
+
     def take_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back the tensors of `of_optimizer` after loading; weights may have changed."""
         prefix = "optimizer."
@@ -232,6 +246,10 @@ class Checkpointable:
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()
         return {f"rng.{self.world.rank}.{kind}": state for kind, state in states.items()}
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.startswith(EXPERTS)
 
 
 def _is_finite(weight: Tensor) -> bool:

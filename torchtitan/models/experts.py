@@ -81,7 +81,8 @@ class Router(nn.Module):
     bias: Tensor | None
     """(E,) float32, no parameter: it is changed between steps, to balance the experts."""
     share: Tensor | None
-    """(E,) float32, share of each expert in the choices of the last step; uniform at first."""
+    """(E,) float32, share of each expert in the choices of the last step; uniform at first. It is
+    state of training, not one of the weights."""
 
     def __init__(self, dim: int, n_experts: int, routing: Routing) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Router(nn.Module):
         bias = torch.zeros(n_experts, dtype=torch.float32) if routing.has_bias else None
         self.register_buffer("bias", bias)
         share = torch.empty(n_experts, dtype=torch.float32) if routing.balances else None
-        self.register_buffer("share", share)
+        self.register_buffer("share", share, persistent=False)
         self.balance = AuxiliaryLoss("load_balance", 0.0) if routing.balances else None
         self.z_loss = AuxiliaryLoss("router_z_loss", 0.0) if routing.has_z_loss else None
         self.count: Callable[[Router, Tensor], None] | None = None

@@ -11,14 +11,22 @@ from torchtitan.models.qwen3_moe.settings import Qwen3MoeConfig
 
 FIXED = {"decoder_sparse_step": 1, "shared_expert_intermediate_size": None}
 """Options of the architecture with the only values supported here."""
+HAS: dict[str, Any] = {
+    "shared_dim": 0,
+    "router_scores": "softmax",
+    "router_scale": 1.0,
+    "router_bias": False,
+    "expert_groups": 1,
+}
+"""Our options of which the architecture has only one value."""
 EXPERTS = ("num_experts", "num_local_experts")
 """Names of the number of experts, of which transformers 5 writes the second."""
 
 
 def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
     """Return the model's part of config.json."""
-    own = {"shared_dim": (args.shared_dim, 0), "router_scores": (args.router_scores, "softmax")}
-    if other := [(key, *values) for key, values in own.items() if values[0] != values[1]]:
+    found = ((key, getattr(args, key), has) for key, has in HAS.items())
+    if other := [each for each in found if each[1] != each[2]]:
         raise RecipeError(
             f"{key}: got {show(got)}; Qwen3MoeForCausalLM has {show(has)}"
             for key, got, has in other
