@@ -9,6 +9,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint import test_resume
 from tests.layouts import FAMILIES, FULL, LAYOUTS, NO_SEQUENCE, QWEN3, SPARSE, ULYSSES, WINDOW, case
@@ -22,6 +23,7 @@ from tests.parallel import (
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.tiers import tiers
+from torchtitan.checkpoint.storage import SavedTensors
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
@@ -146,13 +148,22 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", BALANCED])
 @pytest.mark.gate
-def test_another_layout_goes_on_with_the_same_run(tmp_path: Path) -> None:
+def test_another_layout_goes_on_with_the_same_run(family: str, tmp_path: Path) -> None:
     for folder, name, steps in (
         ("whole", test_resume.ALONE, 6),
         ("halves", "FSDP 2 x TP 2", 3),
         ("halves", "PP 2, 1F1B", 6),
     ):
-        layout = FAMILIES["Qwen3"][name]
+        layout = FAMILIES[family][name]
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
     test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")
+    halves, whole = (
+        SavedTensors(tmp_path / f"{each}/checkpoint/step-6") for each in ("halves", "whole")
+    )
+    of_routers = [name for name in whole.shapes() if name.endswith((".router.bias", ".share"))]
+    assert bool(of_routers) == (family == BALANCED)
+    for name in of_routers:
+        assert whole.read(name).unique().numel() > 1
+        torch.testing.assert_close(halves.read(name), whole.read(name))
