@@ -140,7 +140,8 @@ def compare_converted(found: Trace, expected: Trace, where: str) -> None:
             whole = part.of(expected.weights[step][name])
             learned = (whole - part.of(expected.weights[0][name])).norm().item()
             off = (whole - part.local).norm().item()
-            assert off <= 0.05 * learned, f"{where}, step {step + 1}: {name} is off by {off}"
+            # The bias of keys has no gradient but for rounding.
+            assert off <= 0.05 * learned + 1e-9, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
 def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:

@@ -128,7 +128,7 @@ def test_every_registry_has_a_row_in_the_python_api() -> None:
         assert hasattr(import_module(f"torchtitan.{module}"), name)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_table_of_sizes_is_as_computed() -> None:
     script = runpy.run_path(str(ROOT / "scripts/write_layout_table.py"))
     page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -75,8 +76,12 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         color = not job.metrics.disable_color_printing
         configure(launch.rank, ranks, color, job.metrics.log_level)
     except ConfigError as error:
-        # Every rank finds the same mistakes; rank 0 reports them.
-        return refuse(error) if launch.rank == 0 else 2
+        # Every rank finds the same mistakes; rank 0 reports them, and is not ended before by a
+        # launcher that sees another rank exit.
+        if launch.rank == 0:
+            return refuse(error)
+        time.sleep(REFUSAL_SECONDS)
+        return 2
     folder = local_path(job.job.dump_folder)
     start = locked = None
     if launch.rank == 0:
