@@ -204,6 +204,15 @@ class RunHistory:
         sent = self.last_event("traffic").items()
         return {k.removeprefix("sent/"): float(v) for k, v in sent if k.startswith("sent/")}
 
+    @cached_property
+    def expert_loads(self) -> dict[str, list[float]]:
+        """Share of each expert in the choices of its block, by block, when last measured."""
+        found: dict[str, list[float]] = {}
+        row: Row = next((r for r in reversed(self.rows) if r.get("event") == "experts"), {})
+        for key in (key for key in row if key.startswith("load/")):
+            found.setdefault(key.split("/")[1], []).append(row[key])
+        return found
+
     def report_steps(self) -> list[tuple[Row, int]]:
         """The reports, each with the number of steps that it covers."""
         found: list[tuple[Row, int]] = []

@@ -63,7 +63,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 LABEL_WIDTH = 12
 LAST_EVENTS = 5
-MEASUREMENTS = ("precision", "statistics")
+MAP_ROWS = 8
+"""Maximum number of blocks whose experts are shown."""
+MEASUREMENTS = ("precision", "statistics", "experts")
 """Events of regular measurements, which are not incidents."""
 
 # A report may take this many times as long as the steps to it, and never less than these seconds:
@@ -157,6 +159,18 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
     yield "memory", "{} GiB ({}%)".format(*memory)
     yield "data", f"{show(report.get('data_pct'), '.1f')}% of the time spent waiting"
     yield from slowest(report)
+    yield from experts(history)
+
+
+def experts(history: RunHistory) -> Iterator[tuple[str, str]]:
+    """How evenly experts are used, and the load of each in some blocks, when last measured."""
+    report, loads = history.reports[-1], [*history.expert_loads.items()]
+    if (busiest := report.get("experts/busiest_share")) is None:
+        return
+    entropy = show(report["experts/entropy"], ".3f")
+    yield "experts", f"busiest {busiest:.1%} of the tokens' choices, entropy {entropy}"
+    for block, shares in loads[:: -(-len(loads) // MAP_ROWS) or 1]:
+        yield f"  {block}"[:LABEL_WIDTH], sparkline([0.0, *shares], len(shares) + 1)[1:]
 
 
 def slowest(report: Row) -> Iterator[tuple[str, str]]:

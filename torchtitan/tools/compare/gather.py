@@ -157,6 +157,8 @@ def _variant(
         parity=_parity(each, base),
         loss=first.curve("loss") if first else None,
         grad_norm=first.curve("grad_norm") if first else None,
+        experts=first.experts if first else {},
+        expert_loads=first.history.expert_loads if first else {},
     )
 
 

@@ -37,6 +37,7 @@ def markdown(report: Report, *, for_page: bool = False) -> str:
         "Variants": [variants(report)],
         "Loss and gradient norm": [*curves, parity(report)],
         "Speed": [speed(report), time(report)],
+        "Experts": [experts(report)],
         "Memory": [memory(report), planned_memory(report)],
         "Communication": [sent(report), collectives(report)],
         "What differs": [settings(report) or "All variants have the same settings."],
@@ -240,6 +241,20 @@ def time(report: Report) -> str:
             " computed nothing; it is part of the phases."
         )
     return by_variant("Where the time goes", found, columns, text, "time")
+
+
+def experts(report: Report) -> str:
+    """Balance of experts in the last step."""
+    found = [each for each in report.ran if each.experts]
+    columns: Columns = {
+        "share of the busiest expert": lambda each: share(each.experts["busiest_share"]),
+        "entropy": lambda each: digits(each.experts["entropy"]),
+    }
+    text = (
+        "In the last report: the largest share of an expert in the choices of its block, and the "
+        "mean entropy of these shares, where 1 is balanced."
+    )
+    return by_variant("Balance of experts", found, columns, text, "experts")
 
 
 def memory(report: Report) -> str:

@@ -85,6 +85,12 @@ class MeasuredRun:
         )
 
     @property
+    def experts(self) -> dict[str, float]:
+        """Balance of experts in the last report, by name; empty without experts."""
+        prefix, last = "experts/", self.all[-1] if self.all else {}
+        return {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+
+    @property
     def exposed(self) -> float | None:
         """Share of a traced step in which rank 0 communicated without computing."""
         path = self.history.newest_trace().get(0)

@@ -68,6 +68,10 @@ def plots(report: Report) -> dict[str, Plot]:
             "each run.",
         ),
         "time": (time(report), "The line below a bar is exposed communication." * is_traced),
+        "experts": (
+            experts(report),
+            "Load of each expert relative to the mean of its block, when last measured.",
+        ),
         "memory": (memory(report), ""),
         "sent": (sent(report), ""),
     }
@@ -267,6 +271,32 @@ def time(report: Report) -> Figure:
         data.append(below | {"error_x": errors([0.0] * len(shown), exposed, thickness=3, width=0)})
     axis = {"tickformat": ".0%", "hoverformat": ".1%", "range": [0, 1.002]}
     return rows(shown, data, "share of time", **axis)
+
+
+def experts(report: Report) -> Figure:
+    """A row for each block of each variant, with the load of each expert in color."""
+    data: list[Marks] = [
+        {
+            "type": "heatmap",
+            "name": escaped(each.name),
+            "meta": {"variant": each.name},
+            "x": list(range(len(shares))),
+            "y": [f"{escaped(each.name)}: {block}"],
+            "z": [[share * len(shares) for share in shares]],
+            "coloraxis": "coloraxis",
+            "hovertemplate": "expert %{x}: %{z:.2f}",
+        }
+        for each in report.ran
+        for block, shares in each.expert_loads.items()
+    ]
+    scale = {"colorscale": [[0, PAPER], [1, series(1)]], "cmin": 0, "cmax": 2}
+    return figure(
+        data,
+        {"title": {"text": "expert"}},
+        {"autorange": "reversed"},
+        height=len(data) * 18 + 80,
+        coloraxis=scale,
+    )
 
 
 def memory(report: Report) -> Figure:

@@ -130,6 +130,10 @@ class Variant:
     """Planned memory of the fullest rank at its peak in GiB, by purpose."""
     state_bytes: int | None = None
     """Bytes of optimizer states of rank 0, as its run counted them."""
+    experts: dict[str, float] = field(default_factory=dict)
+    """Balance of experts in the last report: share of the busiest, and entropy."""
+    expert_loads: dict[str, list[float]] = field(default_factory=dict)
+    """Share of each expert in the choices of its block, when last measured."""
     planned: dict[str, float] | None = None
     """Planned figures by the names of the fields here; None without a plan."""
 
