@@ -1,6 +1,8 @@
 """Balance of experts: the losses by their formulas, and the counts of a step and what follows."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.layouts import FULL
 from tests.ranks import run_ranks
 from torchtitan.auxiliary_losses import LoadBalance, RouterZLoss
 from torchtitan.device import Device
+from torchtitan.expert_loads import ExpertLoads
 from torchtitan.job import JobConfig
 from torchtitan.models.experts import Router, Routing
 from torchtitan.resilience.spikes import Guard
@@ -50,18 +53,34 @@ def test_losses_of_a_router_are_their_formulas(scores: Any) -> None:
     torch.testing.assert_close(found["router_z_loss"], z_loss)
 
 
-def run(job: JobConfig) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """The rows of a run, and the bias of its first router after each step."""
-    rows, biases = [], []
-    for made, row in training(job, Device("cpu"), uneven=False):
-        (part,) = made.model.parts
-        first = next(m for m in part.modules() if isinstance(m, Router))
-        rows.append(row)
-        biases.append(first.bias.clone())
-    return rows, biases
+class Seen(NamedTuple):
+    """A run of one rank."""
+
+    rows: list[dict[str, Any]]
+    biases: Tensor
+    """(steps, layers, E), after each step."""
+    loads: Tensor
+    """(steps, layers, E), those that the bias moved by."""
 
 
-def alone(**sections: Any) -> tuple[list[dict[str, Any]], list[Tensor]]:
+def run(job: JobConfig) -> Seen:
+    rows, biases, loads = [], [], []
+    update = ExpertLoads.update
+
+    def keep(mine: ExpertLoads) -> None:
+        loads.append(mine.loads)
+        update(mine)
+
+    with mock.patch.object(ExpertLoads, "update", keep):
+        for made, row in training(job, Device("cpu"), uneven=False):
+            (part,) = made.model.parts
+            every = [m.bias.clone() for m in part.modules() if isinstance(m, Router)]
+            rows.append(row)
+            biases.append(torch.stack(every))
+    return Seen(rows, torch.stack(biases), torch.stack(loads) if loads else torch.empty(0))
+
+
+def alone(**sections: Any) -> Seen:
     names = BALANCED.keys() | sections.keys()
     merged = {name: BALANCED.get(name, {}) | sections.get(name, {}) for name in names}
     job = tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
@@ -69,33 +88,41 @@ def alone(**sections: Any) -> tuple[list[dict[str, Any]], list[Tensor]]:
     return found
 
 
+def moves_by_the_training_forward_alone() -> None:
+    """Each choice of the global batch counts once, and each bias moves against its load."""
+    one = alone()
+    training = {"global_batch_size": 8, "local_batch_size": 2}
+    ways = {
+        "recomputed": alone(activation_checkpoint=FULL),
+        "accumulated": alone(training=training),
+        "validated": alone(validation={"enable": True, "freq": 1, "steps": 1}),
+    }
+    job = tiny.job()
+    choices = 2 * 8 * job.training.seq_len
+    for name, each in {"plain": one, **ways}.items():
+        assert (each.loads.sum(-1) == choices).all(), f"{name}: some choices do not count once"
+        assert torch.equal(each.biases, one.biases), f"{name}: a bias moved otherwise"
+    steps = one.biases.diff(dim=0, prepend=torch.zeros_like(one.biases[:1]))
+    missing = one.loads.sum(-1, keepdim=True) - one.loads * one.loads.shape[-1]
+    assert torch.equal(steps, 0.25 * missing.sign()), "a bias does not move against its load"
+
+
 def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None:
-    """Recomputation counts once, validation not at all, and microbatches add up."""
-    rows, biases = alone()
-    steps = torch.stack(biases).diff(dim=0, prepend=torch.zeros(1, len(biases[0])))
-    assert set(steps.flatten().abs().tolist()) <= {0.0, 0.25}
-    assert (steps > 0).any()
-    assert (steps < 0).any()
+    moves_by_the_training_forward_alone()
+
+
+def test_metrics_are_of_the_loads() -> None:
+    rows, _, loads = alone()
     assert rows[0]["loss/load_balance"] == pytest.approx(1.0)  # shares begin uniform
-    assert rows[-1]["loss/load_balance"] != pytest.approx(1.0, abs=1e-4)
-    assert 1 / 8 < rows[0]["experts/busiest_share"] <= 0.5
-    assert 0 < rows[0]["experts/entropy"] < 1
-    others = (
-        alone(activation_checkpoint=FULL),
-        alone(training={"local_batch_size": 2, "global_batch_size": 8}),
-        alone(validation={"enable": True, "freq": 1, "steps": 1}),
-    )
-    for found, moved in others:
-        for mine, theirs in zip(biases, moved, strict=True):
-            assert torch.equal(mine, theirs)
-        assert [row["experts/entropy"] for row in found] == pytest.approx(
-            [row["experts/entropy"] for row in rows]
-        )
+    for row, of_step in zip(rows, loads, strict=True):
+        shares = of_step / of_step.sum(-1, keepdim=True)
+        entropy = torch.distributions.Categorical(shares).entropy().mean() / math.log(6)
+        assert row["experts/busiest_share"] == pytest.approx(shares.max().item())
+        assert row["experts/entropy"] == pytest.approx(entropy.item(), rel=1e-5)
 
 
 def test_a_rate_of_zero_keeps_the_bias() -> None:
-    _, biases = alone(experts={"bias_update_rate": 0.0})
-    assert not torch.stack(biases).any()
+    assert not alone(experts={"bias_update_rate": 0.0}).biases.any()
 
 
 def test_a_skipped_step_keeps_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +131,9 @@ def test_a_skipped_step_keeps_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     monkeypatch.setattr(Guard, "accepts", skip)
-    rows, biases = alone()
+    rows, biases, _ = alone()
     assert all(row["skipped"] for row in rows)
-    assert not torch.stack(biases).any()
+    assert not biases.any()
     assert rows[-1]["loss/load_balance"] == pytest.approx(1.0)  # the shares are kept as well
 
 
