@@ -103,12 +103,14 @@ def compare_steps(
     assert len(found.losses) == len(expected.losses) == 5
     for step in steps:
         loss, norm = expected.losses[step], expected.grad_norms[step]
-        assert abs(found.losses[step] - loss) <= 1e-5 * loss, where
-        assert abs(found.grad_norms[step] - norm) <= 1e-4 * norm, where
+        at, off = f"{where}, step {step + 1}", found.losses[step] - loss
+        assert abs(off) <= 1e-5 * loss, f"{at}: the loss is off by {off}"
+        off = found.grad_norms[step] - norm
+        assert abs(off) <= 1e-4 * norm, f"{at}: the gradient norm is off by {off}"
         for name, part in found.weights[step].items():
             difference = part.of(expected.weights[step][name]) - part.local
             off = difference.abs().max().item() if part.local.numel() else 0.0
-            assert off <= allowed, f"{where}, step {step + 1}: {name} is off by {off}"
+            assert off <= allowed, f"{at}: {name} is off by {off}"
 
 
 def compare_routers(found: Trace, expected: Trace, where: str) -> None:

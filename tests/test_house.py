@@ -42,7 +42,7 @@ LAYERS = [
     ["job"],
     ["resilience"],
     ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
-    ["flight_recorder", "step"],
+    ["flight_recorder", "step", "expert_loads"],
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "auxiliary_losses", "timeline"],

@@ -76,6 +76,7 @@ def run(job: JobConfig) -> Seen:
             (part,) = made.model.parts
             every = [m.bias.clone() for m in part.modules() if isinstance(m, Router)]
             rows.append(row)
+            made.after_step(made.state)  # validation, among others
             biases.append(torch.stack(every))
     return Seen(rows, torch.stack(biases), torch.stack(loads) if loads else torch.empty(0))
 

@@ -163,7 +163,7 @@ def numbers(history: RunHistory, width: int, now: float) -> Iterator[tuple[str, 
 
 
 def experts(history: RunHistory) -> Iterator[tuple[str, str]]:
-    """How evenly experts are used, and the load of each in some blocks, when last measured."""
+    """The balance of experts, and the load of each in some blocks, when last measured."""
     report, loads = history.reports[-1], [*history.expert_loads.items()]
     if (busiest := report.get("experts/busiest_share")) is None:
         return
