@@ -97,7 +97,7 @@ class ExpertLoads:
                 self.world.sum(loads, over="tp")
         self.loads = loads
         shares = self.shares()
-        entropy = -shares.xlogy(shares).sum(1) / math.log(self.n_experts)
+        entropy = -shares.xlogy(shares).sum(1) / math.log(max(self.n_experts, 2))
         return {
             "experts/busiest_share": shares.max(),
             "experts/entropy": entropy.mean(),
