@@ -152,6 +152,7 @@ def test_other_data_are_no_parity(tmp_path: Path) -> None:
     assert "The variants do not train on as much a step: 256 tokens, 512 tokens." in report.notes
 
 
+@pytest.mark.gate
 def test_a_comparison_from_the_command_to_the_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def recorded(
     return record(job, ranks, rank, device_type="cuda", shorten=shorten, graphs=graphs)
 
 
+@pytest.mark.gate
 def test_recordings_share_the_graphs_of_equal_blocks() -> None:
     def events(found: RankRecording) -> list[Any]:
         return [each for each in found.recording.events if not isinstance(each, Mark)]

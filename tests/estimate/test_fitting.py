@@ -56,6 +56,7 @@ def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) ->
         assert "no change was found after which it fits: use at least " in message
 
 
+@pytest.mark.gate
 def test_changes_that_make_a_run_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--training.local_batch_size=64", "--model.vocab_size=32768"]
     job = load(1, flags)
@@ -82,6 +83,7 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert not [*misfits(load(4, words), 4, 4, "cuda")], "no device of this machine"
 
 
+@pytest.mark.gate
 def test_a_run_that_may_not_fit_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

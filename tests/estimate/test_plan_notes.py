@@ -104,7 +104,11 @@ def collectives(found: Plan) -> int:
 
 
 @pytest.mark.parametrize("converter", ["float8", "mxfp8"])
-@pytest.mark.parametrize("layout", ["--compile.enable true", "", TENSOR], ids=["c", "e", "t"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("--compile.enable true", marks=pytest.mark.gate), "", TENSOR],
+    ids=["c", "e", "t"],
+)
 def test_converted_products_are_recorded_as_on_a_device_that_has_them(
     converter: str, layout: str
 ) -> None:

@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from tests.checkpoint import test_resume
-from tests.layouts import FAMILIES, FULL, LAYOUTS, NO_SEQUENCE, QWEN3, SPARSE, ULYSSES, WINDOW, case
+from tests.layouts import (
+    FAMILIES,
+    FULL,
+    LAYOUTS,
+    NO_SEQUENCE,
+    QWEN3,
+    SPARSE,
+    TO_BALANCE,
+    ULYSSES,
+    WINDOW,
+    case,
+)
 from tests.parallel import (
     test_collectives,
     test_compile,
@@ -52,11 +63,7 @@ IN_GATE = {
         *("PP 2, 1F1B", "PP 2, Interleaved1F1B", "FSDP 2 x TP 2 x PP 2"),
         *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses", "FSDP 2, Float8 rowwise"),
     ),
-    BALANCED: (
-        *("FSDP 2, accumulating 4", "TP 2, no sequence parallelism", "HSDP 2 x 2", "CP 2, ring"),
-        *("FSDP 2, full recomputation", "TP 2, operators recomputed", "PP 2, Interleaved1F1B"),
-        *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2"),
-    ),
+    BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }

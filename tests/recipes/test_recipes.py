@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
 from torchtitan.estimate.traffic import of_step
@@ -74,7 +75,15 @@ def test_all_are_here() -> None:
     assert [path.stem for path in RECIPES] == list(RANKS)
 
 
-@every_recipe
+TAKES_LONG = ("llama3_8b_long", "llama3_405b")
+"""To plan."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    tiers(RECIPES, [path for path in RECIPES if path.stem not in TAKES_LONG]),
+    ids=lambda path: path.stem,
+)
 def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

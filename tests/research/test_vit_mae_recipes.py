@@ -15,6 +15,7 @@ from tests.recipes.test_recipes import (
     repeated,
 )
 from tests.runs import rows, train
+from tests.tiers import tiers
 from tests.training.test_global_batch import assert_fits
 from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
@@ -46,7 +47,11 @@ def images(tmp_path: Path) -> list[str]:
     return ["--data.dataset_path", str(tmp_path)]
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "path",
+    tiers([*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE]),
+    ids=lambda path: path.stem,
+)
 def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +112,7 @@ def test_it_trains(tmp_path: Path) -> None:
     assert (tmp_path / "pictures/step-000004.png").exists()
 
 
+@pytest.mark.gate
 def test_sizes_of_images_are_those_of_the_formulas() -> None:
     """One size of six; the table in docs is the page's."""
     page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()

@@ -231,5 +231,6 @@ def trains_without_store(port: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.gate
 def test_ranks_go_on_while_the_rendezvous_is_out_of_reach() -> None:
     run_ranks(trains_without_store, 2, free_port())
