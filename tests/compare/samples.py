@@ -105,6 +105,8 @@ def ran(
         parity=parity,
         loss=curve(off, seed, tokens, 8.0, 3.2),
         grad_norm=grads,
+        experts={"busiest_share": 0.4, "entropy": 0.95},
+        expert_loads={"layers.1": [0.25, 0.25, 0.3, 0.2], "layers.2": [0.1, 0.4, 0.2, 0.3]},
     )
 
 

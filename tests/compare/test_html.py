@@ -105,7 +105,8 @@ def test_it_is_mostly_plotly(document: str) -> None:
 
 def test_sections_are_in_order(document: str) -> None:
     assert Reader(document).headings == [
-        *("Verdict", "Variants", "Loss and gradient norm", "Speed", "Memory", "Communication"),
+        *("Verdict", "Variants", "Loss and gradient norm", "Speed", "Experts", "Memory"),
+        "Communication",
         *("What differs", "Conditions and machine", "Notes", "What could not run"),
     ]
 
@@ -274,6 +275,23 @@ def test_plotted_bars_are_those_of_the_report(report: Report, opened: SimpleName
         axis: [variant.sent_bytes.get(axis) for variant in ran]
         for axis in ("dp_shard", "loss", "tp")
     }
+
+
+@needs_browser
+def test_the_map_of_experts_has_a_row_for_each_block(
+    report: Report, opened: SimpleNamespace
+) -> None:
+    drawn = opened.page.evaluate(
+        "[document.getElementById('plot-experts')].map(({ data, layout }) => data.map("
+        "({ meta, y, z }) => [meta.variant, layout.yaxis.ticktext[y[0]], z]))[0]"
+    )
+    for variant in report.ran:
+        mine = [(y, z) for name, y, z in drawn if name == variant.name]
+        for (label, found), (block, shares) in zip(mine, variant.expert_loads.items(), strict=True):
+            assert label.endswith(f": {block}")
+            assert found[0] == pytest.approx([4 * share for share in shares])
+    table = cells(opened.page, "Balance of experts")
+    assert table[1][1:] == ["40.0 %", "0.95"]
 
 
 def cells(live: Page, caption: str) -> list[list[str]]:

@@ -126,6 +126,15 @@ def test_the_rank_that_is_furthest_behind_is_named(tmp_path):
     assert shown[-1] == "slowest     rank 5 in backward: 12% of a step behind the median"
 
 
+def test_the_load_of_experts_is_a_line_for_each_of_some_blocks(tmp_path):
+    last = report(20) | {"experts/busiest_share": 0.5, "experts/entropy": 0.9}
+    loads = {f"load/layers.{n}/{e}": [0.0, 0.5][e == n % 2] for n in range(12) for e in range(2)}
+    measured = {"step": 20, "event": "experts", **loads}
+    shown = lines(write(tmp_path / "run", [last, measured]))
+    begin = shown.index("experts     busiest 50.0% of the tokens' choices, entropy 0.900")
+    assert shown[begin + 1 :] == [f"{f'  layers.{n}':<12}█▁" for n in range(0, 12, 2)]
+
+
 def test_a_run_that_has_not_reported_yet(tmp_path):
     assert lines(write(tmp_path / "run", [])) == [
         "run         long  llama3 8B  a, b",

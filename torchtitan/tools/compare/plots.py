@@ -23,6 +23,8 @@ MARKERS = dict(zip(SYMBOLS, "●■◆▲✖▼★✚", strict=True))
 """Markers of Plotly, and letters that look like them."""
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 COLORS = 8
+LABEL = 24
+"""Maximum number of letters of a name beside a row."""
 ROW = 62
 """Pixels of a row of bars with its label."""
 INK, PAPER, GRID, LINE = (f"var(--{name})" for name in ("ink", "paper", "grid", "line"))
@@ -275,25 +277,31 @@ def time(report: Report) -> Figure:
 
 def experts(report: Report) -> Figure:
     """A row for each block of each variant, with the load of each expert in color."""
+    found = [
+        (each.name, block, shares)
+        for each in report.ran
+        for block, shares in each.expert_loads.items()
+    ]
     data: list[Marks] = [
         {
             "type": "heatmap",
-            "name": escaped(each.name),
-            "meta": {"variant": each.name},
+            "name": escaped(name),
+            "meta": {"variant": name},
             "x": list(range(len(shares))),
-            "y": [f"{escaped(each.name)}: {block}"],
+            "y": [row],  # categories would have to be those of all traces
             "z": [[share * len(shares) for share in shares]],
             "coloraxis": "coloraxis",
             "hovertemplate": "expert %{x}: %{z:.2f}",
         }
-        for each in report.ran
-        for block, shares in each.expert_loads.items()
+        for row, (name, _, shares) in enumerate(found)
     ]
+    labels = [f"{escaped(name[:LABEL])}: {block}" for name, block, _ in found]
+    yaxis = {"tickvals": list(range(len(found))), "ticktext": labels, "autorange": "reversed"}
     scale = {"colorscale": [[0, PAPER], [1, series(1)]], "cmin": 0, "cmax": 2}
     return figure(
         data,
-        {"title": {"text": "expert"}},
-        {"autorange": "reversed"},
+        {"title": {"text": "expert"}, "tickformat": "d"},
+        yaxis,
         height=len(data) * 18 + 80,
         coloraxis=scale,
     )
