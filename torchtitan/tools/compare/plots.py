@@ -24,7 +24,7 @@ MARKERS = dict(zip(SYMBOLS, "●■◆▲✖▼★✚", strict=True))
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 COLORS = 8
 LABEL = 24
-"""Maximum number of letters of a name beside a row."""
+"""Maximum number of letters of a name in the label of a row."""
 ROW = 62
 """Pixels of a row of bars with its label."""
 INK, PAPER, GRID, LINE = (f"var(--{name})" for name in ("ink", "paper", "grid", "line"))
