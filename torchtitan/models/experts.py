@@ -123,7 +123,9 @@ class Router(nn.Module):
         rule, wide = self.routing, torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), weight.to(wide))  # (B, S, E)
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
-        chosen = self._choose((scores if self.bias is not None else logits).detach())
+        # Logits have the order of scores, and fewer of them are equal after rounding.
+        by_logits = self.bias is None and rule.groups == 1
+        chosen = self._choose((logits if by_logits else scores).detach())
         if self.count is not None:
             self.count(self, chosen)
         weights = scores.gather(-1, chosen)
@@ -131,7 +133,9 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         if rule.scale != 1:
             weights = weights * rule.scale
-        return self._with_losses(weights, logits, scores), chosen
+        if torch.is_grad_enabled():
+            weights = self._with_losses(weights, logits, scores)
+        return weights, chosen
 
     def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
         """Return `weights`, through which the losses get their gradients."""

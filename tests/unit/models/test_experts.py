@@ -76,8 +76,9 @@ def by_formula(made: MixtureOfExperts, x: Tensor) -> Tensor:
         {"shared_dim": 8},
         {"scores": "sigmoid", "has_bias": True, "scale": 2.5},
         {"has_bias": True, "groups": 3, "top_groups": 2},
+        {"scores": "sigmoid", "groups": 3, "top_groups": 2},
     ],
-    ids=["softmax", "sigmoid", "not renormalized", "shared", "bias", "groups"],
+    ids=["softmax", "sigmoid", "not renormalized", "shared", "bias", "groups", "groups, no bias"],
 )
 def test_it_is_the_formula(how, products):
     made = layer(products, **how)
